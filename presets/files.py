@@ -65,8 +65,9 @@ def usable(presets: dict[str, Preset], recipe: str) -> dict[str, Preset]:
 def load_recipes() -> dict[str, Recipe]:
     """All recipes by name."""
     found = {}
-    tables = (*_folder_tables(_HERE / "recipes"), *_folder_tables(_user_folder() / "recipes"), *_local_tables("recipes"))
-    for origin, name, table in tables:
+    folders = (root / "recipes" for root in (_HERE, *_user_folders()))
+    tables = (table for folder in folders for table in _folder_tables(folder))
+    for origin, name, table in (*tables, *_local_tables("recipes")):
         recipe = _shaped(origin, name, table, Recipe)
         found[recipe.name] = recipe
     return found
@@ -131,7 +132,7 @@ def _share_a_recipe(one: Preset, other: Preset) -> bool:
 
 
 def _preset_tables() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for root in (_HERE, _user_folder()):
+    for root in (_HERE, *_user_folders()):
         for folder, family in _FAMILIES.items():
             for origin, name, table in _folder_tables(root / folder):
                 yield origin, name, {"family": family, **table}
@@ -139,8 +140,12 @@ def _preset_tables() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield from _local_tables("presets")
 
 
-def _user_folder() -> Path:
-    return Path(platformdirs.user_config_dir("memtop"))
+def _user_folders() -> tuple[Path, ...]:
+    """The folder of the user's files; none for a user without a home folder."""
+    try:
+        return (Path(platformdirs.user_config_dir("memtop")),)
+    except RuntimeError:
+        return ()
 
 
 def _folder_tables(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:

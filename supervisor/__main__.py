@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change
@@ -26,21 +26,28 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--restart", help="a Change as JSON")
     arguments = parser.parse_args()
-    change = None if arguments.restart is None else msgspec.json.decode(arguments.restart, type=Change)
     # A lost terminal or a Ctrl-C meant for someone else must not end it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        change = None if arguments.restart is None else _change(arguments.restart)
         supervisor = Supervisor(RunFolder(arguments.folder))
-        # Started in the run's folder so that nothing of the user's shadows a library; ./memtop.toml
-        # is read from here.
+        # Started in "/", so that nothing of the user's shadows a library. ./memtop.toml is read
+        # here.
         with contextlib.suppress(FileNotFoundError):
             os.chdir(supervisor.spec.cwd)
         asyncio.run(supervisor.run(change))
     except MemtopError as error:
-        print(json.dumps({"error": str(error)}), file=sys.stderr)
+        print(json.dumps({"error": str(error)}), file=sys.stderr)  # noqa: T201 - the client reads it
         return error.exit_status
     return 0
+
+
+def _change(text: str) -> Change:
+    try:
+        return msgspec.json.decode(text, type=Change)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"the change of a restart is not understood: {error}") from None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ same socket. They write their reports to `attempts/NNNN/rank-R.jsonl`.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -264,10 +264,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One update of the run's final history."""
+    """One update of the run's final history; of a long run's old updates one row for several."""
 
     update: int
+    """The first, if it stands for several."""
     attempt: int
+    updates: int = 1
+    """How many updates it stands for. If several, loss and seconds are means, and `peak_bytes` is
+    the highest."""
     loss: float | None = None
     learning_rate: float | None = None
     samples_seen: int | None = None
@@ -290,16 +294,20 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, Any] = {}
 
 
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+"""A number that every reader of JSON can represent."""
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The settings that a restart changes. The preset is applied first, then the assignments."""
 
     preset: str | None = None
     assignments: dict[str, str] = {}
     """Settings by the names of `--set`, as text: {"batch": "4", "lora.r": "16"}."""
-    max_updates: int | None = None
-    configuration: int | None = None
+    max_updates: Whole | None = None
+    configuration: Whole | None = None
     """Go back to the settings of this configuration. The other fields change those settings."""
-    state_before: int | None = None
+    state_before: Whole | None = None
     """Also go back to the newest kept state at or before this update. Later states are moved aside,
     not deleted."""
     reason: str = ""
@@ -313,26 +321,26 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
     """Start the stream. `history` is the number of newest metric rows to send first."""
 
-    id: int
-    history: int = 2000
+    id: Whole
+    history: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 2000
 
 
 class FreeCache(msgspec.Struct, frozen=True, kw_only=True, tag="free"):
     """Run gc, torch's empty_cache and malloc_trim in every rank after its current update."""
 
-    id: int
+    id: Whole
 
 
 class CheckpointNow(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
-    id: int
+    id: Whole
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    id: int
+    id: Whole
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, tag="restart"):
-    id: int
+    id: Whole
     change: Change = Change()
 
 
@@ -343,7 +351,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, tag="edit"):
     Refused if that is not possible (external command, ZeRO, another setting). Use Restart then.
     """
 
-    id: int
+    id: Whole
     change: Change
 
 
@@ -353,24 +361,32 @@ class Try(msgspec.Struct, frozen=True, kw_only=True, tag="try"):
     `change` None: the first proposal of the advice.
     """
 
-    id: int
+    id: Whole
     change: Change | None = None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Request one StateUpdate."""
 
-    id: int
+    id: Whole
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     """GPU details are displayed: also read values that are expensive for the driver (PCIe
     throughput) for the next 10 s."""
 
-    id: int
+    id: Whole
 
 
-Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """The run is over: its supervisor ends at once, because another run takes the name. Refused if
+    the run is not over.
+    """
+
+    id: Whole
+
+
+Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look | Leave
 
 
 # --- supervisor -> client

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,8 @@ settings.register_profile("new", deadline=None)
 settings.load_profile("new" if LONG else "repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# memtop refuses runs that others may write, and the tests write files of runs themselves.
+os.umask(0o022)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in a script's background: what the tests start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -198,6 +201,18 @@ def make_runs(root: Path) -> Iterator[Runs]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
     yield from make_runs(tmp_path)
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without HOME and without an entry in the password database, as containers have."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 @pytest.fixture

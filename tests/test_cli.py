@@ -90,6 +90,10 @@ def command(name: str) -> click.Command:
             ["train", "sft-lora"],
             "data.train: not given; add --set data.train=FILE (parquet, jsonl or text with columns prompt, resp",
         ),
+        (
+            ["train", "sft-lora", "--set", "data.train=~nobody-of-that-name/x"],
+            "data.train ~nobody-of-that-name/x: no such file",
+        ),
         (["train", "sft-lora", "--set", "data.train=no.jsonl"], "data.train no.jsonl: no such file; looked for /"),
         (["train", "sft-lora", "--set", "data.train=."], "data.train .: is a folder; give a file; looked for /"),
         (["train", "pretrain-causal", "--set", "model.path=./no"], "model.path ./no: no such folder; looked for /"),

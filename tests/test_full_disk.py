@@ -48,6 +48,25 @@ def cramped(runs: Runs, small_disk: Path) -> Runs:
     return runs
 
 
+def leave_free(disk: Path, size: int) -> None:
+    """Fill the disk up to this many bytes."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "fill").write_bytes(bytes(free - size))
+
+
+@pytest.mark.parametrize(
+    ("free", "why"), [(0, "run.json: cannot be written: No space left"), (40 << 10, ": the disk is full: ")]
+)
+def test_a_start_without_space_names_the_disk(cramped: Runs, small_disk: Path, free: int, why: str) -> None:
+    leave_free(small_disk, free)
+    done = cramped.memtop("train", "--headless", "--name", "a", "--", "true", status=1)
+    assert f"{cramped.path}/a" in done.stderr
+    assert why in done.stderr
+    assert "free some space" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (cramped.path / "a").exists() is (free > 0), "a name that could not be used stays free"
+
+
 def enlarge(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=80m", str(disk)], check=True)
 

@@ -112,6 +112,12 @@ def test_the_standard_preset_reverts_the_others() -> None:
         ({"assignments": {"epochs": "1e300"}}, "epochs 1e+300: must lie between 0 and 1000000"),
         ({"assignments": {"data.max_bytes": "0"}}, "data.max_bytes 0: must be at least 1"),
         ({"assignments": {"model.config.hidden_size": "9" * 30}}, f"model.config.hidden_size {'9' * 30}: is too large"),
+        ({"assignments": {"model.config.hidden_size": "abc"}}, "model.config.hidden_size 'abc': give a whole number from 1"),
+        ({"assignments": {"model.config.hidden_size": "-3"}}, "model.config.hidden_size -3: give a whole number from 1"),
+        ({"assignments": {"model.config.hidden_size": "1.5"}}, "model.config.hidden_size 1.5: give a whole number from 1"),
+        ({"assignments": {"model.config.hidden_size": "true"}}, "model.config.hidden_size True: give a whole number from 1"),
+        ({"assignments": {"model.config.tie_word_embeddings": "1"}}, "tie_word_embeddings 1: give true or false"),
+        ({"assignments": {"model.config.attention_dropout": "x"}}, "model.config.attention_dropout 'x': give a number"),
         ({"assignments": {"model.config.x": "[1, [1e999]]"}}, "model.config.x inf: is too large a number"),
         ({"assignments": {"learning_rate": "nan"}}, "learning_rate nan: must lie between 0 and 10"),
         ({"assignments": {"clip_norm": "-1"}}, "clip_norm -1.0: must be 0 or more"),
@@ -162,6 +168,13 @@ def test_the_users_files_extend_and_override(tmp_path: Path, monkeypatch: pytest
     found = load_presets()
     assert [name for name in found if found[name].family == "level"] == ["standard", "low", "extreme", "tiny"]
     assert found["low"].title == "mine"
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_folder_has_the_built_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "standard" in load_presets()
+    assert "first-run" in load_recipes()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +90,45 @@ def dead(runs: Runs) -> RunFolder:
     )
     write_json(folder.state_path, StateFile(run=state, socket=str(Path(runs.root) / "no-socket")))
     return folder
+
+
+@pytest.fixture
+def read_only_disk(small_disk: Path) -> Iterator[Callable[[], None]]:
+    """Makes the small disk read-only."""
+
+    def mount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+
+    yield lambda: mount("ro")
+    mount("rw")
+
+
+def test_a_run_on_a_read_only_disk(runs: Runs, small_disk: Path, read_only_disk: Callable[[], None]) -> None:
+    folder = create_run(
+        small_disk / "runs", RunSpec(name="a", created=1.0, settings=None, cwd="/", memtop_version="0"), fresh=False
+    )
+    state = RunState(name="a", folder=str(folder.path), state=Phase.FINISHED, attempt=1, created=1.0)
+    write_json(folder.state_path, StateFile(run=state, socket="none"))
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_attempt(1, "start", None, 1.0)
+    ledger.close()
+    read_only_disk()
+    assert runs.show(str(folder.path))["attempts"][0]["reason"] == "start"
+    assert "a  " in runs.memtop("runs", "--runs-dir", str(folder.path.parent)).stdout
+
+
+def test_a_ledger_on_a_read_only_disk_whose_writer_was_killed(small_disk: Path, read_only_disk: Callable[[], None]) -> None:
+    ledger = Ledger(small_disk / "ledger.sqlite")
+    ledger.add_attempt(1, "start", None, 1.0)
+    # What a killed writer leaves: rows in the second file.
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        shutil.copy(small_disk / name, small_disk / f"left-{name}")
+    ledger.close()
+    read_only_disk()
+    with pytest.raises(
+        sqlite3.OperationalError, match="its writer was killed, and its folder cannot be written; copy the run's"
+    ):
+        Ledger(small_disk / "left-ledger.sqlite", read_only=True)
 
 
 def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from memtop.cli import http_server
+from memtop.cli.http_server import MOST_CONNECTIONS
 from memtop.cli.prometheus import Endpoint, is_loopback, parse_address
 from memtop.cli.streams import CSV_COLUMNS, CSV_RUN_COLUMNS
 from memtop.supervisor.errors import UsageError
@@ -264,6 +266,43 @@ def test_a_scrape_has_the_run_with_its_peak(endpoint: tuple[Endpoint, int]) -> N
     assert found["memtop_run_peak_memory_bytes"] == {labels | {("rank", "0")}: 99}
     assert found["memtop_run_state"] == {labels | {("state", "training")}: 1}
     assert "memtop_run_samples_per_second" not in found
+
+
+def connected(port: int, sent: bytes) -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", port), timeout=120)
+    one.sendall(sent)
+    return one
+
+
+def is_closed(one: socket.socket) -> bool:
+    """Whether the server closes the connection. Waits for that."""
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_idle_and_slow_clients_are_dropped_for_new_ones(endpoint: tuple[Endpoint, int]) -> None:
+    serving, port = endpoint
+    serving.update(machine(1.0), None)
+    with ExitStack() as clients:
+        many = [clients.enter_context(connected(port, b"GET /metr" * (n % 2))) for n in range(3 * MOST_CONNECTIONS)]
+        assert "memtop_gpu_up" in scrape(port)
+        # The last place of the limit is free again after the scrape.
+        assert all(is_closed(one) for one in many[: 2 * MOST_CONNECTIONS + 1])
+
+
+def test_no_connection_lives_long(endpoint: tuple[Endpoint, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "LONGEST_SECONDS", 0.0)
+    for sent in (b"", b"GET /metrics HTTP/1.0\r\nX: "):
+        with connected(endpoint[1], sent) as one:
+            assert is_closed(one)
+
+
+def test_a_run_whose_folder_has_an_invalid_name_is_served(endpoint: tuple[Endpoint, int]) -> None:
+    serving, port = endpoint
+    serving.update(None, RunState(name="bad\udcff\n", folder="f", state=Phase.TRAINING, created=1.0, updates=3))
+    assert scrape(port)["memtop_run_update"] == {frozenset({("run", "bad\ufffd\n")}): 3}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -30,6 +30,7 @@ from memtop.train.state_files import (
     Manifest,
     ShardReader,
     ShardWriter,
+    link_or_copy,
     newest_update,
     older_states,
     previous_of,
@@ -357,9 +358,10 @@ def best_loss(state_dir: Path) -> float | None:
 
 
 def keep_best(state_dir: Path) -> None:
-    """Keep the newest state as the best one, by hard links, which need hardly any space.
+    """Keep the newest state as the best one, by hard links, which need hardly any space. File
+    systems without hard links get a copy.
 
-    NoSpaceError if even the links do not fit; the former best state remains.
+    NoSpaceError if it does not fit; the former best state remains.
     """
     target = best_state(state_dir)
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
@@ -367,17 +369,25 @@ def keep_best(state_dir: Path) -> None:
     try:
         temporary.mkdir()
         for file in state_dir.iterdir():
-            os.link(file, temporary / file.name)
+            link_or_copy(file, temporary / file.name)
         sync(temporary)
     except OSError as error:
+        needed = _MARGIN_BYTES + _copied_bytes(state_dir, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
         if error.errno in DISK_FULL:
-            raise NoSpaceError(target.parent, _MARGIN_BYTES, "cannot make links to the best state") from None
+            raise NoSpaceError(target.parent, needed, "cannot make links to the best state, or copies of it") from None
         raise
     if target.exists():
         shutil.rmtree(target)
     temporary.rename(target)
     sync(target.parent)
+
+
+def _copied_bytes(state_dir: Path, begun: Path) -> int:
+    """How much space the copy needs that was begun there; 0 if its files are hard links."""
+    if begun.is_dir() and any(file.stat().st_nlink == 1 for file in begun.iterdir()):
+        return sum(file.stat().st_size for file in state_dir.iterdir())
+    return 0
 
 
 def _remove_leftovers(folder: Path) -> None:

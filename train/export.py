@@ -32,13 +32,21 @@ from memtop.train.checkpoint import best_state, load_weights, saved_weights
 from memtop.train.data.tokens import Tokens
 from memtop.train.model import build_base, build_model, model_class, tokens_and_config, with_adapters
 from memtop.train.run import read_settings
-from memtop.train.state_files import BrokenStateError, Manifest, ShardReader, older_states, previous_of, read_manifest
+from memtop.train.state_files import (
+    BrokenStateError,
+    Manifest,
+    ShardReader,
+    link_or_copy,
+    older_states,
+    previous_of,
+    read_manifest,
+)
 
 SHARD_SIZE = "5GB"
 
 
 class ExportSource(msgspec.Struct, frozen=True):
-    """The state to export: a private folder of hard links to it, and the folder it was found in."""
+    """The state to export: a private folder with links to it or copies, and where it was found."""
 
     links: Path
     found: Path
@@ -118,7 +126,7 @@ def _checked_form(settings: Settings, form: str | None) -> str:
 
 
 def _checked_target(out: Path) -> Path:
-    out = out.expanduser().absolute()
+    out = Path(os.path.expanduser(out)).absolute()  # noqa: PTH111 - Path's raises without a home folder
     if out.is_dir() and not any(out.iterdir()):
         return out
     if out.exists() or out.is_symlink():
@@ -128,7 +136,7 @@ def _checked_target(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _held(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
-    """The best or newest complete state, kept by hard links if a trainer replaces it."""
+    """The best or newest complete state, kept by links or copies if a trainer replaces it."""
     order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
     if best:
         order.insert(0, best_state(state_dir))
@@ -140,7 +148,7 @@ def _held(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
             try:
                 links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=state_dir.parent)))
                 for path in folder.iterdir():
-                    os.link(path, links / path.name)
+                    link_or_copy(path, links / path.name)
                 manifest = read_manifest(links)
             except BrokenStateError as error:
                 problem = problem or str(error).replace(str(links), str(folder))

@@ -11,9 +11,11 @@ written and read one at a time, so the largest file bounds the memory.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from safetensors import safe_open
 
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 512 << 20
+# FAT, some network and FUSE file systems; files of another user.
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
@@ -238,6 +242,17 @@ class ShardReader:
         with safe_open(self._where[name][kind], framework="pt") as shard:
             tensor: torch.Tensor = shard.get_tensor(f"{kind}/{name}")
         return tensor
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, or a copy on file systems without hard links."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+        sync(target)
 
 
 def sync(path: Path) -> None:

@@ -22,10 +22,10 @@ from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 from textual.widgets import Static
 
-from memtop.tui.ascii import AsciiFilter
-from memtop.tui.ascii import wanted as ascii_wanted
 from memtop.tui.dashboard.screen import DashboardResult, DashboardScreen
 from memtop.tui.feed import Feed
+from memtop.tui.filters import AsciiFilter, CleanFilter
+from memtop.tui.filters import wanted as ascii_wanted
 from memtop.tui.line import ROLES
 from memtop.tui.processes.actions import ProcessActions, RealProcessActions
 
@@ -103,7 +103,7 @@ class DashboardApp(App[DashboardResult]):
         self, feed: Feed, *, title: str | None = None, interval: float = 1.0, process_actions: ProcessActions | None = None
     ) -> None:
         super().__init__()
-        self._ascii = (AsciiFilter(),) if ascii_wanted() else ()
+        self._own_filters = (CleanFilter(), AsciiFilter()) if ascii_wanted() else (CleanFilter(),)
         actions = process_actions or RealProcessActions()
         self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval, process_actions=actions)
         self._ended = threading.Event()
@@ -118,7 +118,7 @@ class DashboardApp(App[DashboardResult]):
         return dict(_MEMORY_COLOURS if self.current_theme.dark else _LIGHT_MEMORY_COLOURS)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        return (*super().get_line_filters(), *self._ascii)
+        return (*super().get_line_filters(), *self._own_filters)
 
     def on_mount(self) -> None:
         self.title = "memtop"
@@ -196,7 +196,7 @@ def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0
     result = app.run()
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"
-        print(words, file=sys.stderr)
+        print(words, file=sys.stderr)  # noqa: T201 - the words are fixed
     if result is None:
         # Textual returns no result after a crash; it has printed the reason.
         return DashboardResult("detach", exit_status=app.return_code or 0)

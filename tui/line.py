@@ -13,6 +13,8 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 from textual.content import Content
 
+from memtop.supervisor.clean import clean
+
 Span = tuple[str, str]
 """(text, role)"""
 Line = tuple[Span, ...]
@@ -68,9 +70,10 @@ ROLES = (
 
 
 def line(*parts: str | Span) -> Line:
-    """A line from spans and plain strings, without empty ones."""
+    """A line from spans and plain strings, cleaned, without empty ones."""
     spans = ((part, TEXT) if isinstance(part, str) else part for part in parts)
-    return tuple(span for span in spans if span[0])
+    cleaned = ((clean(text), role) for text, role in spans)
+    return tuple(span for span in cleaned if span[0])
 
 
 def plain(of: Line) -> str:
@@ -173,13 +176,14 @@ def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
 def _wrapped(text: str, width: int) -> tuple[str, ...]:
     # Cached, because the same texts are drawn again every second. After a broken word Textual keeps
     # the blank.
-    words = " ".join(text.split())
+    words = " ".join(clean(text).split())
     parts = (part.plain.strip() for part in Content(words).wrap(width)) if words else ()
     return tuple(part for part in parts if part)
 
 
 def cropped(text: str, width: int) -> str:
-    """The text in exactly `width` cells: padded, or cut with an ellipsis."""
+    """The text, cleaned, in exactly `width` cells: padded, or cut with an ellipsis."""
+    text = clean(text)
     if cell_len(text) <= width:
         return text + " " * (width - cell_len(text))
     return set_cell_size(text, width - 1) + "…" if width > 0 else ""

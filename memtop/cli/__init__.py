@@ -15,6 +15,7 @@ import sys
 import click
 
 from memtop import __version__
+from memtop.cli.output import print_lines, tell
 from memtop.supervisor.errors import MemtopError, UsageError
 
 COMMANDS = {
@@ -69,9 +70,9 @@ class LazyGroup(click.Group):
 @click.pass_context
 def app(context: click.Context, version: bool) -> None:
     if version:
-        print(f"memtop {__version__}")
+        print_lines(f"memtop {__version__}")
     elif context.invoked_subcommand is None:
-        print(context.get_help())
+        print_lines(*context.get_help().splitlines())
 
 
 def run(arguments: list[str]) -> int:
@@ -84,9 +85,12 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.UsageError as error:
         where = f"memtop {error.ctx.info_name}" if error.ctx and error.ctx.parent else "memtop"
-        return _complain(f"{' '.join(error.format_message().split())} (see `{where} --help`)", 2)
+        return _complain(f"{error.format_message()} (see `{where} --help`)", 2)
     except MemtopError as error:
         return _complain(str(error), error.exit_status)
+    except UnicodeEncodeError as error:
+        # Python keeps such bytes of arguments and paths as surrogates.
+        return _complain(f"{error.object!r}: has bytes that are not UTF-8; rename it, or use another folder", 2)
     except (KeyboardInterrupt, click.Abort):
         return 130
     except (BrokenPipeError, SystemExit):
@@ -110,7 +114,7 @@ def _drop_output() -> None:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"memtop: {message}", file=sys.stderr)
+    tell(f"memtop: {message}")
     return status
 
 

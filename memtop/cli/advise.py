@@ -10,8 +10,9 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import find_run, print_json
+from memtop.cli.common import find_run
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
+from memtop.cli.output import print_json, print_lines
 from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError
@@ -47,7 +48,7 @@ def _print_advice(folder: RunFolder, *, as_json: bool) -> int:
     if as_json:
         print_json(_document(state))
     else:
-        print("\n".join(_lines(state)))
+        print_lines(*_lines(state))
     return 0
 
 
@@ -55,7 +56,7 @@ def _print_trial(answer: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         print_json(answer)
     else:
-        print("\n".join(_trial_lines(msgspec.convert(answer, Trial))))
+        print_lines(*_trial_lines(msgspec.convert(answer, Trial)))
     return 0
 
 
@@ -92,8 +93,7 @@ def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
         share = f", {units.percent(forecast.fraction)}: {forecast.band.value}"
         yield f"   predicted peak {units.size(forecast.peak_bytes)}{share} ({forecast.basis})"
     yield f"   {remedy.why}"
-    if remedy.command is not None:
-        yield f"   {remedy.command}"
+    yield from (f"   {line}" for line in (remedy.command or "").splitlines())
 
 
 def _trial_lines(trial: Trial) -> Iterator[str]:

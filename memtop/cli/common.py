@@ -1,4 +1,4 @@
-"""What several commands share: finding runs, and printing.
+"""What several commands share: finding runs, and describing them in lines.
 
 A run that cannot be read is listed with the reason and hides no other run.
 """
@@ -6,7 +6,6 @@ A run that cannot be read is listed with the reason and hides no other run.
 from __future__ import annotations
 
 import errno
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.record.ownership import is_foreign_link
 from memtop.supervisor.wire import Proposal, RunState
 
 
@@ -55,6 +55,8 @@ def run_folders(runs_dir: Path) -> list[RunFolder]:
     read."""
     found = []
     for path in _entries(runs_dir):
+        if is_foreign_link(path):
+            continue
         try:
             written = (path / "run.json").stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
@@ -110,10 +112,6 @@ def _entries(runs_dir: Path) -> list[Path]:
 
 
 _EVIDENCE_LINES = 3
-
-
-def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def summary(state: RunState | Unreadable) -> dict[str, Any]:

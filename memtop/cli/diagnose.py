@@ -10,16 +10,16 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import print_json
 from memtop.cli.options import WHOLE, json_option
+from memtop.cli.output import print_json, print_lines
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import chunks_of
 from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
 from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, size
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.remedies import remedies_for_command
 from memtop.supervisor.recovery.values import Remedy
 
 _CONFIDENCE = (
@@ -28,8 +28,12 @@ _CONFIDENCE = (
     (0.5, "likely"),
     (0.0, "a guess"),
 )
-_STATUSES = (range(256), range(-64, 0), range(257, 288))
-"""Of a program; of Python for a signal; of batch systems that report signal N as 256 + N."""
+_STATUSES = (
+    *(range(256), range(-64, 0), range(257, 288)),
+    *(range(0xC0000000, 0xD0000000), range(0xC0000000 - (1 << 32), 0xD0000000 - (1 << 32))),
+)
+"""Of a program; of Python for a signal; of batch systems that report signal N as 256 + N; of
+Windows for an error (NTSTATUS), without and with a sign."""
 
 
 @click.command()
@@ -49,7 +53,7 @@ def diagnose(log: str | None, exit_code: int | None, as_json: bool) -> int:
     if as_json:
         print_json(_document(diagnosis, remedies))
     else:
-        print("\n".join(_text(diagnosis, remedies)))
+        print_lines(*_text(diagnosis, remedies))
     return 0
 
 
@@ -108,6 +112,8 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
         lines += ["", memory]
     if diagnosis.evidence:
         lines += ["", f"Evidence ({diagnosis.source.replace('_', ' ')}):", *(f"  {line}" for line in diagnosis.evidence)]
+    if diagnosis.environment:
+        lines += ["", f"Environment: {', '.join(place.label for place in diagnosis.environment)}."]
     lines += ["", f"Confidence {diagnosis.confidence:.2f}: {_certainty(diagnosis)}."]
     if remedies:
         lines += ["", "What can be done, the cheapest first:"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from memtop.cli.common import print_json
 from memtop.cli.options import json_option, runs_dir_option
+from memtop.cli.output import print_json, print_lines
 from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
@@ -59,9 +59,9 @@ def doctor(as_json: bool, runs_dir: Path | None) -> int:
     else:
         for finding in findings:
             word = {True: "ok", False: "MISSING", None: "note"}[finding.ok]
-            print(f"{word:<8} {finding.check:<16} {finding.found}")
+            print_lines(f"{word:<8} {finding.check:<16} {finding.found}")
             if finding.advice:
-                print(f"{'':<25} -> {finding.advice}")
+                print_lines(f"{'':<25} -> {finding.advice}")
     return 1 if any(finding.ok is False for finding in findings) else 0
 
 

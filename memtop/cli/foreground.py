@@ -9,6 +9,7 @@ import sys
 import time
 
 from memtop.cli.common import proposal_lines
+from memtop.cli.output import print_lines, tell
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -36,7 +37,7 @@ def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> in
     With `detach`, only print the run's name. Without a terminal there is no dashboard.
     """
     if detach:
-        print(folder.name)
+        print_lines(folder.name)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return follow(folder, since=begun)
@@ -47,7 +48,7 @@ def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> in
 
 def follow(folder: RunFolder, *, since: float) -> int:
     """Print the run's progress until it is over; the exit status is 0 if it finished or was
-    stopped, 1 if it failed, 130 if it was interrupted here.
+    stopped, 1 if it failed, 2 if the trainer refused its input, 130 if it was interrupted here.
 
     Events before `since` (Unix time) are not printed.
     """
@@ -196,11 +197,14 @@ class _Follower:
                 self._print(line)
         where = f"; memtop show {state.name}"
         self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
-        return 0 if state.state in (Phase.FINISHED, Phase.STOPPED) else 1
+        if state.state in (Phase.FINISHED, Phase.STOPPED):
+            return 0
+        # The built-in trainer refused its input, which only its libraries can check.
+        return 2 if state.settings is not None and state.exit_status == 2 and not state.updates else 1
 
     @staticmethod
     def _print(text: str) -> None:
-        print(f"memtop: {text}", file=sys.stderr, flush=True)
+        tell(f"memtop: {text}")
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:

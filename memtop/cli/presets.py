@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import living_runs, print_json
+from memtop.cli.common import living_runs
 from memtop.cli.options import json_option
+from memtop.cli.output import print_json, print_lines, tell
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset
@@ -43,14 +43,11 @@ def presets(name: str | None, as_json: bool) -> int:
         print_json(rows[0] if name else rows)
         return 0
     for heading, looks in groups:
-        print(heading)
+        print_lines(heading)
         for look in looks:
-            print("\n".join(_full(look) if name else _lines(look)))
+            print_lines(*(_full(look) if name else _lines(look)))
     if not name:
-        print(
-            "(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)",
-            file=sys.stderr,
-        )
+        tell("(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)")
     return 0
 
 

@@ -9,12 +9,14 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from memtop.cli.http_server import HttpServer
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.history import gpu_key
+from memtop.supervisor.monitor.processes.proc import readable
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.wire import RunState, StateUpdate
 
@@ -103,7 +105,7 @@ class Endpoint(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = HttpServer(host, port, make_wsgi_app(registry))
         except socket.gaierror as error:
             raise UsageError(f"--prometheus {host}:{port}: no such host: {error.strerror}") from None
         except OSError as error:
@@ -125,9 +127,7 @@ class Endpoint(Collector):
         return message
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def _count_xids(self, machine: MachineSnapshot) -> None:
         for gpu in machine.gpus:
@@ -160,14 +160,14 @@ Rows = list[tuple[tuple[str, ...], float]]
 def _gauge(name: str, words: str, labels: tuple[str, ...], rows: Rows) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, words, labels=labels)
     for values, number in rows:
-        family.add_metric(values, number)
+        family.add_metric([readable(value) for value in values], number)
     return family
 
 
 def _counter(name: str, words: str, labels: tuple[str, ...], rows: Rows) -> CounterMetricFamily:
     family = CounterMetricFamily(name, words, labels=labels)
     for values, number in rows:
-        family.add_metric(values, number)
+        family.add_metric([readable(value) for value in values], number)
     return family
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from memtop.cli.options import (
     run_argument,
     runs_dir_option,
 )
+from memtop.cli.output import print_lines, tell
 from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
@@ -69,7 +69,7 @@ def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
     """Send a request and print the final answer. If the supervisor died, start a new one first."""
     if needs_supervisor(folder):
         client.revive(folder.path)
-    print(final_answer(folder, make).message)
+    print_lines(final_answer(folder, make).message)
     return 0
 
 
@@ -86,7 +86,7 @@ def final_answer(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
 
 
 def _report(answer: object) -> None:
-    print(getattr(answer, "message", answer), file=sys.stderr)
+    tell(str(getattr(answer, "message", answer)))
 
 
 @click.command(epilog=RUN_HELP)
@@ -132,14 +132,14 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         client.revive(folder.path)
     try:
         answer = final_answer(folder, lambda number: Restart(id=number, change=change))
-        print(answer.message, file=sys.stderr)
+        tell(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
         warning = risk_of(folder, change)
         client.start_supervisor(folder, change)
         for line in (again, f"memtop: {warning}" if warning else None):
             if line:
-                print(line, file=sys.stderr)
+                tell(line)
     return stay(folder, begun, headless=headless, detach=detach)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import find_run, print_json, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
+from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
+from memtop.cli.output import print_json, print_lines, tell
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
@@ -30,9 +30,9 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
     if as_json:
         print_json([summary(state) for state in states])
     elif not states:
-        print(f"no runs in {where}", file=sys.stderr)
+        tell(f"no runs in {where}")
     else:
-        print("\n".join(run_line(state) for state in states))
+        print_lines(*(run_line(state) for state in states))
     return 0
 
 
@@ -47,21 +47,24 @@ def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> 
         raise UsageError("--metrics: goes with --json")
     folder = find_run(run_name, runs_dir)
     if as_json:
-        print_json(document(folder, metrics=metrics))
+        with readable_ledger(folder), view.reading_ledger(folder) as ledger:
+            # Row by row: a long run has very many.
+            rows = map(msgspec.to_builtins, ledger.final_history() if ledger is not None else ())
+            print_json(document(folder), **({"metrics": rows} if metrics else {}))
         return 0
     with readable_ledger(folder):
-        record = view.show(folder, metrics=metrics)
-    print("\n".join(_lines(view.read_state(folder), record)))
+        record = view.show(folder)
+    print_lines(*_lines(view.read_state(folder), record))
     return 0
 
 
-def document(folder: RunFolder, *, metrics: bool = False) -> dict[str, Any]:
-    """What `memtop show --json` prints, as builtin types.
+def document(folder: RunFolder) -> dict[str, Any]:
+    """What `memtop show --json` prints, as builtin types, without the metric rows.
 
     MemtopError if the run's folder or ledger cannot be read.
     """
     with readable_ledger(folder):
-        record = view.show(folder, metrics=metrics)
+        record = view.show(folder)
     return record | _measured(view.read_state(folder))
 
 

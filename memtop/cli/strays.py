@@ -3,7 +3,6 @@ chooses."""
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import print_json
 from memtop.cli.options import WHOLE, json_option, runs_dir_option
+from memtop.cli.output import print_json, print_lines, tell
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.nvml import errors as codes
@@ -55,14 +54,14 @@ def list_or_end(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
         return _end([_chosen(pid, machine) for pid in kill], machine, as_json)
     # Without usable GPUs an empty JSON list is complete.
     for reason in [] if as_json and _no_usable_gpu(machine) else why_incomplete(machine):
-        print(reason, file=sys.stderr)
+        tell(reason)
     status = 1 if _nothing_listed(machine) else 0
     rows = sorted(_rows(machine), key=lambda row: (not row[1].stray, row[0], row[1].pid))
     if as_json:
         print_json([_document(gpu, process, machine) for gpu, process in rows])
         return status
     for gpu, process in rows:
-        print(_line(gpu, process, machine))
+        print_lines(_line(gpu, process, machine))
     _print_summary([process for _, process in rows])
     return status
 
@@ -100,8 +99,8 @@ def _end(chosen: list[ProcessId], machine: MachineSnapshot, as_json: bool) -> in
     else:
         # One line per process, then the memory.
         for ended in report.processes:
-            print(f"{ended.identity.pid:>8} {ended.outcome:<9} {ended.reason}")
-        print(report.memory_text)
+            print_lines(f"{ended.identity.pid:>8} {ended.outcome:<9} {ended.reason}")
+        print_lines(report.memory_text)
     return 0 if all(ended.is_over for ended in report.processes) else 1
 
 
@@ -127,7 +126,7 @@ def _print_summary(processes: list[GpuProcess]) -> None:
     if pids:
         held = sum(process.used_bytes or 0 for process in processes if process.pid in pids)
         options = " ".join(f"--kill {pid}" for pid in pids)
-        print(f"{units.size(held)} held by strays: memtop strays {options}")
+        print_lines(f"{units.size(held)} held by strays: memtop strays {options}")
 
 
 def _rows(machine: MachineSnapshot) -> list[tuple[int, GpuProcess]]:

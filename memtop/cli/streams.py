@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import os
 import signal
 import sys
@@ -19,6 +18,8 @@ import msgspec
 
 from memtop.cli.common import run_folders, state_of, summary
 from memtop.cli.dashboard import WatchOptions
+from memtop.cli.output import json_text
+from memtop.supervisor.clean import clean
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
@@ -164,7 +165,7 @@ def _write_json(runs_dir: Path, machine: MachineSnapshot, run: RunState | None) 
         document["runs"] = [view.summary(run)]
     else:
         document["runs"] = [summary(state_of(folder)) for folder in run_folders(runs_dir)]
-    sys.stdout.write(json.dumps(document, allow_nan=False, separators=(",", ":")) + "\n")
+    sys.stdout.write(json_text(document) + "\n")
     sys.stdout.flush()
 
 
@@ -189,6 +190,6 @@ def _csv_writer(*, with_run: bool) -> Write:
 
 
 def _cells(of: object, names: tuple[str, ...]) -> list[str]:
-    """The values as text; unknown values are empty."""
+    """The values as text, without control characters; unknown values are empty."""
     values = (getattr(of, name) for name in names)
-    return ["" if value is None else str(getattr(value, "value", value)) for value in values]
+    return ["" if value is None else clean(str(getattr(value, "value", value))) for value in values]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
+from memtop.cli.output import tell
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -31,7 +32,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
@@ -85,7 +86,8 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.client import make_room, start_supervisor
+    from memtop.supervisor.run.view import refuse_living
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -107,6 +109,9 @@ def train(
         on_oom=on_oom,
         memtop_version=__version__,
     )
+    if fresh and (where / spec.name).is_dir():
+        make_room(RunFolder(where / spec.name))
+        refuse_living(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)
@@ -141,7 +146,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
+        tell(f"memtop: {reason}; --preset NAME chooses another")
     return settings
 
 
@@ -214,11 +219,16 @@ def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
 def _placed(field: str, value: str) -> str:
     if not value:
         return value
-    path = Path(value).expanduser().absolute()
+    path = _absolute(value)
     if not path.is_file():
         problem = "is a folder; give a file" if path.is_dir() else "no such file"
         raise UsageError(f"{field} {value}: {problem}; looked for {path}")
     return str(path)
+
+
+def _absolute(text: str) -> Path:
+    # Without a home folder `~` stays, and the path does not exist. Path's own method would raise.
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
 
 
 def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +236,7 @@ def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
     name = model.get("path")
     if not isinstance(name, str):
         return model
-    path = Path(name).expanduser().absolute()
+    path = _absolute(name)
     if path.is_dir():
         return {**model, "path": str(path)}
     if name.startswith(("/", "~", "./", "../")):
@@ -249,7 +259,7 @@ def free_name(runs_dir: Path, stem: str) -> str:
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
     number, name = 1, stem
     try:
-        while (runs_dir / name).exists():
+        while name == LATEST or os.path.lexists(runs_dir / name):
             number += 1
             name = f"{stem}-{number}"
     except OSError as error:

@@ -11,9 +11,10 @@ import click
 import msgspec
 
 from memtop.cli import dashboard
-from memtop.cli.common import Unreadable, find_run, print_json, run_folders, run_line, state_of, summary
+from memtop.cli.common import Unreadable, find_run, run_folders, run_line, state_of, summary
 from memtop.cli.gpus import watched
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
+from memtop.cli.output import print_json, print_lines, tell
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
@@ -167,12 +168,12 @@ def _show_or_stream(options: Options) -> int:
     endpoint = Endpoint(host, port)
     if not is_loopback(host):
         warning = f"anyone who can reach {host} can read the names of commands and users"
-        print(f"memtop: --prometheus {options.prometheus}: {warning}", file=sys.stderr)
+        tell(f"memtop: --prometheus {options.prometheus}: {warning}")
     try:
         if screen:
             return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid, endpoint=endpoint)
         shown = f"[{host}]" if ":" in host else host
-        print(f"memtop: metrics at http://{shown}:{port}/metrics; stop with SIGINT or SIGTERM", file=sys.stderr)
+        tell(f"memtop: metrics at http://{shown}:{port}/metrics; stop with SIGINT or SIGTERM")
         return stream(options.runs_dir, folder, look, form=options.form, count=count, endpoint=endpoint)
     finally:
         endpoint.close()
@@ -205,7 +206,7 @@ def print_once(options: Options) -> int:
         if options.run_name or isinstance(state, Unreadable) or state.alive:
             lines.append(run_line(state))
             lines += [] if isinstance(state, Unreadable) else [f"  warning: {warning}" for warning in state.warnings]
-    print("\n".join(lines))
+    print_lines(*lines)
     return 0
 
 
@@ -229,7 +230,7 @@ def _revived(folder: RunFolder) -> RunState | Unreadable:
         revive(folder.path)
     except MemtopError as error:
         # Print the other runs too, and what is known about this one.
-        print(f"memtop: run {folder.name}: {error}", file=sys.stderr)
+        tell(f"memtop: run {folder.name}: {error}")
         return state
     return state_of(folder)
 

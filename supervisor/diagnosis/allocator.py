@@ -70,6 +70,8 @@ def _read(view: JoinedLines, start: int, message: str) -> Finding | None:
     free, process = _bytes(_FREE, message), _bytes(_PROCESS, message)
     if requested is None and total is None and allocated is None and "outofmemory" not in message:
         return None
+    if process == 0 and allocated:
+        process = None  # the driver does not see the process
     unallocated, reserved = _bytes(_UNALLOCATED, message), _bytes(_RESERVED, message)
     spare = unallocated
     if spare is None and reserved is not None and allocated is not None:

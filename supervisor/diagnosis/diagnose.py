@@ -6,7 +6,9 @@ and records of a kill at this end, the supervisor's samples, the log, the exit s
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,13 @@ import msgspec
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.aftermath import seems_survived
 from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
+from memtop.supervisor.diagnosis.environment import Place, of_log
 from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
-from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight
+from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
+from memtop.supervisor.holes import without_holes
 
 _MOST_LINES, _LONGEST = 8, 600
 _FAR, _NEAR = 0.85, 0.95
@@ -36,8 +40,20 @@ _WHOSE_KILL = (
 _FROM_OUTSIDE = frozenset({"keyboard_interrupt", "preempted", "time_limit", "node_failure"})
 _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
 _CLEAR = 0.8
-_PERHAPS = 0.45
-"""A confidence too low to act on."""
+_MOST_OF_WORDS = 0.94
+"""The most that the words of a log give: they can be quoted, or be about another program."""
+# Status codes of Windows (NTSTATUS) that are like a signal: access violation, stack overflow, page
+# error, heap corruption, buffer overrun, Ctrl-C.
+_OF_WINDOWS = {
+    0xC0000005: -11,
+    0xC00000FD: -11,
+    0xC0000006: -7,
+    0xC0000374: -6,
+    0xC0000409: -6,
+    0xC000013A: -2,
+}
+_WITHOUT_MEMORY = frozenset({0xC0000017, 0xC000012D})
+"""Status codes of Windows: no memory, and no memory that can be promised (commit limit)."""
 _BY_SIGNAL = {2: "keyboard_interrupt", 15: "sigterm", 11: "segfault", 6: "aborted", 7: "bus_error"}
 
 
@@ -50,12 +66,15 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
     evidence = evidence or Evidence()
     failed = evidence.exit_status not in (None, 0)
     reading = read(LogText(excerpt(chunks)), evidence.member_pids, failed=failed)
-    return _finished(_judged(reading, evidence), evidence)
+    return _finished(_judged(reading, evidence), reading, evidence)
 
 
 def diagnose_file(path: Path, evidence: Evidence | None = None) -> Diagnosis:
     """The same for a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            # memtop removes the middle of a very long log.
+            return diagnose(without_holes(file.fileno(), BLOCK), evidence)
         return diagnose(chunks_of(file), evidence)
 
 
@@ -91,7 +110,9 @@ def _of_log(reading: Reading, cause: Finding | None, status: int | None) -> Find
     if cause is not None:
         found = _quoted(reading, cause)
         return _perhaps_survived(found, reading, cause) if status is None else found
-    if status is not None and status < 0:
+    if status is not None and status & 0xFFFFFFFF in _WITHOUT_MEMORY:
+        return Finding(Kind.HOST_OOM_ALLOC, None, _CLEAR, source="exit_status")
+    if status is not None and -128 < status < 0:
         return _of_signal(-status)
     if reading.survived:
         finding, how = reading.survived[-1]
@@ -112,7 +133,7 @@ def _perhaps_survived(found: Finding, reading: Reading, cause: Finding) -> Findi
         return found
     return replace(
         found,
-        confidence=min(found.confidence, _PERHAPS),
+        confidence=min(found.confidence, UNCERTAIN),
         caveat=f'This is the cause if the program ended there, but the log goes on to "{later[:80]}". '
         "Its exit status would decide: --exit-code.",
     )
@@ -147,7 +168,7 @@ def _confirmed(found: Finding) -> Finding:
     return found
 
 
-def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
+def _finished(found: Finding, reading: Reading, evidence: Evidence) -> Diagnosis:
     """The finding as a diagnosis, with what the evidence adds and its summary."""
     kind, figures = found.kind, found.figures
     if kind.of_gpu:
@@ -158,12 +179,13 @@ def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
     diagnosis = Diagnosis(
         kind=kind,
         reason=found.reason,
-        confidence=found.confidence,
+        confidence=min(found.confidence, _MOST_OF_WORDS) if found.source == "words" else found.confidence,
         summary="",
         phase=found.phase or "unknown",
         rank=found.rank,
         source=found.source,
         evidence=lines,
+        environment=_environment(found, reading),
     )
     if kind is not Kind.NOT_MEMORY:
         # The settings can have changed since; a rank reports the batch that it was working on.
@@ -188,6 +210,12 @@ def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
             other_process_pids=figures.other_pids,
         )
     return msgspec.structs.replace(diagnosis, summary=summary(diagnosis, found.detail, found.caveat))
+
+
+def _environment(found: Finding, reading: Reading) -> tuple[Place, ...]:
+    cause = reading.cause
+    line = cause.line if cause is not None and cause.kind is found.kind else None
+    return of_log(reading.page, line, found.evidence, of_torch=found.source == "record" and found.kind.of_gpu)
 
 
 def _address_space(found: Finding, evidence: Evidence) -> int | None:
@@ -305,13 +333,16 @@ def _not_for_memory(found: Finding, confidence: float, lines: tuple[str, ...]) -
 
 def _signal_explains_more(status: int | None, cause: Finding) -> bool:
     """Whether a signal ended the program rather than the exception: it had caught that before."""
-    if status not in (-9, -15, -2, -11, -7) or cause.weight > Weight.ERROR or cause.reason in _FROM_OUTSIDE:
+    if status not in (-9, -15, -2, -11, -7) or cause.reason in _FROM_OUTSIDE:
         return False
-    return cause.weight in (Weight.ERROR, Weight.HINT)
+    return cause.weight in (Weight.LIKELY, Weight.ERROR, Weight.HINT)
 
 
 def _signal_status(status: int | None) -> int | None:
-    """Negative for a signal: a shell reports signal N as 128 + N, a batch system as 256 + N."""
+    """Negative for a signal: a shell reports signal N as 128 + N, a batch system as 256 + N,
+    Windows a status code of its own."""
+    if status is not None and abs(status) >= 1 << 16:
+        return _OF_WINDOWS.get(status & 0xFFFFFFFF, status)
     for base in (128, 256):
         if status is not None and base < status < base + 65:
             return base - status

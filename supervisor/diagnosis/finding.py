@@ -21,6 +21,10 @@ SUSPECTED = 0.4
 same."""
 
 
+UNCERTAIN = 0.45
+"""A confidence too low to act on."""
+
+
 class Weight(IntEnum):
     """How likely a finding is the cause: the heaviest finding is the cause; of equals, the first
     one."""
@@ -35,6 +39,9 @@ class Weight(IntEnum):
     """What the other ranks see when one has failed: timeouts, lost connections."""
     ERROR = 40
     """Any error, and an end that was ordered from outside."""
+    LIKELY = 45
+    """A lack of memory in words of an unknown program, and an error that only wraps the actual
+    one."""
     CAUSE = 50
     """A failure whose message names its cause."""
 
@@ -133,18 +140,27 @@ class Pattern:
         if self.whole_word and not view.ends_word(match.end() - 1):
             return None
         before = view.before(match.start(), _BEFORE)
-        if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
+        if before[-1:].isalnum() and _CONTINUES.match(before[-1] + match[0][:1]):
+            return None
+        if is_supposed(before) or (self.asserted and not _ASSERTED.search(before)):
             return None
         if _cuts_number(view, match.end()):
             return None
-        groups = match.groupdict()
         figures = Figures(
-            device_index=_device(view, match) if groups.get("gpu") else None,
-            requested=None if not groups.get("size") else parse_size(groups["size"]),
+            device_index=_device(view, match) if match.groupdict().get("gpu") else None,
+            requested=_size(view, match, "size"),
+            total=_size(view, match, "total"),
+            free=_size(view, match, "free"),
+            process=_size(view, match, "process"),
+            allocated=_size(view, match, "allocated"),
+            allowed=_size(view, match, "allowed"),
         )
         line = view.line_at(match.start())
         last = max(line, view.line_at(match.end() - 1))
-        return Finding(self.kind, self.reason, self.confidence, self.weight, self.phase, figures, line, last)
+        confidence, weight = self.confidence, self.weight
+        if _PERHAPS.search(before):
+            confidence, weight = min(confidence, UNCERTAIN), min(weight, Weight.LIKELY)
+        return Finding(self.kind, self.reason, confidence, weight, self.phase, figures, line, last)
 
 
 def other(
@@ -167,7 +183,7 @@ def other(
 
 # --- compiling ------------------------------------------------------------------------------------
 
-SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTP]i?[Bb]|[KMGT](?![A-Za-z])|[Bb]ytes?|B(?![A-Za-z]))"
+SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTPkmgt]i?[Bb]|[KMGT](?![A-Za-z])|(?:kilo|mega|giga)?[Bb]ytes?|B(?![A-Za-z]))"
 _TOKEN = re.compile(r"SIZE|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|P=|[a-z]+:|[:=!]|<[=!])|\{\d+,?\d*\}|.", re.DOTALL)
 _QUANTIFIER = re.compile(r"[?*+]|\{\d+,?\d*\}")
 # What stands for one character of a number or a name, and how long a number or a name can be.
@@ -231,13 +247,34 @@ def _cuts_number(view: JoinedLines, end: int) -> bool:
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
 
+def _size(view: JoinedLines, match: re.Match[str], name: str) -> int | None:
+    """The bytes that a group gives, if the pattern has it.
+
+    A number without a unit must not continue into the next line.
+    """
+    text = match.groupdict().get(name)
+    if not text:
+        return None
+    if text.isdecimal():
+        text = _on_its_line(view, match.start(name), text)
+    elif text[-1].isdecimal():
+        text += _unit_behind(match, name)  # `7.2/23.68 GiB`
+    return parse_size(text)
+
+
+def _unit_behind(match: re.Match[str], name: str) -> str:
+    found = re.compile(r"/[\d.]{1,12}([KMGT]i?B)").match(match.string, match.end(name))
+    return "" if found is None else found[1]
+
+
+def _on_its_line(view: JoinedLines, start: int, text: str) -> str:
+    length = next((length for length in range(1, len(text)) if view.starts_line(start + length)), len(text))
+    return text[:length]
+
+
 def _device(view: JoinedLines, match: re.Match[str]) -> int | None:
     """The GPU's index, which must not continue into the next line."""
-    text = match["gpu"]
-    for length in range(1, len(text)):
-        if view.starts_line(match.start("gpu") + length):
-            text = text[:length]
-            break
+    text = _on_its_line(view, match.start("gpu"), match["gpu"])
     return int(text) if len(text) <= 4 else None
 
 
@@ -275,6 +312,16 @@ def both_ends(
     return front + back[::-1]
 
 
+# "This might be caused by ..." is the program's own guess.
+_PERHAPS = re.compile(
+    r"\b(?:might|may|could|can|likely|probably|possibly|perhaps|maybe|usually|often)\W{1,2}(?:be |is |are )?"
+    r"(?:caused by|due to|because of)(?: \w+){0,3}\W{0,3}$",
+    re.IGNORECASE,
+)
+
+# A match that begins inside a word: `mem` in `item`. `Error` in `cudaError` begins a word.
+_CONTINUES = re.compile(r"[a-zA-Z][a-z]|[A-Z][A-Z]|\d\d")
+
 # What stands in front of a statement: a line's start, an error's class, a quotation mark, or the
 # verb of a failure.
 _ASSERTED = re.compile(
@@ -290,6 +337,11 @@ _SUPPOSED = re.compile(
     r"|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
     re.IGNORECASE,
 )
+
+
+def is_supposed(before: str) -> bool:
+    """Whether the words in front of a message show that it is only mentioned."""
+    return _SUPPOSED.search(before) is not None
 
 
 # --- sizes ----------------------------------------------------------------------------------------

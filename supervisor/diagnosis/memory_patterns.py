@@ -11,15 +11,16 @@ from memtop.supervisor.diagnosis.finding import Pattern, Weight, other
 from memtop.supervisor.diagnosis.values import Kind
 
 GPU, PINNED, HOST = Kind.GPU_OOM, Kind.PINNED_HOST_OOM, Kind.HOST_OOM_ALLOC
+_BUDGET = "memory_budget"
 SHM, DISK = Kind.SHM_EXHAUSTED, Kind.DISK_FULL
-_FULL = r"(?:No space left on device|Disk quota exceeded|ENOSPC)"
+_FULL = r"(?:[Nn]o space left on device|[Dd]isk quota exceeded|ENOSPC|EDQUOT)"
 
 DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Page-locked host memory. Its messages contain those of a device, so they come first.
-    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host", PINNED, 0.95),
+    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host(?!:? CUDA_ERROR_(?!OUT))", PINNED, 0.95),
     Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95),
     Pattern(
-        r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)?[^.]{0,60}"
+        r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)? (?P<size>SIZE)?(?:of )?[^.]{0,60}"
         r"(?:pinned|page-?locked))",
         PINNED,
     ),
@@ -34,7 +35,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         PINNED,
     ),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
-    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", GPU, 0.85),
+    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
         r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory(?!\.Tri|\(MPS"
         r"|detected|errors|issues|problems|handling)",
@@ -47,17 +48,64 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
     Pattern(r"Error 2: out of memory", GPU, 0.85),
     Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
-    Pattern(r"cudaSuccess \(2 vs\. 0\) out of memory", GPU),
+    Pattern(r"== cudaSuccess \(2 vs\. 0\)", GPU),
     Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85),
     Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
     Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
+    Pattern(
+        r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory"
+        r".{0,40}? failed to allocate [A-Z]\w+? buffer of size (?P<size>\d+)",
+        GPU,
+        0.95,
+    ),
     Pattern(r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory", GPU),
-    Pattern(r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)", GPU, 0.95),
-    Pattern(r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"failed to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer of size (?P<size>\d+)", GPU, 0.95),
+    Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
+    Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
+    Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", GPU),
+    Pattern(
+        r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
+        r"(?:\(allocated so far: (?P<allocated>SIZE))?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
+        r"(?: memory on GPU \d+,(?: (?P<allocated>SIZE) memory has been allocated and)?"
+        r" available memory is only (?P<free>SIZE))?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Memory allocation error on worker \d+: .{0,160}? - Free memory: (?P<free>SIZE|\d+)"
+        r" - Requested memory: (?P<size>SIZE|\d+)",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory.{0,30}? Currently allocated: (?P<allocated>SIZE)"
+        r" Requested: (?P<size>SIZE) Device limit: (?P<total>SIZE) Free \(according to CUDA\): (?P<free>SIZE)",
+        GPU,
+        0.95,
+    ),
+    Pattern(r"(?:cu|cl|hip)\w{0,20}?Mem\w{0,20} failed: (?:out of memory|MEM_OBJECT_ALLOCATION_FAILURE)", GPU),
+    Pattern(r"\w+ failed: MEM_OBJECT_ALLOCATION_FAILURE", GPU),
+    Pattern(r"\[CUDA\] out of memory|Cuda Runtime \(out of memory\)", GPU),
+    Pattern(
+        r"CUDA failure 2: out of memory ; GPU=(?P<gpu>\d+)",
+        GPU,
+    ),
+    Pattern(r"Requested amount of GPU memory \((?P<size>\d+ bytes)\) could not be allocated", GPU, 0.95),
+    Pattern(r"Error Code 2: OutOfMemory", GPU),
+    Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
+    Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"PT_DEVMEM Allocation failed for size::(?P<size>\d+)", GPU, 0.95),
+    Pattern(r"Out of memory on device\. You requested: (?P<size>SIZE),? device has (?P<free>SIZE) free", GPU, 0.95),
+    Pattern(r"Invalid buffer size: (?P<size>SIZE)", GPU, 0.85),
     Pattern(r"(?:torch\.(?:cuda\.)?)?OutOfMemoryError:? (?=Allocation on device)", GPU, at_start=True),
     Pattern(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", GPU),
     Pattern(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", GPU, 0.7, at_start=True),
-    Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6),
+    Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6, weight=Weight.LIKELY),
     Pattern(
         r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory "
         r"(?:when|while|during|on|in(?!memory space)|with)",
@@ -65,9 +113,45 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         0.6,
     ),
     Pattern(r"No executable batch size found, reached zero", GPU, 0.85),
-    Pattern(r"No available memory for the cache blocks", GPU, 0.6, phase="load"),
+    # Inference engines and loaders refuse to start with the budget that they were given.
+    Pattern(r"No available memory for the cache blocks", GPU, 0.85, reason=_BUDGET),
+    Pattern(
+        r"\(?(?P<size>SIZE) KV cache is needed, which is larger than the available KV cache memory \((?P<free>SIZE)\)",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"max(?:imum)? (?:model|seq(?:uence)?)? len(?:gth)? .{0,20}? is larger than the maximum number of tokens"
+        r" that can be stored in (?:the )?KV cache|KV cache is needed, which is larger than the available KV cache memory",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"Free memory on device .{0,12}?\((?P<free>\d[\d.]{0,9})/(?P<total>SIZE)\) on startup is less than desired GPU"
+        r" memory utilization \([\d.]{1,6}, (?P<size>SIZE)\)",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"(?i:not enough memory).{0,120}? mem[-_]fraction[-_]static|(?i:not enough memory to handle \d+ prefill tokens)",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
+        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM for model",
+        GPU,
+        reason=_BUDGET,
+    ),
     # Libraries that allocate for themselves.
-    Pattern(r"CU[A-Z]{3,8}_STATUS_ALLOC_FAILED|(?:roc|hip)blas_status_(?:memory_error|alloc_failed)", GPU, 0.8),
+    Pattern(
+        r"CU[A-Z]{3,8}_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)"
+        r"|CU(?:FFT|RAND)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|(?:roc|hip)\w{3,6}_status_(?:memory_error|alloc_failed)"
+        r"|HIPFFT_ALLOC_FAILED",
+        GPU,
+        0.8,
+    ),
+    Pattern(r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", HOST, 0.8),
     Pattern(
         r"(?:HIPBLAS|ROCBLAS|MIOPEN|HIPSPARSE)_STATUS_(?:ALLOC_FAILED|MEMORY_ERROR)"
         r"|miopenStatusAllocFailed",
@@ -78,7 +162,9 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:GET|FIND) was unable to find an engine to execute this computation", GPU, 0.45),
     Pattern(r"\[(?P<gpu>\d{1,3})\] .{0,60}? NCCL WARN Cuda failure(?:\d+)? '?out of memory'?", GPU),
     Pattern(r"Cuda failure(?:\d+)? '?out of memory'?", GPU, 0.85),
-    Pattern(r"Failed to CUDA (?:host)?[cm]alloc", GPU, 0.75),
+    Pattern(r"Failed to CUDA host [cm]?alloc(?: async)?(?: (?P<size>\d+ bytes))?", PINNED, 0.75),
+    Pattern(r"Failed to CUDA [cm]?alloc(?: async)? (?P<size>\d+ bytes)", GPU, 0.85),
+    Pattern(r"Failed to CUDA [cm]alloc", GPU, 0.75),
     # XLA: JAX and TensorFlow.
     Pattern(r"Out of memory (?:while )?(?:trying to )?alloc(?:ate|ating) (?P<size>SIZE)", GPU, 0.95),
     Pattern(r"Failed to allocate request for (?P<size>SIZE) (?:\(\d+B\))? on device ordinal (?P<gpu>\d+)", GPU, 0.95),
@@ -88,8 +174,16 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.95,
     ),
-    Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95),
-    Pattern(r"Ran out of memory in memory space (?:hbm|vmem|smem)", GPU, 0.95),
+    Pattern(
+        r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible"
+        r"(?:\. There are (?P<free>SIZE|[\d.]{1,12}[KMGT]) free)?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
+    ),
+    Pattern(r"Ran out of memory in memory space hbm", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
     Pattern(
@@ -105,22 +199,38 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         weight=Weight.HINT,
     ),
     # Other devices and languages.
-    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)", GPU, 0.85),
-    Pattern(r"CL_MEM_OBJECT_ALLOCATION_FAILURE", GPU, 0.85),
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_DEVICE_MEMORY", GPU, 0.85),
+    # Also after the device was lost.
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
+    Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
-    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? CUDA", GPU),
+    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),
     Pattern(r"(?i:not enough (?:gpu|video|device) memory|insufficient (?:gpu|device) memory)", GPU, 0.6),
 )
 
 HOST_MEMORY: tuple[Pattern, ...] = (
+    # InfiniBand registers memory that must stay in place: the limit is `ulimit -l`.
+    other(r"ibv_\w+ failed.{0,40}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
+    Pattern(
+        r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)", HOST, 0.95, phase="load"
+    ),
+    Pattern(r"ggml_aligned_malloc: insufficient memory \(attempted to allocate (?P<size>SIZE)\)", HOST, 0.95),
+    Pattern(r"cpu_buffer_type_alloc_buffer: failed to allocate buffer of size (?P<size>\d+)", HOST, 0.95),
+    Pattern(r"Allowed memory size of (?P<allowed>\d+ bytes) exhausted \(tried to allocate (?P<size>\d+ bytes)\)", HOST, 0.95),
+    Pattern(r"out of memory allocating (?P<size>\d+ bytes) after a total of", HOST, 0.95),
+    Pattern(r"runtime: out of memory|LLVM ERROR: out of memory|virtual memory exhausted", HOST),
+    Pattern(r"System\.OutOfMemoryException|insufficient memory for the Java Runtime", HOST),
+    Pattern(r"vector memory (?:exhausted|limit of (?P<allowed>SIZE) reached)", HOST),
+    Pattern(r"Native memory allocation \(\w+\) failed to (?:map|allocate) (?P<size>\d+ bytes)", HOST, 0.95),
+    Pattern(r"VK_ERROR_OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", HOST),
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
-    Pattern(r"\[Errno 12\]", HOST, 0.95),
+    Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
     Pattern(r"os error 12\)", HOST),
     Pattern(
@@ -163,11 +273,19 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     other(r"ENOSPC: System limit for number of file watchers", "inotify_limit"),
     other(r"\[Errno 28\] inotify watch limit", "inotify_limit"),
-    other(r"out of resources?: shared memory,? Required", "triton_shared_memory", 0.95),
     other(
-        r"(?i:uses too much shared data|too much shared memory"
+        r"out of resources?: (?:[\w-]{1,20})?,? Required:? \d+|Required:? \d+,? Hardware limit:? \d+",
+        "triton_shared_memory",
+        0.95,
+        weight=Weight.CAUSE,
+    ),
+    other(r"Ran out of memory in memory space (?:vmem|smem|sflag)", "triton_shared_memory", 0.95),
+    other(
+        r"(?i:uses too much shared data|too much shared memory|shared memory (?:limit|size) (?:exceeded|too large)"
+        r"|exceed\w* (?:the )?(?:max\w* )?(?:available )?(?:dynamic )?shared memory (?:limit|size|capacity|per block)"
         r"|shared memory.{0,30}? exceeds (?:the )?(?:hardware|device))",
         "triton_shared_memory",
+        weight=Weight.CAUSE,
     ),
     other(
         r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:"
@@ -181,9 +299,19 @@ HOST_MEMORY: tuple[Pattern, ...] = (
 SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
     Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
+    Pattern(r"unable to write to file </?torch_\w+>", SHM, 0.85, phase="data"),
+    Pattern(rf"shm\w*\.(?:h|cc|c|py):\d+.{{0,80}}? {_FULL}", SHM),
+    Pattern(
+        r"(?:failed to|unable to|Error while) (?:creat\w+|extend\w*|attach\w* to|open|allocate) shared memory segment"
+        r".{0,60}?\(size (?P<size>\d+)\)",
+        SHM,
+        0.85,
+    ),
+    Pattern(rf"{_FULL}.{{0,160}}? -> '?/dev/shm", SHM, 0.95),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
+    Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),
     Pattern(r"bus error encountered in worker", SHM, phase="data"),
     Pattern(rf"{_FULL}.{{0,30}}?/dev/shm|/dev/shm/.{{0,120}}? {_FULL}", SHM, 0.95),
     Pattern(rf"{_FULL}:? '?/(?:psm_|torch_|sem\.|loky)", SHM),
@@ -193,13 +321,14 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
         SHM,
         0.85,
     ),
+    Pattern(rf"could not resize shared memory segment .{{0,80}}? {_FULL}", SHM),
     # The disk.
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
     Pattern(_FULL, DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
-        r"not enough space on the disk|Not enough disk space|(?:database or )?disk is full"
-        r"|(?i:disk full)",
+        r"not enough space on the disk|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"
+        r"|(?:database or )?disk is full",
         DISK,
     ),
     # memtop's own trainer.

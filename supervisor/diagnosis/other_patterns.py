@@ -19,7 +19,7 @@ def _sigkill(pattern: str, phase: str | None = None) -> Pattern:
 
 ENDS: tuple[Pattern, ...] = (
     # Schedulers and containers that enforce a memory limit.
-    Pattern(r"(?i:detected \d+ oom[-_]?kill events?)", KILLED, 0.97),
+    Pattern(r"(?i:detected [1-9]\d* oom[-_]?kill events?)", KILLED, 0.97),
     Pattern(r"(?i:task \d+:? out of memory|tasks have been oom killed)", KILLED, 0.95),
     Pattern(
         r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? "
@@ -33,12 +33,23 @@ ENDS: tuple[Pattern, ...] = (
         KILLED,
         0.93,
     ),
-    Pattern(r"(?:memory|mem|vmem) .{0,24}? exceeded limit|exceeded memory limit", KILLED, 0.93),
+    Pattern(
+        r"(?i:vmem|mem(?!b)(?:ory)?) (?P<process>SIZE)? .{0,24}? exceeded limit (?P<allowed>SIZE)?|exceeded memory limit",
+        KILLED,
+        0.93,
+    ),
+    Pattern(r"hard limit \"?h_vmem.{0,60}?\((?P<process>\d+)(?:\.\d+)? > limit: (?P<allowed>\d+)", KILLED, 0.93),
+    Pattern(r"(?i:memory limit) (?:of)? (?P<allowed>SIZE)? exceeded(?: with (?P<process>SIZE) used)?", KILLED, 0.8),
+    Pattern(r"(?i:memory quota (?:vastly )?exceeded|over(?:ran)? (?:its )?memory budget)", KILLED, 0.8),
+    Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.8),
+    Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory|container killed due to memory)", KILLED),
+    Pattern(r"(?i:notebook|session|kernel) tried to allocate more memory than is available", KILLED, 0.8),
     Pattern(r"TERM_MEMLIMIT|TERM_SWAP", KILLED, 0.97),
     Pattern(r"OOM[Kk]illed(?!\"?:?\"?(?:false|False|0))", KILLED, 0.95),
     Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_)", KILLED),
     Pattern(r"node was low on resource:? memory", KILLED),
     Pattern(r"killed by (?:the )?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95),
+    Pattern(r"sending SIG(?:TERM|KILL) to process \d+.{0,60}?(?:badness|VmRSS|oom_score)", KILLED),
     Pattern(r"earlyoom.{0,40}? sending SIG(?:TERM|KILL) to process", KILLED),
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
@@ -71,16 +82,19 @@ ENDS: tuple[Pattern, ...] = (
     _sigkill(r"return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
-        r"|signal:? 9|terminated by SIGKILL"
+        r"|signal:? 9|terminated by SIGKILL|code=killed, status=9"
     ),
     _sigkill(
         r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)"
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
+    # Kubernetes names a kill for memory: OOMKilled.
+    other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.KILLED),
     _sigkill(r":? line \d+:? \d+ Killed"),
     _sigkill(r"\[\d+\][+-]? (?:\d+)? Killed"),
     _sigkill(r"worker process managed by the executor was unexpectedly terminated", phase="data"),
     _sigkill(r"abruptly died during map operation", phase="data"),
+    _sigkill(r"KilledWorker: Attempted to run"),
     other(
         r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) exited unexpectedly",
         "worker_died",
@@ -116,6 +130,31 @@ ENDS: tuple[Pattern, ...] = (
     ),
     other(r"closing signal SIGTERM|\[\d+\][+-]? Terminated|line \d+: \d+ Terminated", "sigterm", 0.7, weight=Weight.TERMINATED),
     other(r"got signal:? (?:1|2|SIGHUP|SIGINT)|SIG(?:HUP|INT) death signal", "interrupted", 0.85, weight=Weight.TERMINATED),
+    # Windows has status codes instead of signals; programs print them with and without a sign.
+    Pattern(
+        r"(?i:0xC0000017|0xC000012D)|exit(?:ed)? (?:with )?(?:status|code):? (?:3221225495|-1073741801)",
+        Kind.HOST_OOM_ALLOC,
+        0.8,
+    ),
+    other(
+        r"(?i:0xC0000005|0xC00000FD)|exit(?:ed)? (?:with )?(?:status|code):? (?:3221225477|-1073741819|3221225725|-1073741571)"
+        r"|Windows fatal exception: access violation",
+        "segfault",
+        0.85,
+        weight=Weight.BROKEN,
+    ),
+    other(
+        r"(?i:0xC0000409|0xC0000374)|exit(?:ed)? (?:with )?(?:status|code):? (?:3221226505|-1073740791|3221226356|-1073740940)",
+        "aborted",
+        0.6,
+        weight=Weight.TERMINATED,
+    ),
+    other(
+        r"double free or corruption|(?:malloc|free|realloc|munmap_chunk)\(\): (?:corrupted|invalid|memory corruption|unaligned)"
+        r"|corrupted (?:size vs\. prev_size|double-linked list)|stack smashing detected",
+        "aborted",
+        weight=Weight.BROKEN,
+    ),
     other(
         r"Segmentation fault|SIGSEGV|signal 11|(?:exitcode:?|return code =) -11"
         r"|exit(?:ed)? (?:with )?(?:status|code):? 139",
@@ -124,8 +163,8 @@ ENDS: tuple[Pattern, ...] = (
         weight=Weight.BROKEN,
     ),
     other(
-        r"\d Bus error|SIGBUS|(?:exitcode:?|return code =) -7|exit(?:ed)? (?:with )?(?:status"
-        r"|code):? 135",
+        r"\d Bus error|Bus error \(core dumped\)|Fatal Python error: Bus error|SIGBUS"
+        r"|(?:exitcode:?|return code =) -7|exit(?:ed)? (?:with )?(?:status|code):? 135",
         "bus_error",
         0.5,
         weight=Weight.BROKEN,
@@ -169,8 +208,9 @@ ERRORS: tuple[Pattern, ...] = (
         r"|Found no NVIDIA driver|no CUDA-capable device is detected",
         "driver_mismatch",
     ),
-    other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}", "cuda_error", 0.7),
-    other(r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
+    other(r"too many resources requested for launch|CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "cuda_error", weight=Weight.CAUSE),
+    other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}|CU(?:FFT|RAND)_(?!ALLOC)[A-Z_]{4,80}", "cuda_error", 0.7),
+    other(r"(?:CUDA|HIP) error: (?![Oo]ut of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
     # Ranks that wait for each other.
     other(
         r"Watchdog caught collective operation timeout|(?:NCCL|c10d) .{0,40}? [Tt]imed out after"

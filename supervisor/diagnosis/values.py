@@ -12,6 +12,7 @@ from enum import Enum
 import msgspec
 
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.environment import Place
 
 
 class Kind(str, Enum):
@@ -64,10 +65,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """For NOT_MEMORY, a short name of what it was instead: nccl_timeout, killed_by_something,
     python_error, ... For HOST_OOM_ALLOC, the program whose own limit it was, if it was one:
-    java_heap, node_heap. Else None."""
+    java_heap, node_heap. For GPU_OOM, memory_budget: an inference engine or a loader refused to
+    start, because the share of the GPU's memory that it may use is too small. Else None."""
     confidence: float
-    """0-1. From 0.95 on it is proven: by a counter, a rank's own record, or a complete message.
-    Below 0.5 memtop does not act on it."""
+    """0-1. From 0.95 on it is proven: by a counter, a rank's own record, its error file, or the
+    exit status; never by the words of a log alone. Below 0.5 memtop does not act on it."""
     summary: str
     """One sentence for a person, with sizes."""
     phase: str = "unknown"
@@ -100,6 +102,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "words"
     """The strongest evidence: record | error_file | kernel | samples | words | exit_status."""
     evidence: tuple[str, ...] = ()
+    environment: tuple[Place, ...] = ()
+    """Where it ran, as far as that is known; remedies depend on it."""
 
     @property
     def of_memory(self) -> bool:
@@ -221,6 +225,8 @@ REASONS = {
     "keyboard_interrupt": "the program was interrupted with Ctrl-C",
     "killed_by_something": "the program was killed",
     "loss_nan": "the loss became NaN or infinite",
+    "memlock_limit": "the limit of locked memory (ulimit -l) was reached: the network card needs locked memory",
+    "memory_budget": "the share of the GPU's memory that the program was given is too small for its model and cache",
     "nccl_error": "the communication between ranks failed",
     "nccl_timeout": "a rank waited for another rank until the timeout",
     "network": "a download or a network request failed",
@@ -275,6 +281,10 @@ def _sentence(diagnosis: Diagnosis, detail: str | None) -> str:
 
 
 def _gpu(diagnosis: Diagnosis, phase: str) -> str:
+    if diagnosis.reason is not None:
+        needs = "" if diagnosis.requested_bytes is None else f"; {size(diagnosis.requested_bytes)} was needed"
+        free = "" if diagnosis.free_bytes is None else f", {size(diagnosis.free_bytes)} was free"
+        return f"{REASONS[diagnosis.reason][:1].upper()}{REASONS[diagnosis.reason][1:]}{needs}{free}."
     name = "The GPU" if diagnosis.device_index is None else f"GPU {diagnosis.device_index}"
     request = []
     if diagnosis.requested_bytes is not None:

@@ -69,12 +69,11 @@ def decide(
     candidates: Sequence[Candidate],
     on_oom: str,
     *,
-    otherwise: str | None = None,
+    never: str | None = None,
 ) -> Decision:
     """What follows the newest failure; `past` ends with the configuration that failed.
 
-    `otherwise`: the reason to give if no candidate can be applied; None: derive it from the
-    candidates.
+    `never`: why memtop does not start this program again by itself; None if it may.
     """
     if not diagnosis.of_memory:
         return Decision(action="stop", why="it did not run out of memory, so no setting is changed")
@@ -84,6 +83,8 @@ def decide(
         return Decision(action="stop", why="--on-oom stop")
     if on_oom == "ask":
         return Decision(action="ask", why="--on-oom ask")
+    if never is not None:
+        return Decision(action="ask", why=never)
     newest = _attempts(past)[-FRUITLESS:]
     if len(newest) == FRUITLESS and all(attempt.fruitless for attempt in newest):
         return Decision(action="ask", why=f"{FRUITLESS} restarts in a row brought no newer saved update")
@@ -93,7 +94,7 @@ def decide(
     for candidate in candidates:
         if candidate.key is not None and candidate.key not in failed and _may_be_applied(candidate.remedy):
             return Decision(action="restart", why=candidate.remedy.title, remedy=candidate.remedy)
-    return Decision(action="ask", why=otherwise or _nothing_left(candidates, failed))
+    return Decision(action="ask", why=_nothing_left(candidates, failed))
 
 
 def _attempts(past: Sequence[Tried]) -> list[Tried]:

@@ -15,8 +15,9 @@ from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.processes.attempt import alive, resident_bytes
+from memtop.supervisor.run.processes.attempt import resident_bytes
 from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, read_host_memory, roles
+from memtop.supervisor.run.processes.members import alive
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
-from memtop.supervisor.run.events import AgentAnswer, Now, Sampled, States
+from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
 from memtop.supervisor.run.pending_restart import PendingRestart
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
@@ -70,6 +70,8 @@ class CurrentAttempt(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     started: float
     """Seconds since the epoch."""
+    since: float = 0.0
+    """On the monotonic clock: when this supervisor started or adopted the program."""
     stage: AttemptStage = AttemptStage.RUNNING
     ended: float | None = None
     exit_status: int | None = None
@@ -202,6 +204,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     waits: Waits = Waits()
     ladder: StopLadder | None = None
     """While the attempt is being stopped."""
+    signalled: str | None = None
+    """The last signal of the stop and the processes that it was sent to, in words."""
+    left_over: tuple[NamedProcess, ...] = ()
+    """Processes that the program left behind and that were ended."""
     restart: PendingRestart | None = None
     """A restart after a failure, which has not begun yet."""
     waited_at: int | None = None
@@ -220,6 +226,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose agent is connected."""
     asks: dict[int, Ask] = {}
     newest_ask: int = 0
+    held: tuple[Requested, ...] = ()
+    """Requests that wait until the program's ranks have connected to this supervisor."""
     waiters: tuple[Waiter, ...] = ()
     sample: Sampled | None = None
     """The newest sample of the machine."""

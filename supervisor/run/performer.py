@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import platform
 import signal
 import sqlite3
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
@@ -44,7 +46,6 @@ from memtop.supervisor.run.events import (
     Launched,
     LaunchRefused,
     LeftoversCleared,
-    LeftoversFound,
     Occurrence,
     RemedyFacts,
     Signalled,
@@ -57,7 +58,8 @@ from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, inherited_allocator, launch, send
+from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, inherited_allocator, launch
+from memtop.supervisor.run.processes.members import named, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.journal import Intake
@@ -215,17 +217,20 @@ class Performer:
         elif self.attempt is not None and self.attempt.trainer is not None:
             targets = [self.attempt.trainer]
         number = signal.Signals[effect.name]
-        return Signalled(name=effect.name, pids=tuple(target.pid for target in targets if send(target, number)))
+        reached, refused = [], []
+        for target in targets:
+            process = named(target)
+            why = send(target, number)
+            if why is None:
+                reached.append(process)
+            elif why:
+                refused.append(why)
+        return Signalled(name=effect.name, processes=tuple(reached), refused=tuple(refused))
 
     async def _clear_leftovers(self, effect: ClearLeftovers) -> None:
         attempt = self.attempt
         assert attempt is not None
-        await clear_leftovers(
-            attempt,
-            effect.untouched_seconds,
-            effect.terminate_seconds,
-            lambda name, count: self._post(LeftoversFound(name=name, count=count)),
-        )
+        await clear_leftovers(attempt, effect.untouched_seconds, effect.terminate_seconds, self._post)
         # One of them may have been the trainer itself, whose launcher had ended: its last reports
         # count.
         self._read_reports()
@@ -266,6 +271,7 @@ class Performer:
             inherited_allocator=inherited_allocator(os.environ),
             model_config=post_mortem.model_config(effect.settings) if effect.settings is not None else None,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
+            environment=of_process(os.environ, platform.release(), in_container=any(map(os.path.exists, CONTAINER_FILES))),
         )
 
     # --- agents and states ------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     save_seconds: float | None = None
     """How long the newest save took."""
     last_heard: float | None = None
-    """The time of rank 0's newest report, seconds since the epoch."""
+    """When rank 0 wrote its newest report, on the monotonic clock."""
     evaluated: int | None = None
     """The update of the newest evaluation."""
     saved: int | None = None
@@ -81,9 +81,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     def after(self, rank: int, report: Report) -> Progress:
         """The progress after this report."""
         progress = replace(self, heard=self.heard + 1)
-        if rank == 0 and report.time is not None:
-            pause = report.time - self.last_heard if self.step is not None and self.last_heard is not None else 0.0
-            progress = replace(progress, last_heard=report.time, longest_pause=max(self.longest_pause, pause))
+        if rank == 0 and report.clock is not None:
+            pause = report.clock - self.last_heard if self.step is not None and self.last_heard is not None else 0.0
+            progress = replace(progress, last_heard=report.clock, longest_pause=max(self.longest_pause, pause))
         match report:
             case Step():
                 return progress._after_step(rank, report)

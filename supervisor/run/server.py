@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,12 +38,35 @@ from memtop.supervisor.wire import (
     Request,
     RunState,
     StateUpdate,
+    Whole,
 )
 
 _LINE_LIMIT = 1 << 20
 # A client that does not read must not make the supervisor's memory grow.
 _BACKLOG_LIMIT = 8 << 20
 _ENCODER = msgspec.json.Encoder()
+
+
+Scalar = bool | Whole | float | str | None
+
+
+class AgentGreeting(msgspec.Struct, frozen=True, tag="agent"):
+    """A rank's first message."""
+
+    attempt: Whole
+    rank: Whole
+
+
+class AgentReply(msgspec.Struct, frozen=True, tag="answer"):
+    """A rank's answer to the command with this number."""
+
+    id: Whole
+    ok: bool = False
+    message: str = ""
+    result: dict[str, Scalar | dict[str, Scalar]] = {}
+
+
+FromAgent = AgentGreeting | AgentReply
 
 
 class Peer:
@@ -54,9 +77,10 @@ class Peer:
         self.subscribed = False
         self.has_screen = False
         """Whether it is a dashboard."""
-        self.agent: dict[str, Any] | None = None
-        """The agent's greeting (attempt, rank, pid). None for a client."""
-        self.pid = _credentials(writer)[0]
+        self.is_agent = False
+        credentials = peer_of(writer.get_extra_info("socket"))
+        self.uid = credentials.uid
+        self.pid = credentials.pid
         """The pid of the peer, as the kernel reports it. 0 if it is outside our pid namespace."""
 
     def send(self, message: Message | dict[str, Any]) -> None:
@@ -86,7 +110,7 @@ class ControlServer:
         path: Path,
         *,
         on_request: Callable[[Peer, Request], Awaitable[None]],
-        on_agent: Callable[[Peer, dict[str, Any]], None],
+        on_agent: Callable[[Peer, FromAgent], None],
         on_gone: Callable[[Peer], None],
     ) -> None:
         self.path = path
@@ -114,7 +138,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(writer)
-        if _credentials(writer)[1] not in (os.getuid(), 0):
+        if peer.uid not in (os.getuid(), 0):
             writer.close()
             return
         self.peers.add(peer)
@@ -130,36 +154,50 @@ class ControlServer:
             self._on_gone(peer)
 
     async def _dispatch(self, peer: Peer, line: bytes) -> None:
+        message: Any = None
         try:
             message = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            peer.refuse(0, "not JSON")
-            return
-        if isinstance(message, dict) and (message.get("type") == "agent" or peer.agent is not None):
-            self._on_agent(peer, message)
-            return
-        try:
+            if isinstance(message, dict) and (peer.is_agent or message.get("type") == "agent"):
+                said = msgspec.convert(message, FromAgent)
+                peer.is_agent = True
+                self._on_agent(peer, said)
+                return
             request = msgspec.convert(message, Request)
         except msgspec.ValidationError as error:
             number = message.get("id") if isinstance(message, dict) else None
-            peer.refuse(number if isinstance(number, int) else 0, f"not understood: {error}")
+            peer.refuse(number if isinstance(number, int) and abs(number) < 1 << 53 else 0, f"not understood: {error}")
+            return
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            peer.refuse(0, "not JSON")
+            return
+        except RecursionError:
+            peer.refuse(0, "not understood: nested too deeply")
             return
         await self._on_request(peer, request)
 
 
-def _credentials(writer: asyncio.StreamWriter) -> tuple[int, int]:
-    """Pid and user id of the peer when it connected."""
-    connection = writer.get_extra_info("socket")
+class Credentials(NamedTuple):
+    """The process at the other end of a Unix socket."""
+
+    pid: int
+    """0 if it is outside our pid namespace."""
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Credentials:
+    """The process that connected to this socket, or that listened when this end connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
-    return int(pid), int(uid)
+    return Credentials(int(pid), int(uid))
 
 
 class Agents:
     """The connected ranks, and the commands that they have not answered yet."""
 
     def __init__(self) -> None:
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, list[Peer]] = {}
+        """By rank, the peers that have greeted with it. The first speaks for the rank. When it
+        leaves, the next does."""
         self._open: dict[int, tuple[int, asyncio.Future[AgentAnswer]]] = {}
         self._ids = itertools.count(1)
 
@@ -174,38 +212,33 @@ class Agents:
             _fail(future, rank, "the training process ended before it answered")
         self._open.clear()
 
-    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> int | None:
+    def receive(self, peer: Peer, message: FromAgent, attempt: int) -> int | None:
         """Take a greeting or an answer from an agent.
 
-        Returns the rank that has just connected; greetings of processes of an earlier attempt are
-        ignored.
+        Returns the rank that has just connected. Greetings of processes of an earlier attempt are
+        ignored. A rank that is connected already keeps its agent.
         """
-        if message.get("type") == "agent":
-            peer.agent = message
-            rank = message.get("rank")
-            if message.get("attempt") == attempt and isinstance(rank, int):
-                self._peers[rank] = peer
-                return rank
-        elif message.get("type") == "answer" and message.get("id") in self._open:
-            rank, future = self._open.pop(message["id"])
-            if not future.done():
-                result = message.get("result") or {}
-                answer = AgentAnswer(
-                    rank=rank, ok=bool(message.get("ok")), message=str(message.get("message", "")), result=result
-                )
-                future.set_result(answer)
+        match message:
+            case AgentGreeting(rank=rank) if message.attempt == attempt:
+                peers = self._peers.setdefault(rank, [])
+                if peer not in peers:
+                    peers.append(peer)
+                return rank if peers[0] is peer else None
+            case AgentReply(id=number) if number in self._open:
+                rank, future = self._open.pop(number)
+                if not future.done():
+                    future.set_result(AgentAnswer(rank=rank, ok=message.ok, message=message.message, result=message.result))
         return None
 
     def gone(self, peer: Peer) -> list[int]:
-        """The ranks that this peer spoke for."""
-        ranks = [rank for rank, known in self._peers.items() if known is peer]
-        for rank in ranks:
-            del self._peers[rank]
+        """The ranks that have lost their agent with this peer."""
+        ranks = [rank for rank, peers in self._peers.items() if peers[0] is peer]
+        self._peers = {rank: left for rank, peers in self._peers.items() if (left := [one for one in peers if one is not peer])}
         for number, (rank, future) in list(self._open.items()):
             if rank in ranks:
                 del self._open[number]
                 _fail(future, rank, "the training process disconnected before it answered")
-        return ranks
+        return [rank for rank in ranks if rank not in self._peers]
 
     async def call(self, name: str, ranks: set[int], values: dict[str, Any] | None = None) -> list[AgentAnswer]:
         """Send a command with its values to these ranks.
@@ -218,7 +251,7 @@ class Agents:
             future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
             self._open[number] = (rank, future)
             message: dict[str, Any] = {"type": "command", "id": number, "name": name}
-            self._peers[rank].send(message if values is None else {**message, "values": values})
+            self._peers[rank][0].send(message if values is None else {**message, "values": values})
             futures.append(future)
         return list(await asyncio.gather(*futures))
 
@@ -229,7 +262,7 @@ def _fail(future: asyncio.Future[AgentAnswer], rank: int, message: str) -> None:
 
 
 _STATE_FILE_SECONDS = 1.0
-_METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name != "attempt")
+_METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name not in ("attempt", "updates"))
 
 
 class Publisher:

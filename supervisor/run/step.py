@@ -44,6 +44,7 @@ from memtop.supervisor.run.reports import (
     Saved,
     SaveFailed,
     Step,
+    Unknown,
     Warned,
     values,
 )
@@ -85,7 +86,7 @@ def _after(model: Model, event: Occurrence) -> Model:
         case Answered():
             return _answered(model, event)
         case AgentConnected(rank=rank):
-            return replace(model, agents=model.agents | {rank})
+            return commands.resume(replace(model, agents=model.agents | {rank}))
         case AgentGone(rank=rank):
             return replace(model, agents=model.agents - {rank})
         case StatesRead(states=states):
@@ -112,8 +113,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return ending.leftovers_cleared(model, event)
         case Examined():
             return ending.examined(model, event)
-        case LeftoversFound(name=name, count=count):
-            return note(model, "leftovers", f"{name} to {count} processes that the program left behind")
+        case LeftoversFound():
+            return ending.leftovers_found(model, event)
         case StoodStill():
             return stopping.stood_still(model, event)
         case Signalled():
@@ -124,7 +125,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
 
 
 def _tick(model: Model, event: Tick) -> Model:
-    model = _observed(model, event)
+    model = commands.resume(_observed(model, event))
+    model = _warn_of_silence(model, event)
     attempt = model.attempt
     if attempt is None or model.launching is not None:
         return model
@@ -141,6 +143,15 @@ def _tick(model: Model, event: Tick) -> Model:
         else:
             model = prevention.tick(model)
     return trials.tick(model)
+
+
+def _warn_of_silence(model: Model, event: Tick) -> Model:
+    """Warn of a program that cannot report; once for each reason."""
+    text = None if event.not_heard is None else explain.not_heard(event.not_heard)
+    if model.warnings.get("silent") == text:
+        return model
+    model = warn(model, "silent", text)
+    return model if text is None else note(model, "warning", text)
 
 
 def _observed(model: Model, event: Tick) -> Model:
@@ -252,6 +263,8 @@ def _reported(model: Model, event: Reported) -> Model:
     in where it may not have concluded anything from it yet.
     """
     rank, report = event.rank, event.report
+    if isinstance(report, Unknown):
+        return _not_used(model, rank, report, replayed=event.replayed)
     model = replace(model, progress=model.progress.after(rank, report))
     if event.replayed:
         return model if isinstance(report, Step) else configurations.after_report(model, rank, report)
@@ -262,6 +275,16 @@ def _reported(model: Model, event: Reported) -> Model:
         model = prevention.under_pressure(model, rank, report)
     model = trials.after_report(model, rank, report)
     return _of_first_rank(model, report) if rank == 0 else model
+
+
+def _not_used(model: Model, rank: int, report: Unknown, *, replayed: bool) -> Model:
+    """Warn of the first report of an attempt that cannot be used."""
+    model = replace(model, progress=replace(model.progress, heard=model.progress.heard + 1))
+    if "report" in model.warnings:
+        return model
+    text = f"a report of rank {rank} is not used ({report.kind}: {report.problem}); later ones like it are not announced"
+    model = warn(model, "report", text)
+    return model if replayed else note(model, "warning", text)
 
 
 def _of_first_rank(model: Model, report: Report) -> Model:

@@ -22,7 +22,8 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """SIGINT, for programs that memtop cannot ask to stop: many save on it."""
     terminate: float = 40.0
     """SIGTERM; longer than torchrun's own 30 s."""
-    kill: float = 5.0
+    kill: float = 30.0
+    """SIGKILL; then it is sent again. The kernel needs a while to release much memory."""
     why: str = ""
     """Why the program gets more time than others, in words; empty if it does not."""
 
@@ -66,6 +67,8 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     asking: bool = False
     """The program was asked and has not answered."""
     interrupted_until: float = 0.0
+    again: bool = False
+    """SIGKILL was sent again: the program has not ended after the first."""
 
     def declined(self, now: float) -> StopLadder:
         """The program refused the request or is gone: the signals begin at once."""
@@ -74,9 +77,11 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, asking=False, rungs=(_interrupt(self.waits), *self.rungs), deadline=now)
 
     def next(self, now: float) -> tuple[StopLadder, Rung | None]:
-        """The rung that is due now, or None."""
-        if now < self.deadline or not self.rungs:
+        """The rung that is due now, or None. The last one is repeated until the program ends."""
+        if now < self.deadline:
             return self, None
+        if not self.rungs:
+            return replace(self, again=True, deadline=now + self.waits.kill), _kill(self.waits)
         rung, *left = self.rungs
         until = now + rung.seconds
         interrupted = until if rung.name == "SIGINT" else self.interrupted_until
@@ -89,10 +94,14 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
 
 def begin(waits: Waits, now: float, *, asked: bool) -> StopLadder:
     """The whole ladder. `asked`: a request to stop was sent; otherwise a signal comes first."""
-    rungs = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), Rung("SIGKILL", Target.ALL, waits.kill))
+    rungs = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), _kill(waits))
     if asked:
         return StopLadder(rungs=rungs, deadline=now + waits.graceful, waits=waits, asking=True)
     return StopLadder(rungs=(_interrupt(waits), *rungs), deadline=now, waits=waits)
+
+
+def _kill(waits: Waits) -> Rung:
+    return Rung("SIGKILL", Target.ALL, waits.kill)
 
 
 def _interrupt(waits: Waits) -> Rung:

@@ -9,7 +9,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.client import socket_path
@@ -28,17 +27,19 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children, record_rank
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
+from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
+from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
-from memtop.supervisor.run.server import Agents, ControlServer, Peer, Publisher
+from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
-from memtop.supervisor.wire import Answer, Change, Look, Outcome, Request, StateUpdate, Status, Subscribe
+from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Request, StateUpdate, Status, Subscribe
 
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
@@ -54,7 +55,10 @@ class Supervisor:
         self, folder: RunFolder, *, waits: Waits | None = None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder = folder
-        self.spec = spec = folder.spec()
+        require_own(folder.path)
+        # Where other users may write the folder of all runs, one of them may exchange two folders
+        # after this check. So the file with the command is checked again when it is open.
+        self.spec = spec = folder.spec(own=True)
         run = Run(
             name=folder.name,
             folder=str(folder.path),
@@ -71,6 +75,8 @@ class Supervisor:
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._ledger_problem: str | None = None
         self._newest_client = 0
+        self._leaving = False
+        """Another run takes the name of this one, which is over."""
 
     async def run(self, change: Change | None) -> None:
         """Supervise the run until it ends. `change`: restart it first, with this change."""
@@ -133,7 +139,6 @@ class Supervisor:
         open_ones = (attempt.number for attempt in attempts if attempt.ended is None)
         unstarted = frozenset(number for number in open_ones if not has_program(self.folder, number))
         newest = newest_started(attempts, unstarted)
-        losses = [metric.loss for metric in ledger.metrics() if metric.loss is not None]
         trials = [event.data for event in ledger.events() if event.kind == "trial"]
         opened = SupervisorStarted(
             attempts=attempts,
@@ -141,7 +146,8 @@ class Supervisor:
             state=self.folder.state(),
             records=tuple(ledger.configurations()),
             announced=frozenset(ledger.announced(newest.number, _ANNOUNCED)) if newest is not None else frozenset(),
-            best_loss=min(losses, default=None),
+            best_loss=ledger.best_loss(),
+            peak_bytes=ledger.highest_peak(newest.number) if newest is not None else None,
             trial=trials[-1] if trials else None,
             states=read_states(self.folder),
             change=change,
@@ -169,6 +175,8 @@ class Supervisor:
                 linger_until = self._monotonic() + _LINGER_SECONDS
             elif self._monotonic() > linger_until:
                 return
+            if self._leaving and self.model.phase.final:
+                return
 
     def _tick(self) -> None:
         self._pay()
@@ -176,6 +184,7 @@ class Supervisor:
         if attempt is not None and model.attempt is not None and model.attempt.stage is not AttemptStage.OVER:
             attempt.note_reaped(reap_children())
             self._sensors.look()
+            self._trim_log(attempt)
             self._read_reports()
             alive = attempt.alive()
             ended = attempt.ended() if model.attempt.stage is AttemptStage.RUNNING and not alive else None
@@ -189,6 +198,11 @@ class Supervisor:
             self._performer.tasks.discard(task)
             task.result()
         self._publish()
+
+    def _trim_log(self, attempt: RunningAttempt) -> None:
+        words = attempt.log.trim()
+        if words != self.model.warnings.get("log"):
+            self.handle(WriteChecked(topic="log", problem=words))
 
     def _pay(self) -> None:
         """Write what the ledger could not store before: the disk may have space again."""
@@ -250,6 +264,10 @@ class Supervisor:
             case Look():
                 self._sensors.machine_watch.look_closely()
                 peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="looking closely"))
+            case Leave():
+                self._leaving = self.model.phase.final and self.model.launching is None
+                word = Outcome.DONE if self._leaving else Outcome.REFUSED
+                peer.send(Answer(id=request.id, outcome=word, message=f"the run is {self.model.phase.value}"))
             case _:
                 client = self._client(peer)
                 self.handle(Requested(client=client, request=request, states=read_states(self.folder)))
@@ -262,7 +280,7 @@ class Supervisor:
         self._performer.clients[self._newest_client] = peer
         return self._newest_client
 
-    def _on_agent(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _on_agent(self, peer: Peer, message: FromAgent) -> None:
         rank = self._agents.receive(peer, message, self.model.number)
         if rank is not None and self._performer.attempt is not None:
             record_rank(self._performer.attempt.folder, peer.pid)

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
-from memtop.supervisor.run.processes.attempt import RANKS_FILE, ExitFile, ProcessFile, RanksFile, RunningAttempt, alive
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
+from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
-from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
+from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -32,10 +34,10 @@ def read_state(folder: RunFolder) -> RunState:
     """The run as its folder describes it, corrected by which processes run now."""
     file = folder.state()
     newest = folder.newest_attempt()
-    state = file.run if file is not None else _created_only(folder)
+    state = file.run if file is not None else _without_state_file(folder)
     if newest > state.attempt:
         state = _just_begun(folder, state, newest)
-    elif file is None:
+    elif state.attempt == 0:
         return state
     supervised = _supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
@@ -77,6 +79,35 @@ def _created_only(folder: RunFolder) -> RunState:
         settings=spec.settings,
         command=spec.command,
         on_oom=spec.on_oom,
+    )
+
+
+def _without_state_file(folder: RunFolder) -> RunState:
+    """The run as its ledger describes it, if it was started and the ledger can be read."""
+    state, row, metric = _created_only(folder), None, None
+    with contextlib.suppress(RunFolderError), reading_ledger(folder) as ledger:
+        if ledger is not None:
+            row = next((row for row in reversed(ledger.attempts()) if row.launched), None)
+            metric = next(iter(ledger.metrics(1)), None)
+    if row is None:
+        return state
+    trainer = RunningAttempt(folder, row.number, shim_pid=None).trainer
+    values = {name: getattr(metric, name) for name in ("update", "samples_seen", "loss", "learning_rate")} if metric else {}
+    living = Phase.STARTING if metric is None or metric.attempt != row.number else Phase.TRAINING
+    return msgspec.structs.replace(
+        state,
+        state=Phase(row.outcome) if row.outcome in ("finished", "stopped", "failed") else living,
+        reason=(row.diagnosis or {}).get("summary"),
+        attempt=row.number,
+        trainer_pid=trainer.pid if trainer is not None else None,
+        settings=row.settings,
+        started=row.started,
+        ended=row.ended,
+        exit_status=row.exit_status,
+        updates=values.pop("update", row.updates),
+        log_path=str(folder.attempt(row.number) / "output.log"),
+        effective_batch=row.settings.effective_batch if row.settings is not None else None,
+        **values,
     )
 
 
@@ -132,14 +163,13 @@ def read_configurations(path: Path) -> tuple[Configuration, ...]:
         return tuple(record.configuration for record in ledger.configurations()) if ledger else ()
 
 
-def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
-    """The document of `memtop show --json`."""
+def show(folder: RunFolder) -> dict[str, Any]:
+    """The document of `memtop show --json`, without the metric rows."""
     state = read_state(folder)
     with reading_ledger(folder) as ledger:
         attempts = ledger.attempts() if ledger else []
-        rows = ledger.metrics() if ledger and metrics else []
         configurations = [record.configuration for record in ledger.configurations()] if ledger else []
-    document: dict[str, Any] = {
+    return {
         "name": state.name,
         "folder": state.folder,
         "state": state.state.value,
@@ -166,9 +196,6 @@ def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
         "configurations": msgspec.to_builtins(configurations),
         "exit_status": state.exit_status,
     }
-    if metrics:
-        document["metrics"] = msgspec.to_builtins(rows)
-    return document
 
 
 def summary(state: RunState) -> dict[str, Any]:
@@ -207,8 +234,8 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
         try:
             run = _known_run(f"{runs_dir}/{name}")
         except (RunFolderError, OSError):
-            # Nothing can be proven about this folder (another user's, damaged, no run), so its
-            # processes are not strays.
+            # Nothing can be proven about this folder (damaged, no run), so its processes are not
+            # strays.
             continue
         if run is not None:
             known.append(run)
@@ -227,7 +254,8 @@ _over: dict[str, _Over] = {}
 
 
 def _known_run(path: str) -> KnownRun | None:
-    """The run in a folder. None if it was never started."""
+    """The run in a folder. None if it was never started, or if another user may have written its
+    files."""
     spec_stamp, state_stamp = _stamp(f"{path}/run.json"), _stamp_if_any(f"{path}/state.json")
     # Each new attempt changes the time stamp of the attempts folder.
     stamps = spec_stamp, state_stamp, _stamp_if_any(f"{path}/attempts")
@@ -235,6 +263,8 @@ def _known_run(path: str) -> KnownRun | None:
     # A restarted run is locked before its attempt is started.
     if remembered is not None and remembered.stamps == stamps and not remembered.lock.is_held():
         return remembered.run
+    if why_not_own(Path(path)) is not None:
+        return None
     folder = RunFolder(Path(path))
     written = 0 if state_stamp is None else _number_in(folder.state_path, state_stamp)
     number, lock = max(written, folder.newest_attempt()), RunLock(folder)
@@ -276,7 +306,8 @@ def _created(path: Path, stamp: _Stamp) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _number_in(path: Path, stamp: _Stamp) -> int:
-    return read_json(path, StateFile).run.attempt
+    file = read_derived(path, StateFile)
+    return 0 if file is None else file.run.attempt
 
 
 def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator[RecordedAttempt]:
@@ -287,6 +318,8 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
             stamp = _stamp(process_path)
             found = _process_file(process_path, stamp)
         except (FileNotFoundError, RunFolderError):
+            found = None
+        if found is None:
             continue  # the program was never started, or its record is damaged and proves nothing
         written = stamp[2] / 1e9
         if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
@@ -307,36 +340,38 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
 
 def _ranks_recorded(path: Path) -> tuple[ProcessId, ...]:
     try:
-        return _ranks_file(path, _stamp(path)).processes
+        found = _ranks_file(path, _stamp(path))
     except (FileNotFoundError, RunFolderError):
-        return ()  # no rank has reported, or the record is damaged and proves nothing
+        found = None
+    # None: no rank has reported, or the record is damaged and proves nothing.
+    return () if found is None else found.processes
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranks_file(path: Path, stamp: _Stamp) -> RanksFile:
-    return read_json(path, RanksFile)
+def _ranks_file(path: Path, stamp: _Stamp) -> RanksFile | None:
+    return read_derived(path, RanksFile)
 
 
 @functools.lru_cache(maxsize=4096)
-def _process_file(path: Path, stamp: _Stamp) -> ProcessFile:
-    return read_json(path, ProcessFile)
+def _process_file(path: Path, stamp: _Stamp) -> ProcessFile | None:
+    return read_derived(path, ProcessFile)
 
 
 @functools.lru_cache(maxsize=4096)
-def _exit_file(path: Path, stamp: _Stamp) -> ExitFile:
-    return read_json(path, ExitFile)
+def _exit_file(path: Path, stamp: _Stamp) -> ExitFile | None:
+    return read_derived(path, ExitFile)
 
 
 def _ended_ticks(path: Path) -> int | None:
     """When the program ended according to its exit file, in clock ticks since boot.
 
-    None if there is no such file.
+    None if there is no such file, or if it is damaged.
     """
     try:
-        ended = _exit_file(path, _stamp(path)).ended
+        found = _exit_file(path, _stamp(path))
     except FileNotFoundError:
         return None
-    return int((ended - boot_time()) * TICKS_PER_SECOND) - _CLOCK_TICKS
+    return None if found is None else int((found.ended - boot_time()) * TICKS_PER_SECOND) - _CLOCK_TICKS
 
 
 @contextlib.contextmanager
@@ -345,7 +380,7 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
 
     Raises RunFolderError if it cannot be read.
     """
-    if not folder.ledger_path.exists():
+    if not folder.ledger_path.is_file():
         yield None
         return
     try:
@@ -357,6 +392,17 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
 
 def trainer_alive(folder: RunFolder, attempt: int) -> bool:
     return attempt > 0 and RunningAttempt(folder, attempt, shim_pid=None).alive()
+
+
+def refuse_living(folder: RunFolder) -> None:
+    """RefusedError if the program or the supervisor of the run lives, although nobody may hold its
+    lock: somebody may have removed the file."""
+    require_own(folder.path)
+    file = folder.state()
+    # The supervisor of a run that is over is about to end.
+    goes_on = file is not None and (file.restarts or not file.run.state.final)
+    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and _supervisor_alive(folder)):
+        raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 
 def needs_supervisor(folder: RunFolder) -> bool:
@@ -379,7 +425,10 @@ def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> boo
 
 def _supervisor_alive(folder: RunFolder) -> bool:
     file = folder.state()
-    if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
+    if file is None:
+        # Not written yet, lost or damaged: the next write replaces it.
+        return RunLock(folder).is_held()
+    if file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
         return False
     return alive(ProcessId(file.run.supervisor_pid, file.supervisor_started_ticks))
 

@@ -119,3 +119,34 @@ def mutate(texts: list[str], index: int, rng: Random) -> tuple[str, bytes]:
             return "+".join(names), data
         text = data.decode("utf-8", "replace")
     return "+".join(names), data
+
+
+ORDINARY = (
+    "loading Qwen/Qwen2.5-7B-Instruct with 15 shards",
+    "model meta-llama/Llama-3.1-8B, tokenizer openai-community/gpt2-11b, adapter org/x-6b-lora-9",
+    "{'learning_rate': 1e-6, 'weight_decay': 1e-7, 'adam_epsilon': 1e-15, 'warmup': 1e-11, 'eps': 1e-9}",
+    "2025-11-07 11:06:15,137 INFO run of 2024-11-15, ends 2025-11-11T11:11:11-06:00",
+    "torch==2.6.0 cuda-12.9 nccl-2.21.5-1 driver 535.139.15-2 transformers 4.46-7",
+    "/mnt/data-7/run-11/ckpt-9/model-00015-of-00137.safetensors",
+    "commit 9f7c6b1-15 sha256:137a139b143c135d134e-9 id=abc-11-7-6",
+    "gpu memory 15.2 GiB of 79.1 GiB used, host 137 GiB free, 12 workers",
+    "Downloading data:  37%|###7      | 139/375 [00:11<00:15, 12.2MB/s]",
+    "rank 6 of 15, local_rank 7, port 29511, node-9 up",
+    "job 143 step-137 exit-policy=never retries=-1 offset -9 -11 -15 -6 -7",
+    "temperature -11.5 C, score -7, delta -6.0, scale 2**-15",
+    "url https://huggingface.co/org/out-of-domain-7B/resolve/main/README.md?download=true&x=-9",
+    "signal_quality=9, exit_layers=[-1, -6, -7], killed_tokens=0, allocated 3 slots of 15",
+)
+"""Lines of a healthy program: names of models, rates, dates in November, versions, paths, hashes
+and a transfer. They hold the numbers of signals."""
+
+
+def behind_ordinary(text: str) -> bytes:
+    return "\n".join((*ORDINARY, text)).encode()
+
+
+def among_ordinary(text: str) -> bytes:
+    """An ordinary line after each line, but the first one, which shows a phase."""
+    lines = text.split("\n")
+    rows = [row for number, line in enumerate(lines) for row in (line, ORDINARY[1 + number % (len(ORDINARY) - 1)])]
+    return "\n".join(rows).encode()

@@ -68,6 +68,7 @@ def test_json(diagnose: Callable[..., str]) -> None:
     assert document["requested_bytes"] == 1320702444
     assert document["remedies"][0]["id"] == "allocator"
     assert all(set(remedy) >= REMEDY_KEYS for remedy in document["remedies"])
+    assert document["environment"] == ["cuda", "pytorch"]
 
 
 def test_text(diagnose: Callable[..., str]) -> None:
@@ -75,8 +76,9 @@ def test_text(diagnose: Callable[..., str]) -> None:
     assert out.startswith("gpu_oom_fragmented\nGPU 0 ran out of memory: it requested 1.23 GiB")
     assert "19.58 GiB: tensors 14.94 GiB (76.3 %) | cached 3.18 GiB (16.2 %) | context 389 MiB (1.9 %)" in out
     assert MESSAGE in out
-    assert "Confidence 0.97: proven." in out
+    assert "Confidence 0.94: very likely." in out
     assert "expandable_segments:True" in out
+    assert "\nEnvironment: CUDA, PyTorch.\n" in out
 
 
 @pytest.mark.parametrize("words", [["-"], []])

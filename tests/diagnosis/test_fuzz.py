@@ -17,10 +17,19 @@ from hypothesis import strategies as st
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from tests.diagnosis import logs
-from tests.diagnosis.mutations import HARMLESS, mutate
+from tests.diagnosis.mutations import HARMLESS, among_ordinary, behind_ordinary, mutate
 from tests.forking import LONG
 
 LOGS = logs.read("failure_logs.jsonl")
+ALL_LOGS = [*LOGS, *logs.read("more_logs.jsonl")]
+# One message on several lines: a line between them parts it.
+IN_PARTS = {
+    "allowed-oumi-a100",
+    "other-rocm-zero-free",
+    "hip-strix-128g",
+    "triton-smem-mxfp4",
+    "re-torchelastic-sigterm-then-9",
+}
 MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000" if LONG else "1000"))
 
 
@@ -57,6 +66,17 @@ def test_harmless_mutations_keep_the_kind(name: str) -> None:
             if found.kind.value != log.kind:
                 wrong.append(f"{log.id} (seed {seed}): {found.kind.value}, {found.reason}")
     assert len(wrong) <= 2 * len(LOGS) * 0.03, wrong
+
+
+@pytest.mark.parametrize("log", ALL_LOGS, ids=[log.id for log in ALL_LOGS])
+def test_lines_of_a_healthy_program_change_no_answer(log: logs.Log) -> None:
+    for status in {log.exit_code, None}:
+        alone, behind, among = (
+            msgspec.structs.replace(diagnose([data], Evidence(exit_status=status)), evidence=(), summary="")
+            for data in (log.data, behind_ordinary(log.text), among_ordinary(log.text))
+        )
+        assert behind == alone
+        assert among == alone or log.id in IN_PARTS
 
 
 @settings(max_examples=150, deadline=None)

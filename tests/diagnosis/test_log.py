@@ -7,8 +7,8 @@ import pytest
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.finding import parse_size
 from memtop.supervisor.diagnosis.values import Kind, size
+from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.remedies import remedies_for_command
 from tests.diagnosis.logs import GIB, MESSAGE, RAISED, STEPS, of
 
 
@@ -203,6 +203,14 @@ def test_a_complete_message_of_a_run_that_went_on() -> None:
     assert of(f"{RAISED}Decreasing batch size to: 1\n{RAISED}").kind is Kind.GPU_OOM_FRAGMENTED
     gave_up = "RuntimeError: No executable batch size found, reached zero.\n"
     assert of(f"{RAISED}Decreasing batch size to: 0\n{gave_up}", exit_status=1).kind.of_gpu
+
+
+def test_a_transfer_or_one_line_is_no_progress() -> None:
+    bar = "Downloading data:  37%|###7      | 139/375 [00:11<00:15, 12.2MB/s]\n"
+    logged = "ggml_cuda: allocating 5120.00 MiB on device 0: cudaMalloc failed: out of memory\n"
+    assert of(logged + bar * 2).kind is Kind.GPU_OOM
+    assert of(logged + STEPS[:40]).kind is Kind.GPU_OOM
+    assert of(logged + STEPS[:400]).reason == "oom_handled"
 
 
 def test_buffered_output_after_a_traceback_is_not_progress() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis import allocator, log, text
+from memtop.supervisor.diagnosis import allocator, log, phase, text
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.finding import Pattern, compiled
 from memtop.supervisor.diagnosis.log import PATTERNS
@@ -28,7 +28,7 @@ OF_A_VIEW = [
     log.VICTIM,
 ]
 # Tried at every position of a line.
-SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in log.RULES)]
+SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in phase.RULES)]
 
 
 # --- what the compiled form means -----------------------------------------------------------------
@@ -93,6 +93,10 @@ def test_a_model_name_is_not_a_signal(name: str) -> None:
         ("loss is informative", "not_memory", "no_evidence"),
         ("requests.exceptions.ReadTimeout\nretrying later", "not_memory", "network"),
         ("class HTTPErrorHandler registered", "not_memory", "no_evidence"),
+        ("slurmstepd: Detected 0 oom_kill events in StepId=7.0", "not_memory", "no_evidence"),
+        ("progress 3 exceeded limit 2 of the member", "not_memory", "no_evidence"),
+        ("team member exceeded limit of uploads", "not_memory", "no_evidence"),
+        ("mem 67108932kb exceeded limit 67108864kb", "host_oom_killed", None),
     ],
 )
 def test_words_with_hyphens_or_at_the_end_of_a_line_are_found(line: str, kind: str, reason: str | None) -> None:

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.bottleneck import Measured, advise
+from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, describe
 from memtop.supervisor.recovery.policy import Candidate, decide
-from memtop.supervisor.recovery.remedies import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.reports import Oom
@@ -114,12 +114,12 @@ def test_unknown_host_memory_is_not_mentioned() -> None:
 # --- reasons --------------------------------------------------------------------------------------
 
 
-def test_the_caller_gives_the_reason_for_doing_nothing() -> None:
+def test_what_is_never_restarted_by_itself_is_left_to_a_person() -> None:
     candidates = [Candidate(remedy=one, key=None) for one in remedies_for_command(REFUSED, ExternalCommand())]
     assert all(one.remedy.keeps_math for one in candidates)
-    decision = decide(REFUSED, (), candidates, "auto", otherwise="it is an external command")
+    decision = decide(REFUSED, (), candidates, "auto", never="it is an external command")
     assert (decision.action, decision.why) == ("ask", "it is an external command")
-    assert decide(REFUSED, (), candidates, "ask", otherwise="it is an external command").why == "--on-oom ask"
+    assert decide(REFUSED, (), candidates, "ask", never="it is an external command").why == "--on-oom ask"
     assert explain.decided(decision) == "nothing is done by itself: it is an external command"
 
 

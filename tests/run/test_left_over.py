@@ -17,8 +17,9 @@ from memtop.supervisor.monitor.processes.facts import describe_process
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.strays import judge
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.run.processes import attempt as attempt_module
-from memtop.supervisor.run.processes.attempt import RANKS_FILE, ProcessFile, RanksFile, record_rank
+from memtop.supervisor.run.processes import members
+from memtop.supervisor.run.processes.attempt import ProcessFile
+from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.view import known_runs, read_state, show
@@ -110,8 +111,8 @@ def test_each_rank_is_written_down_once(
     tmp_path: Path, program: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    write = attempt_module.write_json
-    monkeypatch.setattr(attempt_module, "write_json", lambda path, value: (written.append(path), write(path, value)))
+    write = members.write_json
+    monkeypatch.setattr(members, "write_json", lambda path, value: (written.append(path), write(path, value)))
     for pid in (program.pid, program.pid, 0, 1, ended().pid):
         record_rank(tmp_path, pid)
     assert written == [tmp_path / RANKS_FILE]
@@ -149,7 +150,7 @@ def test_a_real_rank_is_recorded_with_its_start(runs: Runs) -> None:
 def test_a_ledger_without_tables_is_none_yet_and_gets_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path, ended(), ended())
     folder.ledger_path.touch()
-    assert show(folder, metrics=True)["attempts"] == []
+    assert show(folder)["attempts"] == []
     statements: list[str] = []
     connect = sqlite3.connect
 

@@ -40,20 +40,7 @@ def own(runs: Runs, *options: str, program: tuple[str, ...], status: int) -> sub
     return runs.memtop("train", "--name", "a", "--headless", *options, "--", *program, status=status)
 
 
-def test_a_fragmented_allocator_gets_its_option_and_the_program_goes_on(runs: Runs) -> None:
-    done = own(runs, program=(sys.executable, "-c", FRAGMENTED), status=0)
-    assert "gpu_oom_fragmented: restart with allocator expandable_segments:True" in done.stderr
-    document = runs.show("a")
-    first, second = document["attempts"]
-    assert (first["outcome"], first["diagnosis"]["kind"], second["outcome"]) == ("failed", "gpu_oom_fragmented", "finished")
-    assert first["diagnosis"]["reserved_unallocated_bytes"] == int(3.5 * (1 << 30))
-    assert [row["outcome"] for row in document["configurations"]] == ["gpu_oom_fragmented", "finished"]
-    # A person's later restart starts with what helped.
-    runs.memtop("restart", "a", "--headless")
-    assert len(runs.show("a")["attempts"]) == 3
-
-
-@pytest.mark.parametrize(("on_oom", "why"), [("ask", "--on-oom ask"), ("stop", "--on-oom stop")])
+@pytest.mark.parametrize(("on_oom", "why"), [("auto", "it is your own command"), ("ask", "--on-oom ask")])
 def test_without_permission_to_restart_the_remedy_is_only_named(runs: Runs, on_oom: str, why: str) -> None:
     done = own(runs, "--on-oom", on_oom, program=(sys.executable, "-c", FRAGMENTED), status=1)
     assert "gpu_oom_fragmented: GPU 0" in done.stderr
@@ -66,6 +53,7 @@ def test_without_permission_to_restart_the_remedy_is_only_named(runs: Runs, on_o
     runs.memtop("restart", "a", "--set", "allocator=expandable_segments:True", "--headless")
     after = runs.show("a")
     assert (after["state"], after["attempts"][1]["outcome"]) == ("finished", "finished")
+    assert [row["outcome"] for row in after["configurations"]] == ["gpu_oom_fragmented", "finished"]
 
 
 def test_a_wrong_word_is_one_line(runs: Runs) -> None:

@@ -127,7 +127,7 @@ def test_when_our_own_trainer_is_at_something_else(tmp_path: Path) -> None:
 
     def hear(kind: str, time: float, **values: object) -> bool:
         nonlocal progress
-        progress = progress.after(0, reported({"type": kind, "time": time, **values}))
+        progress = progress.after(0, reported({"type": kind, "clock": time, **values}))
         return progress.is_aside(settings)
 
     assert not hear("plan", 0.0, total_updates=13)

@@ -3,6 +3,7 @@ clock."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from memtop.supervisor.run.events import (
     Launched,
     LaunchRefused,
     LeftoversCleared,
+    LeftoversFound,
+    NamedProcess,
     ProgramEnded,
     RemedyFacts,
     Requested,
@@ -107,7 +110,7 @@ def rungs(brain: Brain, *waits: float) -> list[str]:
         for effect in brain.tick(after=wait):
             if isinstance(effect, Signal):
                 sent.append(effect.name)
-                brain.tell(Signalled(name=effect.name, pids=(5,)))
+                brain.tell(Signalled(name=effect.name, processes=(NamedProcess(5, "python"),)))
     return sent
 
 
@@ -121,7 +124,7 @@ def test_the_ladder_climbs_only_as_time_passes() -> None:
     for now in (0.0, 59.9, 60.0, 61.0, 99.9, 100.0, 5000.0):
         ladder, rung = ladder.next(now)
         names.append(rung.name if rung else None)
-    assert names == [None, None, "SIGTERM", None, None, "SIGKILL", None]
+    assert names == [None, None, "SIGTERM", None, None, "SIGKILL", "SIGKILL"]
 
 
 def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
@@ -145,7 +148,7 @@ def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: s
         # The supervisor may have begun after the update before it.
         progress = heard(replace(brain.model.progress, step=None), {"type": "checkpoint", "updates": 7, "seconds": 150.0})
     else:
-        progress = heard(brain.model.progress, {"type": "evaluation", "update": 7, "time": 1140.0})
+        progress = heard(brain.model.progress, {"type": "evaluation", "update": 7, "time": 90000.0, "clock": 1140.0})
     brain.model = replace(brain.model, progress=replace(progress, offers=frozenset({"stop"})))
     stop(brain)
     assert [ask.name for ask in brain.asked(AskRanks)] == ["stop"]
@@ -171,7 +174,59 @@ def test_a_program_that_declines_to_stop_gets_signals_at_once_but_only_once() ->
     brain.tell(no)
     brain.tell(no)
     assert rungs(brain, 0.2, 0.2) == ["SIGINT"]
-    assert brain.messages("stop")[-1] == "SIGINT sent to 5; SIGTERM follows in 15 s"
+    assert brain.messages("stop")[-1] == "SIGINT sent to pid 5 (python); SIGTERM follows in 15 s"
+
+
+def test_a_stop_says_what_it_did_and_answers_even_if_the_program_survives_it() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    assert rungs(brain, 0.0, 15.0, 40.0) == ["SIGINT", "SIGTERM", "SIGKILL"]
+    said = [(answer.outcome, answer.message) for answer in brain.answers()]
+    assert said[-1] == (Outcome.ACCEPTED, "SIGKILL sent to pid 5 (python)")
+    survivor = copy.deepcopy(brain)
+    end(brain, -9)
+    last = brain.answers()[-1]
+    assert (last.outcome, last.message) == (
+        Outcome.DONE,
+        "stopped: killed by signal 9 (SIGKILL); SIGKILL sent to pid 5 (python)",
+    )
+    # A process that waits for a device does not end, whoever asks.
+    assert rungs(survivor, 29.0, 1.0, 30.0, 30.0) == ["SIGKILL"] * 3
+    assert survivor.answers()[-1].outcome is Outcome.FAILED
+    assert "has not ended after SIGKILL" in survivor.answers()[-1].message
+    assert len(survivor.messages("warning")) == 1
+    stop(survivor)
+    assert rungs(survivor, 30.0) == ["SIGKILL"]
+    assert [answer.outcome for answer in survivor.answers()[-2:]] == [Outcome.ACCEPTED, Outcome.FAILED]
+    end(survivor, -9)
+    assert (survivor.model.phase, survivor.model.warnings) == (Phase.STOPPED, {})
+
+
+def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    brain.tick()
+    brain.tell(Signalled(name="SIGINT", processes=(), refused=("process 5: the kernel refused SIGINT: not permitted",)))
+    words = "SIGINT sent to no process; not sent: process 5: the kernel refused SIGINT: not permitted"
+    assert brain.messages("stop")[-1].startswith(words)
+
+
+def test_what_a_program_leaves_behind_is_named() -> None:
+    brain = training(settings=None)
+    brain.tell(ProgramEnded(ended=brain.now, status=0))
+    left = tuple(NamedProcess(pid, "worker") for pid in range(10, 18))
+    brain.tell(LeftoversFound(name="SIGTERM", processes=left))
+    brain.tell(LeftoversFound(name="SIGKILL", processes=left[:1]))
+    brain.tell(LeftoversFound(name=None, processes=left[:1]))
+    assert brain.messages("leftovers") == [
+        "SIGTERM to what the program left behind: " + ", ".join(f"pid {pid} (worker)" for pid in range(10, 16)) + " and 2 more",
+        "SIGKILL to what the program left behind: pid 10 (worker)",
+        "left behind by the program and still there after SIGKILL: pid 10 (worker)",
+    ]
+    brain.tell(LeftoversCleared(log=LogEnd(), states=brain.model.states))
+    assert brain.model.phase is Phase.FINISHED
+    assert brain.model.reason is not None
+    assert brain.model.reason.startswith("its main program ended; ended what it left behind: pid 10 (worker), pid 11")
 
 
 def test_a_finished_program_that_waits_for_space_is_not_ended() -> None:
@@ -381,7 +436,7 @@ def test_a_full_disk_is_waited_for_unless_the_command_would_begin_anew(external:
     die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     if external:
         assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
-        assert "would begin anew" in brain.messages("remedy")[0]
+        assert "which memtop does not start again by itself" in brain.messages("remedy")[0]
         return
     assert brain.model.restart is not None
     brain.tick(after=30.0, disk_free=0)
@@ -394,6 +449,18 @@ def test_a_full_disk_is_waited_for_unless_the_command_would_begin_anew(external:
     die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
     assert "has waited for space on the disk before" in brain.messages("remedy")[-1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.NOT_MEMORY])
+def test_a_users_command_is_never_started_again_by_itself(kind: Kind) -> None:
+    brain = training(settings=None)
+    die(brain, kind, RemedyFacts(disk_free_bytes=100 * GIB))
+    assert (brain.model.restart, brain.model.phase, brain.asked(Launch)) == (None, Phase.FAILED, [])
+    assert (
+        proposal(brain).waiting == "it is your own command, which memtop does not start again by itself: it may begin from zero"
+    )
+    brain.tick(after=100.0, disk_free=100 * GIB)
+    assert brain.asked(Launch) == []
 
 
 def test_a_restart_that_waits_can_be_called_off_and_is_named() -> None:

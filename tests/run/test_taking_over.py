@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -18,9 +17,8 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run.client import ask
-from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, GiveUp, Launch, Signal
-from memtop.supervisor.run.events import Launched, Reported
+from memtop.supervisor.run.effects import AddEvent, AskRanks, CloseUnstarted, DropRows, GiveUp, Launch, Signal
+from memtop.supervisor.run.events import AgentConnected, Command, Launched, Reported, Requested
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
@@ -32,11 +30,22 @@ from memtop.supervisor.run.rules.survival import tried
 from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run.state import run_state, state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
+from memtop.supervisor.wire import (
+    Change,
+    CheckpointNow,
+    Edit,
+    Event,
+    FreeCache,
+    Outcome,
+    Phase,
+    Proposal,
+    Restart,
+    RunState,
+    Stop,
+)
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
-from tests.run.test_memory_failures import FRAGMENTED
 
 # --- killed for real ------------------------------------------------------------------------------
 
@@ -50,7 +59,7 @@ from memtop.supervisor.run.supervisor import Supervisor
 plain = Performer.save_state
 
 def save_state(self, model):
-    if model.number == 0 or model.number == 1 < int(sys.argv[2]):
+    if model.number == 0:
         return plain(self, model)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,7 +72,7 @@ def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs
     program = (sys.executable, "-c", UNTIL_GO)
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
-    command = [sys.executable, "-c", KILLED, str(folder.path), "1"]
+    command = [sys.executable, "-c", KILLED, str(folder.path)]
     assert run(command, env=runs.environment, timeout=120).returncode == -signal.SIGKILL
     assert not folder.state_path.exists()
     document = runs.wait("a", lambda d: d["alive"])
@@ -77,74 +86,6 @@ def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs
     (runs.root / "go").touch()
     document = runs.wait("a", lambda d: d["state"] == "finished")
     assert (document["exit_status"], len(document["attempts"]), len(document["configurations"])) == (0, 1, 1)
-
-
-def waits_for_its_restart(runs: Runs) -> tuple[RunFolder, int]:
-    """A run that died of a fragmented allocator and is to come back in a moment; its supervisor."""
-    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", FRAGMENTED)
-    folder, deadline = RunFolder(runs.path / "a"), time.monotonic() + 120
-    while (state := folder.state()) is None or state.waiting is None:
-        assert time.monotonic() < deadline, state
-        time.sleep(0.02)
-    # The decision is in state.json before the end is in the ledger.
-    runs.wait("a", lambda d: d["attempts"][0]["outcome"] == "failed")
-    assert state.run.supervisor_pid is not None
-    return folder, state.run.supervisor_pid
-
-
-def test_a_restart_that_waits_outlives_its_supervisor(runs: Runs) -> None:
-    folder, supervisor = waits_for_its_restart(runs)
-    runs.kill(supervisor)
-    document = runs.wait("a", lambda d: d["supervisor_pid"] is None)
-    assert (document["state"], document["alive"], len(document["attempts"])) == ("restarting", False, 1)
-    assert document["reason"] == "a restart is pending, but the supervisor is gone: memtop watch a starts a new one"
-    assert document["proposal"]["begins"] is None, "nobody is there who would do it"
-    assert needs_supervisor(folder)
-    runs.memtop("watch", "a", "--once")
-    document = runs.wait("a", lambda d: d["state"] == "finished")
-    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
-    assert document["attempts"][1]["reason"].startswith("gpu_oom_fragmented: restart with allocator")
-    assert not needs_supervisor(folder)
-
-
-def test_a_person_may_have_something_else_done_about_it(runs: Runs) -> None:
-    _, supervisor = waits_for_its_restart(runs)
-    runs.kill(supervisor)
-    runs.memtop("restart", "a", "--headless")
-    # As it was, without the remedy: it dies again, and of that it comes back by itself.
-    attempts = [(attempt["reason"].partition(":")[0], attempt["outcome"]) for attempt in runs.show("a")["attempts"]]
-    assert attempts == [("start", "failed"), ("restart", "failed"), ("gpu_oom_fragmented", "finished")]
-
-
-def test_a_cancelled_restart_is_not_resumed(runs: Runs) -> None:
-    folder, supervisor = waits_for_its_restart(runs)
-    ask(folder, lambda number: Stop(id=number))
-    runs.kill(supervisor)
-    assert not needs_supervisor(folder)
-    document = runs.show("a")
-    assert (document["state"], document["reason"]) == ("failed", "called off: it stays as it died")
-
-
-def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
-    """The supervisor dies after it has started the second attempt and before it has recorded it."""
-    program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', f"exec({UNTIL_GO!r})"))
-    spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), on_oom="auto", memtop_version="0")
-    folder = create_run(runs.path, spec, fresh=False)
-    command = [sys.executable, "-c", KILLED, str(folder.path), "2"]
-    assert run(command, env=runs.environment, timeout=120).returncode == -signal.SIGKILL
-    left = folder.state()
-    assert left is not None
-    assert (left.run.attempt, left.waiting is not None) == (1, True)
-    document = runs.wait("a", lambda d: d["alive"])
-    assert document["state"] == "starting"
-    runs.memtop("watch", "a", "--once")
-    (runs.root / "go").touch()
-    document = runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
-    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
-    assert [row["outcome"] for row in document["configurations"]] == ["gpu_oom_fragmented", "finished"]
-    ledger = Ledger(folder.ledger_path, read_only=True)
-    assert [record.starts[0].by_memtop for record in ledger.configurations()] == [False, True]
-    ledger.close()
 
 
 # --- with values ----------------------------------------------------------------------------------
@@ -250,6 +191,70 @@ def test_a_restart_is_carried_out_although_its_attempt_was_never_begun() -> None
     assert (launch.number, launch.settings and launch.settings.batch) == (3, 1)
 
 
+WAITING = state_of(Phase.RESTARTING, reason="died", waiting=Waiting(change=Change(assignments={"batch": "4"})))
+
+
+def test_a_person_may_have_something_else_done_than_what_waits() -> None:
+    change = Change(assignments={"batch": "2"})
+    brain = taken_over(row(ended=10.0, outcome="failed"), records=DEAD.records, state=WAITING, change=change)
+    (launch,) = brain.asked(Launch)
+    assert launch.change == change
+    brain.tell(Launched(number=2, started=20.0))
+    assert state_file(brain.model, "", None).waiting is None
+
+
+def test_a_cancelled_restart_is_not_resumed() -> None:
+    brain = taken_over(row(ended=10.0, outcome="failed"), records=DEAD.records, state=WAITING)
+    brain.tell(Requested(client=1, request=Stop(id=1)))
+    kept = state_file(brain.model, "", None)
+    assert (kept.restarts, kept.run.state, kept.run.reason) == (False, Phase.FAILED, "called off: it stays as it died")
+    brain.tick(after=100.0)
+    assert brain.asked(Launch) == []
+
+
+OFFERS = {**HELLO, "offers": ["free_cache", "checkpoint", "stop", "change"]}
+HALVED = Change(assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)})
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (FreeCache(id=1), "free_cache"),
+        (CheckpointNow(id=1), "checkpoint"),
+        (Stop(id=1), "stop"),
+        (Restart(id=1), "stop"),
+        (Edit(id=1, change=HALVED), "change"),
+    ],
+)
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_request_waits_until_the_ranks_have_connected_to_the_new_supervisor(
+    request_: Command, name: str, connects: bool
+) -> None:
+    brain = taken_over(row(), records=BEGUN.records, reports=(OFFERS, PLAN, STEP), state=state_of(Phase.TRAINING))
+    brain.tell(Requested(client=1, request=request_))
+    assert (brain.answers(), brain.asked(AskRanks), brain.model.ladder) == ([], [], None)
+    if connects:
+        brain.tell(AgentConnected(0))
+        assert [ask.name for ask in brain.asked(AskRanks)] == [name]
+        assert brain.answers()[0].outcome is Outcome.ACCEPTED
+        return
+    brain.tick(after=9.0)
+    assert brain.answers() == []
+    brain.tick(after=1.1)
+    # None of them is there: it ends with signals, or is refused.
+    expected = Outcome.ACCEPTED if isinstance(request_, Stop | Restart) else Outcome.REFUSED
+    assert [answer.outcome for answer in brain.answers()][:1] == [expected]
+    assert brain.model.held == ()
+
+
+def test_a_request_that_the_program_cannot_carry_out_waits_for_nobody() -> None:
+    brain = taken_over(row(settings=None), reports=(HELLO,), state=state_of(Phase.TRAINING))
+    brain.tell(Requested(client=1, request=Stop(id=1)))
+    assert brain.model.ladder is not None
+    brain.tell(Requested(client=1, request=CheckpointNow(id=2)))
+    assert brain.answers()[-1].outcome is Outcome.REFUSED
+
+
 def test_a_death_that_the_ledger_could_not_take_is_no_stop() -> None:
     """The restart was decided and written although the disk was too full for the ledger; the
     attempt is still open there."""
@@ -269,14 +274,21 @@ def test_a_requested_restart_is_carried_out_by_the_next_supervisor() -> None:
     assert (kept.run.attempt, kept.restarts) == (2, False)
 
 
-def test_a_run_whose_restart_waits_needs_a_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pending", "waiting"])
+def test_a_run_whose_restart_waits_needs_a_supervisor(tmp_path: Path, kind: str) -> None:
     spec = RunSpec(name="a", created=1.0, settings=SETTINGS, cwd="/", on_oom="auto", memtop_version="0")
     folder = create_run(tmp_path, spec, fresh=False)
-    run = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
+    proposal = Proposal(diagnosis=Diagnosis(kind=Kind.GPU_OOM, confidence=1.0, summary="died"), begins=5.0)
+    run = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1, proposal=proposal)
     folder.attempt(1).mkdir()
-    write_json(folder.state_path, StateFile(run=run, socket="", pending=Change(assignments={"batch": "1"})))
+    change: Any = {"pending": Change(), "waiting": Waiting(change=Change())}[kind]
+    write_json(folder.state_path, StateFile(run=run, socket="", **{kind: change}))
     assert needs_supervisor(folder)
-    assert read_state(folder).state is Phase.RESTARTING
+    state = read_state(folder)
+    assert state.state is Phase.RESTARTING
+    assert state.reason == "a restart is pending, but the supervisor is gone: memtop watch a starts a new one"
+    assert state.proposal is not None
+    assert state.proposal.begins is None, "nobody is there who would do it"
     # Moved aside, it must not restart in addition to the run that took its place.
     aside = RunFolder(folder.path.rename(folder.path.with_name("b")))
     assert not needs_supervisor(aside)
@@ -394,7 +406,7 @@ def test_a_full_disk_hides_nothing_of_what_the_program_reports(tmp_path: Path) -
     assert [event.kind for event in ledger.events()] == ["plan"]
     assert [one.update for one in ledger.metrics()] == [1]
     assert [attempt.start_updates for attempt in ledger.attempts()] == [0]
-    assert ledger.journal_offset(1, 0) == heard.journal.stat().st_size
+    assert ledger.journal_offsets(1, 0) == (heard.journal.stat().st_size, 0)
     heard.read()
     assert len(heard.reports) == 5, "nothing is acted upon twice"
 

@@ -112,7 +112,6 @@ class World:
         self.disk_full = False
         self.failed: set[str] = set()
         """The configurations that ran out of memory, by key."""
-        self.allocators: set[str] = {""}
         self.begun: set[int] = set()
         """The numbers of the attempts whose program was started."""
         self.starts: Counter[str] = Counter()
@@ -302,12 +301,12 @@ class World:
     def _signal(self, name: str, target: do.Target) -> on.Signalled:
         program = self.program
         if program is None or not program.alive:
-            return on.Signalled(name=name, pids=())
+            return on.Signalled(name=name, processes=())
         if name == "SIGKILL":
             self._end(-9)
         elif self.random.random() < 0.5:
             self._end(-2 if name == "SIGINT" else -15)
-        return on.Signalled(name=name, pids=(1,))
+        return on.Signalled(name=name, processes=(on.NamedProcess(1, "python"),))
 
     def _asked(self, number: int, name: str) -> on.Answered:
         program = self.program
@@ -326,8 +325,6 @@ class World:
         kind = program.cause if program is not None else Kind.NOT_MEMORY
         if program is not None and program.settings is not None and kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL):
             self.failed.add(key_of(program.settings))
-        if program is not None and program.settings is None:
-            self.allocators.add(program.allocator)
         diagnosis = Diagnosis(kind=kind, confidence=0.99, summary=f"it died of {kind.value}", source="record")
         free = 0 if self.disk_full else 100 * GIB
         facts = on.RemedyFacts(kept_states=self.states().kept, disk_free_bytes=free, deepspeed=True)
@@ -375,10 +372,8 @@ class World:
         assert self.program is None or not self.program.leftovers, "what the program left behind still holds its memory"
         if self.model.launching.cause is not Cause.DEATH:
             return
-        if effect.settings is None:
-            assert effect.allocator not in self.allocators, "an external command is started again unchanged by itself"
-        else:
-            assert key_of(effect.settings) not in self.failed, "a configuration that ran out of memory is tried again by itself"
+        assert effect.settings is not None, "an external command is started again by itself"
+        assert key_of(effect.settings) not in self.failed, "a configuration that ran out of memory is tried again by itself"
 
     def check(self) -> None:
         """What holds after every effect."""

@@ -56,6 +56,31 @@ def test_numbers_that_json_lacks_are_null_and_named(tmp_path: Path) -> None:
     assert "not_finite" not in second
 
 
+def test_scalars_of_numpy_and_of_a_tensor_on_the_cpu_are_numbers(tmp_path: Path) -> None:
+    code = """
+import memtop_agent as a
+class Tensor:
+    def __init__(self, device): self.device = device
+    def item(self):
+        if self.device != "cpu": raise SystemExit("it waits for the device")
+        return 0.5
+class Many:
+    def item(self): raise ValueError("more than one")
+    def __str__(self): return "many"
+a.report('step', update=1, loss=Tensor("cpu"), epoch=Tensor("cuda:0"), tokens=Many())
+import numpy as np
+a.report('step', update=np.int64(2), loss=np.float32(0.5), epoch=np.float64(2), dropped=np.array(3), batch=np.bool_(True))
+a.report('step', update=np.uint8(3), loss=np.float32('nan'), parts={np.int64(4): np.float32('inf'), 5: np.int8(1)})
+"""
+    run(code, tmp_path)
+    _, first, second, third = reports(tmp_path)
+    assert (first["update"], first["loss"], first["tokens"]) == (1, 0.5, "many")
+    assert first["epoch"].startswith("<")
+    assert [second[name] for name in ("update", "loss", "epoch", "dropped", "batch")] == [2, 0.5, 2.0, 3, True]
+    assert (third["update"], third["loss"], third["parts"]) == (3, None, {"4": None, "5": 1})
+    assert third["not_finite"] == ["loss", "parts.4"]
+
+
 def test_a_report_that_cannot_be_encoded_is_counted_and_does_not_block_others(tmp_path: Path) -> None:
     code = """
 import memtop_agent as a
@@ -70,6 +95,34 @@ print(a.dropped())
 """
     assert run(code, tmp_path) == "2\n"
     assert [report.get("update") for report in reports(tmp_path)] == [None, 3]
+
+
+def test_a_line_that_a_full_disk_cut_is_completed(tmp_path: Path) -> None:
+    code = """
+import os, resource
+import memtop_agent as a
+a.report("step", update=1)
+a.flush()
+path = os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"
+a.report("step", update=2)
+for cut in range(1, 200, 7):
+    # The file may grow by so many bytes: less than a line, a line without its end, a bit of the next.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + cut, -1))
+    a.report("step", update=2 + cut)
+    a.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    a.flush()
+print(a.dropped())
+"""
+    assert run(code, tmp_path) == "0\n"
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2, *(2 + cut for cut in range(1, 200, 7))]
+
+
+def test_a_line_that_a_killed_process_cut_spoils_no_other(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").write_text('{"type": "step", "upd')
+    run("import memtop_agent as a\na.report('step', update=1)", tmp_path)
+    lines = (tmp_path / "rank-0.jsonl").read_bytes().splitlines()[1:]
+    assert [msgspec.json.decode(line).get("update") for line in lines] == [None, 1]
 
 
 TORCH = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +212,25 @@ def test_without_space_for_the_best_state_training_continues(tmp_path: Path, mon
     assert "the state with the lowest evaluation loss is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
     assert not checkpoint.best_state(tmp_path / "state").exists()
     assert list(tmp_path.glob("*.tmp-*")) == []
+
+
+def test_without_hard_links_the_space_for_a_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "weights").write_bytes(bytes(3 << 20))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def fill(source: Path, target: Path) -> None:
+        target.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(shutil, "copyfile", fill)
+    with pytest.raises(checkpoint.NoSpaceError, match="4 MiB needed"):
+        checkpoint.keep_best(state)
+    assert list(tmp_path.iterdir()) == [state]
 
 
 # --- real processes

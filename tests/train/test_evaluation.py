@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -64,6 +66,17 @@ def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "state").updates == 10
     again = Training(tmp_path / "state", msgspec.structs.replace(settings, target_samples=96), evaluation=held_out())
     assert again.trainer.best_loss == losses[best]
+
+
+def test_without_hard_links_the_best_state_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    trained(tmp_path / "state", edited(eval_every=5))
+    kept = best_state(tmp_path / "state")
+    assert read_manifest(kept).updates in (5, 10)
+    assert all(file.stat().st_nlink == 1 for file in kept.iterdir())
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [9]), (2, [9]), (3, [9, 6]), (4, [9, 6, 3])])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,6 +165,15 @@ def test_load_best_at_end_exports_the_best_state(train: Train, tmp_path: Path) -
     ]
     assert not torch.equal(logits(models[0]), logits(models[1]))
     assert torch.equal(logits(models[1]), logits(trained_model(run)))
+
+
+def test_a_file_system_without_hard_links(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    run = train(causal(tmp_path))
+    monkeypatch.setattr(os, "link", refuse)
+    assert (export(run.settings, run.state_dir, tmp_path / "model") / "model.safetensors").is_file()
 
 
 def test_a_broken_state_is_named_and_the_previous_one_exported(

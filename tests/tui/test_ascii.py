@@ -7,8 +7,8 @@ import math
 import pytest
 
 from memtop.supervisor import wire
-from memtop.tui.ascii import to_ascii, wanted
 from memtop.tui.demo import RECORDING
+from memtop.tui.filters import to_ascii, wanted
 from memtop.tui.recovery import OomCard
 from memtop.tui.replay import StreamRecording
 from tests.tui.support import RecordingFeed, dashboard, press, screen_text, settle

@@ -156,6 +156,9 @@ async def test_the_log_follows_holds_still_and_is_searched() -> None:
         assert "[rank 0] line 42" in screen_text(app)
         await press(pilot, "pageup")
         assert "[rank 0] line 42" not in screen_text(app)
+        # The words of the search are no markup.
+        await press(pilot, "slash", *"[/INST]", "enter")
+        assert "0 lines" in screen_text(app)
 
 
 async def test_events_take_the_logs_place_on_a_small_terminal() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.tui.dashboard.log import FIRST_BYTES, LONGEST_LINE, LogTail, clean
+from memtop.tui.dashboard.log import FIRST_BYTES, LONGEST_LINE, LogTail
 
 
 def test_a_file_that_does_not_exist_yet(tmp_path: Path) -> None:
@@ -56,10 +56,27 @@ def test_only_whole_lines_of_the_end_of_a_long_file_are_read(tmp_path: Path) -> 
     assert all(len(row) == 13 for row in rows)
 
 
-def test_terminal_control_is_taken_out() -> None:
-    assert clean("\x1b[31mred\x1b[0m\ttab") == "red    tab"
-    assert clean(" 10%|#\r 20%|##\r\n") == " 20%|##"
-    assert clean("\x1b]0;title\x07text\x00") == "text"
+def test_a_program_that_prints_faster_than_it_is_read_is_followed_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_text("one\n")
+    tail = LogTail(path)
+    assert tail.read() == ["one"]
+    with path.open("ab") as file:
+        # Of this, memtop keeps only the end.
+        file.truncate(1 << 40)
+        file.write(b"\n" + b"last\n" * (FIRST_BYTES // 5))
+    rows = tail.read()
+    assert rows[0] == "[1024.0 GiB of output are not shown]"
+    assert set(rows[1:]) == {"last"}
+    assert tail.read() == []
+
+
+def test_terminal_control_is_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_bytes(b"\x1b[31mred\x1b[0m\ttab\n 10%|#\r 20%|##\r\n\x1b]0;title\x07text\x00\n\xc2\x9b2Jpage\n\x1b[1mhalf")
+    tail = LogTail(path)
+    assert tail.read() == ["red    tab", " 20%|##", "text", "page"]
+    assert tail.partial == "half"
 
 
 def test_a_line_being_written_is_shown_as_it_stands(tmp_path: Path) -> None:

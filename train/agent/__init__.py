@@ -10,7 +10,8 @@ Commands are {"type": "command", "id": n, "name": "change", "values": {...}}, wi
 there are none. The built-in trainer executes `checkpoint`, `stop` and, on its first rank, `change`
 (batch, accumulation, eval_batch, gradient_checkpointing, workers), and answers afterwards.
 
-Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch) and `seq`:
+Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch), `clock`
+(seconds of the monotonic clock) and `seq`:
 
 * `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first report of a
   process. `rank` is the journal's number. It equals `program_rank`, the rank by torch.distributed

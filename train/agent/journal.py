@@ -111,6 +111,8 @@ class JournalWriter:
         self._capacity = capacity
         self._sequence = 0
         self._descriptor: int | None = None
+        self._rest = b""
+        """What is still to be written of a line: a full disk cuts it."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._running = False
@@ -128,6 +130,9 @@ class JournalWriter:
                 descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 if _locked(descriptor):
                     self.number, self._descriptor = number, descriptor
+                    if os.fstat(descriptor).st_size:
+                        # The process that wrote it before may have been killed within a line.
+                        self._rest = b"\n"
                     return True
                 os.close(descriptor)
         except OSError:
@@ -136,9 +141,6 @@ class JournalWriter:
 
     def start(self) -> None:
         """Begin to write.
-
-        If no thread can be started now, the queue waits for the next call or the end of the
-        process.
 
         If no thread can be started now, the queue waits for the next call or the end of the
         process.
@@ -151,9 +153,10 @@ class JournalWriter:
             self._running = True
 
     def put(self, report: dict[str, Any]) -> None:
-        """Queue one report, with the time (seconds since the epoch) and a sequence number."""
+        """Queue one report, with the time and a sequence number."""
         self._sequence += 1
         report["time"] = time.time()
+        report["clock"] = time.monotonic()
         report["seq"] = self._sequence
         self._queue.append(report)
         if len(self._queue) > self._capacity:
@@ -167,35 +170,31 @@ class JournalWriter:
             # the fork.
             return
         with self._lock:
-            while self._queue:
-                report = self._queue.popleft()
-                line = _encode(report)
+            while self._queue or self._rest:
+                if not self._write_rest():
+                    return
+                line = _encode(self._queue.popleft()) if self._queue else b""
                 if line is None:
                     # JSON cannot represent it; the reports after it must not wait forever.
                     self.dropped += 1
-                elif not self._write(line):
-                    self._queue.appendleft(report)
-                    return
+                else:
+                    self._rest += line
 
-    def _write(self, line: bytes) -> bool:
+    def _write_rest(self) -> bool:
+        """Whether all that was begun is written."""
         try:
             if self._descriptor is None and not self.claim():
                 return False
             assert self._descriptor is not None
-            written = os.write(self._descriptor, line)
-            if written == len(line):
-                return True
-            # A full disk cut the line. End it, so that the reader skips it, and write it again
-            # later.
-            os.write(self._descriptor, b"\n")
+            self._rest = self._rest[os.write(self._descriptor, self._rest) :] if self._rest else b""
         except OSError:
             return False
-        return False
+        return not self._rest
 
     def _run(self) -> None:
         while True:
             time.sleep(PERIOD_SECONDS)
-            if self._queue:
+            if self._queue or self._rest:
                 self.flush()
 
 
@@ -221,8 +220,8 @@ def _encode(report: dict[str, Any]) -> bytes | None:
     """
     try:
         try:
-            text = json.dumps(report, allow_nan=False, default=str)
-        except ValueError:
+            text = json.dumps(report, allow_nan=False, default=_plain)
+        except (TypeError, ValueError):
             names = [name for key, value in report.items() for name in _not_finite(value, str(key))]
             text = json.dumps(dict(_finite(report), not_finite=names), allow_nan=False, default=str)
         return (text + "\n").encode()
@@ -230,27 +229,41 @@ def _encode(report: dict[str, Any]) -> bytes | None:
         return None
 
 
+def _plain(value: Any) -> Any:
+    """The number in a scalar of NumPy or in a tensor of one element on the CPU; else the value as
+    text.
+
+    A tensor on a device is not read: that would wait for the device.
+    """
+    if hasattr(value, "item") and str(getattr(value, "device", "cpu")) == "cpu":
+        with contextlib.suppress(Exception):
+            found = value.item()
+            if isinstance(found, (bool, int, float)):
+                return found
+    return str(value)
+
+
 def _not_finite(value: Any, name: str) -> Iterator[str]:
     """The names of the numbers in `value` that JSON lacks: "loss", "parts.head", "scales.2"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        yield name
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         for key, inner in value.items():
             yield from _not_finite(inner, "%s.%s" % (name, key))
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
             yield from _not_finite(inner, "%s.%d" % (name, number))
+    elif _finite(value) is None and value is not None:
+        yield name
 
 
 def _finite(value: Any) -> Any:
-    """The value with None in place of such numbers."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    """The value with None in place of such numbers, and with text as keys."""
     if isinstance(value, dict):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
-    return value
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        value = _plain(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 FIRST_WAIT_SECONDS = 0.2

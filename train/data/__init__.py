@@ -9,12 +9,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import platformdirs
 
 from memtop.presets import Settings
 from memtop.presets.schema import HostLevel
 from memtop.train import BadInputError
-from memtop.train.data.files import fingerprint
+from memtop.train.data.files import cache_folder, fingerprint
 from memtop.train.data.rows import open_rows
 from memtop.train.data.samples import PackedText, PromptResponse, RowSamples, RowText, Seq2SeqPairs
 from memtop.train.data.tokens import BEGIN, END, ByteTokens, Tokens, TokenStore, token_cache
@@ -62,7 +61,7 @@ def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel)
     names = dict(data.get("columns", {}))
     wanted = ("text",) if settings.task == "causal" else ("prompt", "response")
     columns = {role: names.get(role, role) for role in wanted}
-    cache = platformdirs.user_cache_path("memtop")
+    cache = cache_folder()
     rows = open_rows(path, columns, level=level, cache_dir=cache, setting=f"data.{split}")
     if not len(rows):
         raise BadInputError(f"data.{split} {path}: has no rows")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
+import platformdirs
 
 from memtop.train import BadInputError
 
@@ -51,6 +52,14 @@ class DataFile(msgspec.Struct, frozen=True):
     def check_unchanged(self, path: Path, stamp: tuple[int, int]) -> None:
         if self.stamp(path) != stamp:
             raise BadInputError(f"{self}: {path} was changed while it was in use; start the run again with the new file")
+
+
+def cache_folder() -> Path:
+    """The user's folder for derived files; BadInputError for a user without a home folder."""
+    try:
+        return platformdirs.user_cache_path("memtop")
+    except RuntimeError:
+        raise BadInputError("XDG_CACHE_HOME: not set, and this user has no home folder; set it to a folder") from None
 
 
 def fingerprint(path: Path, *parts: str) -> str:

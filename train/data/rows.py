@@ -17,11 +17,10 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
-import platformdirs
 
 from memtop.presets.schema import HostLevel
 from memtop.train import BadInputError
-from memtop.train.data.files import DataFile, built_once, fingerprint
+from memtop.train.data.files import DataFile, built_once, cache_folder, fingerprint
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -205,7 +204,7 @@ def open_rows(
         # Arrow is slow to load, and not every run needs it.
         from memtop.train.data.parquet import open_parquet
 
-        return open_parquet(source, GROUPS_KEPT[level], cache_dir or platformdirs.user_cache_path("memtop"))
+        return open_parquet(source, GROUPS_KEPT[level], cache_dir or cache_folder())
     return JsonRows(source, cache_dir) if kind in _LINES else TextRows(source, cache_dir)
 
 

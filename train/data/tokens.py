@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -140,7 +141,7 @@ def _load(path: str) -> Any:
     # Slow to import, and not needed for bytes.
     from transformers import AutoTokenizer
 
-    expanded = str(Path(path).expanduser())
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - Path's raises without a home folder
     looks_local = path.startswith(("/", ".", "~")) or Path(expanded).exists()
     if looks_local and not Path(expanded).is_dir():
         raise BadInputError(f"tokenizer {path}: no such folder; give a folder with tokenizer.json, a hub name or bytes")

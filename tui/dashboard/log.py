@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.segment import Segment
 from textual import work
+from textual.content import Content
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from memtop.supervisor import units
+from memtop.supervisor.clean import clean
 from memtop.tui.line import Line, line
 from memtop.tui.panel import RoleStyles
 
@@ -159,7 +161,8 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
     def _retitle(self) -> None:
         state = "▸ following" if self.following else "■ not following (l follows)"
         searching = f"  /{self.query_text}: {len(self._matches())} lines" if self.query_text else ""
-        self.border_title = f"Log  {state}{searching}"
+        # As content, because a string would be read as markup.
+        self.border_title = Content(f"Log  {state}{searching}")
 
 
 def mark_log_line(text: str, query: str) -> Line:
@@ -178,9 +181,10 @@ def mark_log_line(text: str, query: str) -> Line:
 FIRST_BYTES = 256 * 1024
 """How much of an existing file's end is read first."""
 _MOST_BYTES = 1024 * 1024
+_MOST_BEHIND = 16 * 1024 * 1024
+"""If more is unread, only its end is read: memtop removes the middle of a long log."""
 LONGEST_LINE = 8 * 1024
 """Bytes kept of one line; a cut is marked with an ellipsis."""
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class LogTail:
@@ -211,7 +215,10 @@ class LogTail:
                 # Another file of the same name, or the file was truncated.
                 self._inode, self._partial = found.st_ino, b""
                 self._position = max(0, found.st_size - FIRST_BYTES) if first else 0
-            cut = first and self._position > 0
+            cut, left_out = first and self._position > 0, 0
+            if found.st_size - self._position > _MOST_BEHIND:
+                left_out = found.st_size - FIRST_BYTES - self._position
+                cut, self._partial, self._position = True, b"", self._position + left_out
             file.seek(self._position)
             data = file.read(_MOST_BYTES)
         self._position += len(data)
@@ -220,7 +227,8 @@ class LogTail:
         if cut and lines:
             # Reading began in the middle of a line.
             del lines[0]
-        return [_shown(raw) for raw in lines]
+        notice = [f"[{units.size(left_out)} of output are not shown]"] if left_out else []
+        return notice + [_shown(raw) for raw in lines]
 
     @property
     def partial(self) -> str:
@@ -239,14 +247,7 @@ def _newest(line: bytes) -> bytes:
 
 
 def _shown(line: bytes) -> str:
+    """What a terminal would show of a line: the part after the last carriage return, cleaned."""
     text = line.rstrip(b"\r")
     text = text[text.rfind(b"\r") + 1 :]
     return clean(text[:LONGEST_LINE].decode("utf-8", "replace")) + ("…" if len(text) > LONGEST_LINE else "")
-
-
-def clean(line: str) -> str:
-    """What a terminal would show of a line: the part after the last carriage return, without
-    control sequences.
-    """
-    shown = line.rstrip("\r\n").rsplit("\r", 1)[-1]
-    return _CONTROL.sub("", shown.replace("\t", "    "))

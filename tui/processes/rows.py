@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
+from memtop.supervisor.clean import clean
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
 
 RowKey = tuple[str, object, object, object, object]
@@ -57,7 +58,7 @@ class ProcessRow:
 
     @property
     def user(self) -> str:
-        return (self.process.user if self.process is not None else self.job.user if self.job is not None else None) or ""
+        return clean((self.process.user if self.process is not None else self.job.user if self.job is not None else None) or "")
 
     @property
     def where(self) -> str:
@@ -68,17 +69,17 @@ class ProcessRow:
 
     @property
     def job_name(self) -> str:
-        return self.job.name if self.job is not None else ""
+        return clean(self.job.name) if self.job is not None else ""
 
     @property
     def container(self) -> str:
-        return (self.process.container if self.process is not None else None) or ""
+        return clean((self.process.container if self.process is not None else None) or "")
 
     @property
     def command(self) -> str:
         if self.process is None:
             return ""
-        return self.process.command or self.process.name or ""
+        return clean(self.process.command or self.process.name or "")
 
     @property
     def marks(self) -> str:

@@ -22,7 +22,7 @@ from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts, kills_in
 from memtop.supervisor.monitor.processes.proc import PROC
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
-from memtop.supervisor.run.record.folder import read_json, write_json
+from memtop.supervisor.run.record.folder import read_derived, write_json
 
 CGROUPS = Path("/sys/fs/cgroup")
 _KEPT_SECONDS = 30.0
@@ -85,9 +85,8 @@ class AttemptEvidence:
             self._write()
 
     def _read(self, started: float) -> Baseline:
-        if self._path.exists():
-            with contextlib.suppress(RunFolderError):  # damaged: start with a new baseline
-                return read_json(self._path, Baseline)
+        with contextlib.suppress(RunFolderError):  # another user's: start with a new baseline
+            return read_derived(self._path, Baseline) or Baseline(started=started)
         return Baseline(started=started)
 
     def _write(self) -> None:

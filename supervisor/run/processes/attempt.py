@@ -1,11 +1,11 @@
-"""The processes of one attempt: how they are started, members, recorded ranks and orphans, and how
-they ended."""
+"""The processes of one attempt: how they are started, and how they ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -18,11 +18,14 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
-from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
-from memtop.supervisor.monitor.processes.table import all_pids, run_processes
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.monitor.processes.table import all_pids
+from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_json, write_json
+from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
+from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
+from memtop.supervisor.run.record.output_log import OutputLog
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 
 # The exit file may just be renamed, and the shim of an adopted attempt may not have written its
@@ -56,19 +59,28 @@ class RunningAttempt:
         self.number = number
         self.folder = folder.attempt(number)
         self.log_path = self.folder / "output.log"
+        self.log = OutputLog(self.log_path)
         self._run_folder = folder.path
         self._shim = None if shim_pid is None else identify(shim_pid)
         self._trainer: ProcessId | None = None
+        self._known: set[ProcessId] | None = None
+        """Living processes of the attempt that were found before."""
         self._reaped: dict[int, int] = {}
         self._gone_since: float | None = None
 
     @property
     def trainer(self) -> ProcessId | None:
         """The training program or its launcher. None until the shim has started it."""
-        if self._trainer is None and (self.folder / "process.json").exists():
-            found = read_json(self.folder / "process.json", ProcessFile)
-            self._trainer = ProcessId(found.pid, found.started_ticks)
-            self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+        if self._trainer is None:
+            found = read_derived(self.folder / "process.json", ProcessFile)
+            if found is not None:
+                self._trainer = ProcessId(found.pid, found.started_ticks)
+                self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+            elif self._shim is None:
+                # Started by another supervisor; the file is lost, damaged or not written yet.
+                self._shim = _living_shim(self.folder)
+                found_now = family(self._run_folder, self.number, shim=self._shim, program=None, known=())
+                self._trainer = _oldest_leader(found_now)
         return self._trainer
 
     def alive(self) -> bool:
@@ -83,8 +95,9 @@ class RunningAttempt:
 
         None while it runs. The status is unknown only if the shim was killed, too.
         """
-        if (self.folder / "exit.json").exists():
-            return read_json(self.folder / "exit.json", ExitFile)
+        written = read_derived(self.folder / "exit.json", ExitFile)
+        if written is not None:
+            return written
         if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
@@ -93,12 +106,24 @@ class RunningAttempt:
             self._gone_since = time.monotonic()
         if time.monotonic() - self._gone_since < (_NEVER_SEEN_SECONDS if self._shim is None else _GONE_SECONDS):
             return None
+        return ExitFile(self._collected_status(), time.time())
+
+    def _collected_status(self) -> int:
+        """The program's status if this process collected it, or the shim's, which ends with it."""
         status = self._reaped.get(self._trainer.pid) if self._trainer is not None else None
-        return ExitFile(UNKNOWN_STATUS if status is None else status, time.time())
+        if status is None and self._shim is not None:
+            status = self._reaped.get(self._shim.pid)
+            if status is not None and status < 0:
+                return UNKNOWN_STATUS  # the shim itself was killed
+        return UNKNOWN_STATUS if status is None else status
 
     def processes(self) -> list[ProcessId]:
-        """All living processes of this attempt: launcher, ranks, loader workers."""
-        return members(self._run_folder, self.number)
+        """All living processes of this attempt: launcher, ranks, loader workers, daemons."""
+        if self._known is None:
+            self._known = set(recorded_ranks(self.folder))
+        found = family(self._run_folder, self.number, shim=self._shim, program=self.trainer, known=self._known)
+        self._known = set(found)
+        return found
 
     def group(self) -> list[ProcessId]:
         """The program and the processes in its process group: those that Ctrl-C in a terminal would
@@ -109,6 +134,19 @@ class RunningAttempt:
         # leads its own group.
         others = [p for p in self.processes() if p != self.trainer and _group_of(p.pid) == self.trainer.pid]
         return [self.trainer, *others]
+
+
+def _oldest_leader(processes: list[ProcessId]) -> ProcessId | None:
+    """The program that the shim started: it leads a session, and all others were started later."""
+    leaders = [process for process in processes if _session_of(process.pid) == process.pid]
+    return min(leaders, key=lambda process: (process.started_ticks, process.pid), default=None)
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def _group_of(pid: int) -> int | None:
@@ -123,14 +161,14 @@ UNKNOWN_STATUS = -(1 << 16)
 
 
 async def clear_leftovers(
-    attempt: RunningAttempt, untouched_seconds: float, terminate_seconds: float, found: Callable[[str, int], None]
+    attempt: RunningAttempt, untouched_seconds: float, terminate_seconds: float, found: Callable[[LeftoversFound], None]
 ) -> None:
-    """End what a program left behind (ranks of a dead launcher, loader workers), which would hold
-    its memory.
+    """End what a program left behind (ranks of a dead launcher, loader workers, daemons), which
+    would hold its memory.
 
     Processes of its group may still be saving, and get `untouched_seconds` without a signal; all of
-    them get SIGTERM and `terminate_seconds`, then SIGKILL. `found` gets the name of each signal and
-    the number of processes.
+    them get SIGTERM and `terminate_seconds`, then SIGKILL. `found` gets the processes that each
+    signal was sent to, and at last those that are still there.
     """
     if untouched_seconds:
         # They got SIGINT together with the program and may still be running.
@@ -139,10 +177,12 @@ async def clear_leftovers(
         leftovers = attempt.processes()
         if not leftovers:
             return
-        found(number.name, len(leftovers))
+        found(LeftoversFound(name=number.name, processes=tuple(named(process) for process in leftovers)))
         for process in leftovers:
             send(process, number)
         await _wait(attempt, leftovers, seconds)
+    if remaining := attempt.processes():
+        found(LeftoversFound(name=None, processes=tuple(named(process) for process in remaining)))
 
 
 async def _wait(attempt: RunningAttempt, processes: list[ProcessId], seconds: float) -> None:
@@ -152,62 +192,7 @@ async def _wait(attempt: RunningAttempt, processes: list[ProcessId], seconds: fl
         attempt.note_reaped(reap_children())
 
 
-RANKS_FILE = "ranks.json"
 _PR_SET_CHILD_SUBREAPER = 36
-_RANKS_KEPT = 1024
-
-
-class RanksFile(msgspec.Struct, frozen=True):
-    """`ranks.json` of an attempt: the processes that have reported as ranks.
-
-    It proves that a leftover rank belongs to the run if its environment cannot. Programs that write
-    a title overwrite their environment.
-    """
-
-    processes: tuple[ProcessId, ...] = ()
-
-
-def alive(process: ProcessId | None) -> bool:
-    """True while this process runs. A zombie has ended."""
-    return process is not None and is_alive(process)
-
-
-def send(process: ProcessId, number: signal.Signals) -> bool:
-    """Signal this process. False if it has ended or if its pid now belongs to another process."""
-    try:
-        signal_process(process, number)
-    except (ProcessGone, SignalRefused):
-        return False
-    return True
-
-
-def members(run_folder: Path, attempt: int) -> list[ProcessId]:
-    """All living processes of an attempt, whatever their parent or session.
-
-    Their environment proves it.
-    """
-    return run_processes(str(run_folder), attempt)
-
-
-def record_rank(attempt_folder: Path, pid: int) -> None:
-    """Record a rank that has just connected.
-
-    `pid` is the peer of its socket, in our pid namespace.
-    """
-    process = identify(pid) if pid > 1 else None  # 0: the process is outside our pid namespace
-    if process is None:
-        return
-    path = attempt_folder / RANKS_FILE
-    try:
-        known = read_json(path, RanksFile).processes if path.exists() else ()
-    except RunFolderError:
-        known = ()  # damaged: earlier ranks are lost
-    if process in known:
-        return
-    with contextlib.suppress(RunFolderError):
-        # A full disk loses the proof for one process, but does not affect the run. The next
-        # connection of the rank tries again.
-        write_json(path, RanksFile((*known, process)[-_RANKS_KEPT:]))
 
 
 def resident_bytes(processes: Iterable[ProcessId]) -> int | None:
@@ -242,12 +227,9 @@ def reap_children() -> dict[int, int]:
     return ended
 
 
-_PACKAGE = Path(__file__).resolve().parents[3]
-# On PYTHONPATH, its sitecustomize loads the agent into the training process. This is a path and no
-# import, because the supervisor does not import the trainer.
-_AGENT_SITE = _PACKAGE / "train" / "agent" / "site"
 _COMMAND = "command.json"
-_SHIM = Path(__file__).with_name("shim.py")
+# As in shim.py, which imports nothing of memtop. A process or exit file needs less than this.
+_RESERVED, _RESERVED_BYTES = ".reserved", 512
 
 
 class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,9 +251,12 @@ def launch(
     """
     attempt = folder.attempt(number)
     try:
-        attempt.mkdir(parents=True)
+        attempt.mkdir(mode=0o755)
+        for name in ("process.json", "exit.json"):
+            _reserve(attempt / f"{name}{_RESERVED}")
     except OSError as error:
-        raise RunFolderError(f"{attempt}: cannot be created: {error.strerror}") from None
+        hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise RunFolderError(f"{attempt}: cannot be created: {error.strerror}{hint}") from None
     if settings is not None:
         write_json(attempt / "settings.json", settings)
     write_json(
@@ -283,9 +268,9 @@ def launch(
         ),
     )
     try:
-        with folder.supervisor_log.open("ab") as log:
+        with folder.open_supervisor_log() as log:
             shim = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SHIM), str(attempt)],
+                [sys.executable, "-I", "-S", str(SHIM), str(attempt)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -299,6 +284,17 @@ def launch(
     return shim.pid
 
 
+def _reserve(path: Path) -> None:
+    """Take the space now for a file that the shim must be able to write on a full disk."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            file.write(bytes(_RESERVED_BYTES))  # this file system reserves no space
+
+
 def has_program(folder: RunFolder, number: int) -> bool:
     """Whether the program of this attempt was started, or is about to be: its shim has written so,
     or is alive.
@@ -307,19 +303,19 @@ def has_program(folder: RunFolder, number: int) -> bool:
     """
     attempt = folder.attempt(number)
     written = (attempt / "process.json", attempt / "exit.json")
-    if any(path.exists() for path in written) or _shim_lives(attempt) or members(folder.path, number):
+    if any(path.exists() for path in written) or _living_shim(attempt) or marked(folder.path, number):
         return True
     # The shim may have written it and ended since the first look.
     return any(path.exists() for path in written)
 
 
-def _shim_lives(attempt: Path) -> bool:
-    wanted = [os.fsencode(_SHIM), os.fsencode(attempt)]
+def _living_shim(attempt: Path) -> ProcessId | None:
+    wanted = [os.fsencode(SHIM), os.fsencode(attempt)]
     for pid in all_pids():
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-3:-1] == wanted:
-                return True
-    return False
+                return identify(pid)
+    return None
 
 
 def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:
@@ -352,14 +348,30 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
+RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
+"""The variables of memtop that a run sets for its program. People set the others."""
+
+
+def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a run has added to it.
+
+    A program of a run may start another run. With these variables, its supervisor would count as a
+    part of the first run, and end with it.
+    """
+    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES}
+    if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
+    return left
+
+
 def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, socket: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     additions = {
         "MEMTOP_RUN": str(folder.path),
         "MEMTOP_ATTEMPT": str(number),
-        "MEMTOP_ATTEMPT_DIR": str(folder.attempt(number)),
+        ATTEMPT_VARIABLE: str(folder.attempt(number)),
         "MEMTOP_SOCKET": str(socket),
-        "PYTHONPATH": os.pathsep.join([str(_AGENT_SITE), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *([inherited] if inherited else [])]),
         "PYTHONUNBUFFERED": "1",
     }
     if not spec.command:

@@ -1,16 +1,21 @@
 """The parent of the training program.
 
-It stores the program's exit status even if the supervisor has died.
+It stores the program's exit status even if the supervisor has died or the disk is full.
 
 Started as `python -I shim.py ATTEMPT_FOLDER`. Uses only the standard library and loads no other
 module of memtop. It reads `command.json`, starts the program in a new session with its output in
-`output.log`, writes `process.json`, waits, and writes `exit.json`. As a subreaper it also reaps
-orphaned data-loader workers.
+`output.log`, writes `process.json`, waits, and writes `exit.json`. The supervisor has reserved the
+space for both files.
+
+As a subreaper it is the parent of every orphan among the program's descendants: data-loader
+workers, daemons. It stays until the last of them has ended, so that they can be found as its
+descendants.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -18,6 +23,9 @@ import sys
 import time
 
 PR_SET_CHILD_SUBREAPER = 36
+RESERVED = ".reserved"
+"""The end of a file's name while it only reserves space."""
+RETRY_SECONDS = 5.0
 
 
 def started_ticks(pid: int) -> int:
@@ -26,11 +34,36 @@ def started_ticks(pid: int) -> int:
         return int(stat.read().rpartition(b")")[2].split()[19])
 
 
-def write_json(path: str, value: object) -> None:
-    temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(value, file)
-    os.replace(temporary, path)
+def write_json(path: str, value: object, seconds: float = RETRY_SECONDS) -> bool:
+    """Write a file into its reserved space, then give it its name in one step.
+
+    If that fails, try again for so many seconds. False if it cannot be written.
+    """
+    content = json.dumps(value).encode()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            _write(path, content)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                sys.stderr.write(f"{path}: cannot be written: {error.strerror}\n")
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+def _write(path: str, content: bytes) -> None:
+    reserved = path + RESERVED
+    file = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.write(file, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(file, len(content))
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.replace(reserved, path)
 
 
 def spawn(command: dict[str, object], log: int) -> int:
@@ -63,9 +96,16 @@ def spawn(command: dict[str, object], log: int) -> int:
         os._exit(127)
 
 
-def main(attempt: str) -> None:
+def main(attempt: str) -> int:
+    """Run the program. Returns its exit status, 128 + N for signal N, as shells do: the supervisor
+    needs it if `exit.json` cannot be written.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open(os.path.join(attempt, "command.json")) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            # Another user has exchanged the run's folder since the supervisor checked it.
+            raise SystemExit(f"memtop: {file.name}: is not yours alone: another user owns it, or may write it")
         command = json.load(file)
     log = os.open(os.path.join(attempt, "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     child = spawn(command, log)
@@ -83,8 +123,19 @@ def main(attempt: str) -> None:
         if pid == child:
             break
     code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    write_json(os.path.join(attempt, "exit.json"), {"status": code, "ended": time.time()})
+    if write_json(os.path.join(attempt, "exit.json"), {"status": code, "ended": time.time()}):
+        wait_for_orphans()
+    return code if code >= 0 else 128 - code
+
+
+def wait_for_orphans() -> None:
+    """Wait until no descendant of the program is left."""
+    try:
+        while True:
+            os.wait()
+    except ChildProcessError:
+        pass
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1]))

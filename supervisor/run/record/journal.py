@@ -8,13 +8,18 @@ they act at once and the report is stored later: a full disk must not hide what 
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from memtop.supervisor import holes
 from memtop.supervisor.run.record.ledger import Outbox
-from memtop.supervisor.run.reports import Report, Step, decode
+from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 
 _CHUNK_BYTES = 4 << 20
+KEPT_BYTES = 8 << 20
+"""The end of a journal that stays on the disk, at least."""
 
 
 class JournalReader:
@@ -28,6 +33,10 @@ class JournalReader:
         self.stored = offset
         """Bytes stored in the ledger so far. Less than `offset` while the ledger cannot be
         written."""
+        self.forgotten = 0
+        """Bytes at the beginning whose space was given back to the disk."""
+        self.pieces: deque[int] = deque()
+        """Ends of the stored pieces that are not forgotten yet."""
 
     def read_new(self) -> tuple[list[Report], int]:
         """The reports in the complete lines after `offset`, and the offset behind them.
@@ -42,24 +51,35 @@ class JournalReader:
         """The reports in the complete lines between `start` and `until`, and the offset behind
         them. Reads at most 4 MiB.
 
-        Lines that are not valid JSON are skipped; a full disk can cut a line.
+        Lines that are not valid JSON are skipped; a full disk can cut a line. What is longer than
+        4 MiB is no report: it is skipped, too, and what is left of its line is not valid JSON.
         """
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
                 block = file.read(_CHUNK_BYTES)
-        except FileNotFoundError:
+                if block.startswith(b"\0"):
+                    # Forgotten, but the ledger that knew was lost: reports begin after the hole.
+                    start = file.seek(holes.data_after(file.fileno(), start))
+                    block = file.read(_CHUNK_BYTES)
+                    start += len(block) - len(block.lstrip(b"\0"))
+                    block = block.lstrip(b"\0")
+        except OSError:
+            # Removed, or cannot be read now. It is read when it can be.
             return [], start
         if until is not None:
             block = block[: max(0, until - start)]
         end = block.rfind(b"\n") + 1
+        if not end and len(block) == _CHUNK_BYTES:
+            return [Unknown(kind="unknown", problem=f"longer than {_CHUNK_BYTES} bytes")], start + len(block)
         reports = (decode(line) for line in block[:end].splitlines())
         return [report for report in reports if report is not None], start + end
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:
     """The journals of an attempt, in order of rank."""
-    return sorted(attempt_folder.glob("rank-*.jsonl"), key=lambda p: int(p.stem.removeprefix("rank-")))
+    found = {path.stem.removeprefix("rank-"): path for path in attempt_folder.glob("rank-*.jsonl")}
+    return [found[rank] for rank in sorted((rank for rank in found if rank.isdecimal()), key=int)]
 
 
 Act = Callable[[int, Report], None]
@@ -83,9 +103,12 @@ class Intake:
                 pass
 
     def replay(self, act: Act) -> None:
-        """Repeat what an earlier supervisor had read: the ledger has it already."""
+        """Repeat what an earlier supervisor had read: the ledger has it already, and what was not
+        kept of it is without effect by now."""
         for journal in self._known():
-            at = 0
+            for report in self._outbox.ledger.kept_reports(self.number, journal.rank, journal.forgotten):
+                act(journal.rank, report)
+            at = journal.forgotten
             while at < journal.stored:
                 reports, end = journal.read(at, journal.stored)
                 if end == at:
@@ -103,7 +126,8 @@ class Intake:
         for path in find_journals(self._folder):
             if path not in self._journals:
                 journal = self._journals[path] = JournalReader(path)
-                journal.offset = journal.stored = self._outbox.ledger.journal_offset(self.number, journal.rank)
+                stored, journal.forgotten = self._outbox.ledger.journal_offsets(self.number, journal.rank)
+                journal.offset = journal.stored = stored
         return list(self._journals.values())
 
     def _read_on(self, journal: JournalReader, act: Act) -> bool:
@@ -128,11 +152,27 @@ class Intake:
                 return
 
     def _store(self, journal: JournalReader, reports: list[Report], end: int) -> bool:
-        steps = _steps(reports) if journal.rank == 0 else []
-        if self._outbox.add_reports(self.number, journal.rank, steps, end):
-            journal.stored = end
-            return True
-        return False
+        if not self._outbox.add_reports(self.number, journal.rank, reports, end):
+            return False
+        journal.stored = end
+        journal.pieces.append(end)
+        if end - journal.forgotten > 2 * KEPT_BYTES:
+            self._forget(journal)
+        return True
+
+    def _forget(self, journal: JournalReader) -> None:
+        """Give the space of old reports back to the disk.
+
+        The ledger has what a next supervisor needs of them.
+        """
+        until = journal.forgotten
+        while journal.pieces and journal.pieces[0] <= journal.stored - KEPT_BYTES:
+            until = journal.pieces.popleft()
+        if until > journal.forgotten and self._outbox.forget_journal(self.number, journal.rank, until):
+            journal.forgotten = until
+            with contextlib.suppress(OSError):
+                # It may have been removed, and some file systems keep the space.
+                holes.remove(journal.path, 0, until)
 
 
 def _steps(reports: list[Report]) -> list[Step]:

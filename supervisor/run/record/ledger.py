@@ -7,10 +7,11 @@ in the `Outbox` for the next write.
 from __future__ import annotations
 
 import itertools
+import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,9 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run import reports
-from memtop.supervisor.run.record import configurations, tiers
+from memtop.supervisor.run.record import configurations, metrics, tiers
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 from memtop.supervisor.wire import Change, Event, Metric
 
 _SCHEMA = """
@@ -32,19 +32,24 @@ CREATE TABLE IF NOT EXISTS attempts (
     number INTEGER PRIMARY KEY, reason TEXT NOT NULL, settings TEXT, started REAL NOT NULL, ended REAL,
     exit_status INTEGER, outcome TEXT, diagnosis TEXT, start_updates INTEGER, updates INTEGER, samples_seen INTEGER,
     peak_bytes INTEGER, change TEXT NOT NULL, launched INTEGER NOT NULL DEFAULT 1);
-CREATE TABLE IF NOT EXISTS metrics (
-    attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
-    sample_digest TEXT, step_seconds REAL, data_wait_seconds REAL, peak_bytes INTEGER, report TEXT NOT NULL,
-    PRIMARY KEY (attempt, "update")) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL,
     message TEXT NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (time REAL PRIMARY KEY, attempt INTEGER NOT NULL, machine TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS journals (
-    attempt INTEGER NOT NULL, rank INTEGER NOT NULL, offset INTEGER NOT NULL, PRIMARY KEY (attempt, rank));
+    attempt INTEGER NOT NULL, rank INTEGER NOT NULL, offset INTEGER NOT NULL, forgotten INTEGER NOT NULL,
+    PRIMARY KEY (attempt, rank));
+CREATE TABLE IF NOT EXISTS kept (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER NOT NULL, rank INTEGER NOT NULL, kind TEXT NOT NULL,
+    offset INTEGER NOT NULL, report TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS kept_by_kind ON kept (attempt, rank, kind);
 CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
-_METRIC = '"update", attempt, loss, learning_rate, samples_seen, sample_digest, step_seconds, data_wait_seconds, peak_bytes'
+# Older events are deleted.
+EVENTS_STORED = 100_000
+_KEPT_OF_A_KIND = 50
+# Updates between two looks whether there are too many.
+_THIN_EVERY = 1000
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +83,15 @@ class StoredStep(NamedTuple):
     attempt: int
     time: float
     """Seconds since the epoch."""
-    report: reports.Step
+    report: Step
+    updates: int = 1
+    """How many updates it stands for."""
 
     def metric(self) -> Metric:
         """The row of the metric history."""
-        values = {name: getattr(self.report, name) for name in Metric.__struct_fields__ if name != "attempt"}
-        return Metric(attempt=self.attempt, **values)
+        of_report = [name for name in Metric.__struct_fields__ if name not in ("attempt", "updates")]
+        values = {name: getattr(self.report, name) for name in of_report}
+        return Metric(attempt=self.attempt, updates=self.updates, **values)
 
 
 def open_for_writing(path: Path) -> Ledger:
@@ -97,13 +105,34 @@ def open_for_writing(path: Path) -> Ledger:
         raise RunFolderError(f"{path}: cannot be used: {error}") from None
 
 
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that only reads.
+
+    SQLite creates two files beside a ledger that it reads. Where it must not (a read-only mount,
+    another user's folder) a ledger that its writer closed is opened as a file that never changes.
+    """
+    place = path.absolute().as_uri()
+    database = sqlite3.connect(f"{place}?mode=ro", uri=True, timeout=5)
+    try:
+        database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+    except sqlite3.Error as error:
+        database.close()
+        if not isinstance(error, sqlite3.OperationalError) or os.access(path.parent, os.W_OK):
+            raise
+        if path.with_name(f"{path.name}-wal").exists():
+            why = "its writer was killed, and its folder cannot be written; copy the run's folder to a place of yours"
+            raise sqlite3.OperationalError(why) from None
+        return sqlite3.connect(f"{place}?immutable=1", uri=True)
+    return database
+
+
 class Ledger:
     """The supervisor opens it for writing, all others read-only."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         if read_only:
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
+            self._db = _connect_to_read(path)
         else:
             # One writer, in one thread at a time. Autocommit is off, so that a batch is one
             # transaction.
@@ -113,8 +142,9 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             # All tables in one transaction: readers see all of them or none.
-            self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{tiers.SCHEMA}COMMIT;")
+            self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{metrics.SCHEMA}{tiers.SCHEMA}COMMIT;")
         self._recorder: tiers.Recorder | None = None
+        self._unthinned = 0
 
     @property
     def is_new(self) -> bool:
@@ -184,54 +214,84 @@ class Ledger:
 
     # --- reports ---
 
-    def journal_offset(self, attempt: int, rank: int) -> int:
-        row = self._db.execute("SELECT offset FROM journals WHERE attempt = ? AND rank = ?", (attempt, rank)).fetchone()
-        return int(row[0]) if row else 0
+    def journal_offsets(self, attempt: int, rank: int) -> tuple[int, int]:
+        """How far a journal is stored, and how far it may be forgotten. Both 0 for a new one."""
+        sql = "SELECT offset, forgotten FROM journals WHERE attempt = ? AND rank = ?"
+        row = self._db.execute(sql, (attempt, rank)).fetchone()
+        return (int(row[0]), int(row[1])) if row else (0, 0)
 
-    def add_reports(self, attempt: int, rank: int, steps: Iterable[reports.Step], offset: int) -> int:
-        """Store step reports together with the offset up to which the journal was read.
+    def add_reports(self, attempt: int, rank: int, reports: Iterable[Report], offset: int) -> int:
+        """Store the reports up to this offset of the journal: the updates of the first rank, and
+        the newest of every other kind.
 
         One transaction, so that no report is lost or counted twice. Returns the offset.
         """
+        reports = list(reports)
+        steps = [report for report in reports if isinstance(report, Step)] if rank == 0 else []
+        self._unthinned += len(steps)
         with self._db:
-            self._db.executemany(
-                'INSERT OR REPLACE INTO metrics (attempt, "update", time, loss, learning_rate, samples_seen,'
-                " sample_digest, step_seconds, data_wait_seconds, peak_bytes, report)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        *(attempt, step.update, step.time, step.loss, step.learning_rate, step.samples_seen),
-                        *(step.sample_digest, step.step_seconds, step.data_wait_seconds, step.peak_bytes),
-                        msgspec.json.encode(step).decode(),
-                    )
-                    for step in steps
-                ],
+            metrics.add(self._db, attempt, steps)
+            if self._unthinned >= _THIN_EVERY:
+                metrics.thin(self._db)
+            self._keep(attempt, rank, offset, [report for report in reports if not isinstance(report, Step | Unknown)])
+            self._db.execute(
+                "INSERT INTO journals VALUES (?, ?, ?, 0) ON CONFLICT (attempt, rank) DO UPDATE SET offset = excluded.offset",
+                (attempt, rank, offset),
             )
-            self._db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (attempt, rank, offset))
+        self._unthinned %= _THIN_EVERY
         return offset
 
+    def _keep(self, attempt: int, rank: int, offset: int, reports: list[Report]) -> None:
+        by_kind: dict[str, deque[Report]] = {}
+        for report in reports:
+            kind = type(report).__name__
+            by_kind.setdefault(kind, deque(maxlen=_KEPT_OF_A_KIND)).append(report)
+        for kind, newest in by_kind.items():
+            key = (attempt, rank, kind)
+            rows = [(*key, offset, msgspec.json.encode(report).decode()) for report in newest]
+            self._db.executemany("INSERT INTO kept (attempt, rank, kind, offset, report) VALUES (?, ?, ?, ?, ?)", rows)
+            self._db.execute(
+                "DELETE FROM kept WHERE id IN (SELECT id FROM kept WHERE (attempt, rank, kind) = (?, ?, ?)"
+                " ORDER BY id DESC LIMIT -1 OFFSET ?)",
+                (*key, _KEPT_OF_A_KIND),
+            )
+
+    def forget_journal(self, attempt: int, rank: int, until: int) -> None:
+        """The journal before this offset is not needed any more."""
+        with self._db:
+            sql = "UPDATE journals SET forgotten = ? WHERE attempt = ? AND rank = ?"
+            self._db.execute(sql, (until, attempt, rank))
+
+    def kept_reports(self, attempt: int, rank: int, until: int) -> list[Report]:
+        """What is left of the reports before this offset of a journal: the newest of each kind,
+        without updates."""
+        sql = "SELECT report FROM kept WHERE attempt = ? AND rank = ? AND offset <= ? ORDER BY id"
+        found = (decode(text.encode()) for (text,) in self._db.execute(sql, (attempt, rank, until)))
+        return [report for report in found if report is not None]
+
     def metrics(self, newest: int | None = None) -> list[Metric]:
-        """The run's final history: one row for each update, without the updates that a later
-        attempt rolled back."""
-        rows = self._db.execute(
-            f"""SELECT {_METRIC} FROM metrics AS m WHERE "update" <= (
-                SELECT coalesce(min(a.start_updates), 9223372036854775807) FROM attempts AS a
-                WHERE a.number > m.attempt)
-                ORDER BY "update" DESC, attempt DESC LIMIT ?""",
-            (-1 if newest is None else newest,),
-        )
-        names = [name.strip().strip('"') for name in _METRIC.split(",")]
-        found: dict[int, Metric] = {}
-        for row in rows:
-            metric = Metric(**dict(zip(names, row, strict=True)))
-            found.setdefault(metric.update, metric)
-        return [found[update] for update in sorted(found)]
+        """The run's final history, or the end of it."""
+        return list(self.final_history()) if newest is None else metrics.newest(self._db, newest)
+
+    def final_history(self) -> Iterator[Metric]:
+        """One row for each update, without those that a later attempt took back; of old updates one
+        for several. Rows are read as they are needed."""
+        return metrics.final_history(self._db)
+
+    def best_loss(self) -> float | None:
+        return metrics.best_loss(self._db)
+
+    def highest_peak(self, attempt: int) -> int | None:
+        return metrics.highest_peak(self._db, attempt)
 
     def steps(self) -> list[StoredStep]:
         """Every update that was ever reported, in order of time, including those that were rolled
-        back."""
-        rows = self._db.execute("SELECT attempt, time, report FROM metrics WHERE time IS NOT NULL ORDER BY time")
-        return [StoredStep(attempt, time, msgspec.json.decode(text, type=reports.Step)) for attempt, time, text in rows]
+        back; of old updates one for several."""
+        sql = "SELECT attempt, time, report, updates FROM metrics WHERE time IS NOT NULL ORDER BY time"
+        return [
+            StoredStep(attempt, time, msgspec.json.decode(text, type=Step), updates)
+            for attempt, time, text, updates in self._db.execute(sql)
+        ]
 
     # --- events ---
 
@@ -242,7 +302,10 @@ class Ledger:
                 "INSERT INTO events (time, attempt, kind, message, data) VALUES (?, ?, ?, ?, ?)",
                 (event.time, event.attempt, event.kind, event.message, msgspec.json.encode(event.data).decode()),
             )
-        return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
+            number = cursor.lastrowid or 0
+            if number % 1000 == 0:
+                self._db.execute("DELETE FROM events WHERE id <= ?", (number - EVENTS_STORED,))
+        return msgspec.structs.replace(event, id=number)
 
     def announced(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
         """The attempt's events of these kinds that were caused by a report: their kinds and the
@@ -338,12 +401,15 @@ class Outbox:
             self._records[record.configuration.number] = record
         self._write_records()
 
-    def add_reports(self, attempt: int, rank: int, steps: list[Step], offset: int) -> bool:
+    def add_reports(self, attempt: int, rank: int, reports: list[Report], offset: int) -> bool:
         """Store the reports together with the offset of the journal.
 
         False if they could not be stored.
         """
-        return self.write(lambda: self.ledger.add_reports(attempt, rank, steps, offset))
+        return self.write(lambda: self.ledger.add_reports(attempt, rank, reports, offset))
+
+    def forget_journal(self, attempt: int, rank: int, until: int) -> bool:
+        return self.write(lambda: self.ledger.forget_journal(attempt, rank, until))
 
     def retry(self) -> None:
         """Write everything that could not be written before."""

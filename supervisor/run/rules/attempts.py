@@ -96,6 +96,7 @@ def launched(model: Model, event: Launched) -> Model:
     )
     model = configurations.put(model, begun)
     newest = event.states.newest
+    model = warn(warn(model, "report", None), "log", None)
     model = warn(model, "checkpoint", newest.problem if newest is not None else None)
     model = move(emit(model, ReleaseState()), Phase.STARTING)
     if settings is None:
@@ -113,7 +114,7 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
     return replace(
         model,
         launching=None,
-        attempt=CurrentAttempt(number=launching.number, started=event.started),
+        attempt=CurrentAttempt(number=launching.number, started=event.started, since=model.now.monotonic),
         settings=launching.settings,
         states=event.states,
         progress=Progress(best_loss=model.progress.best_loss),
@@ -121,6 +122,8 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         pending=None,
         restart=None,
         ladder=None,
+        signalled=None,
+        left_over=(),
         verdict=None,
         adopted=False,
         alive=True,

@@ -13,15 +13,58 @@ from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
-from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, Waiter, ask, emit, note, refused
+from memtop.supervisor.run.model import Ask, AttemptStage, Cause, Model, Purpose, Waiter, ask, emit, note, refused
 from memtop.supervisor.run.rules import attempts, restart, stopping, trials
 from memtop.supervisor.wire import Answer, CheckpointNow, Edit, FreeCache, Outcome, Phase, Restart, Stop, Try
 
+RECONNECT_SECONDS = 10.0
+"""After a supervisor has taken over: how long a request waits for the ranks to connect again."""
+_NEEDS = {
+    FreeCache: "free_cache",
+    CheckpointNow: "checkpoint",
+    Stop: "stop",
+    Restart: "stop",
+    Edit: "change",
+    Try: "change",
+}
+"""By request: the command that the program must carry out for it, if it can."""
+
 
 def requested(model: Model, event: Requested) -> Model:
+    """Carry out the request, or hold it back until the ranks have connected again."""
+    model = replace(model, states=event.states)
+    if _connects_again(model, event):
+        return replace(model, held=(*model.held, event))
+    return _carry_out(model, event)
+
+
+def resume(model: Model) -> Model:
+    """Carry out the requests that were held back, once nothing holds them any longer."""
+    held = model.held
+    if not held:
+        return model
+    model = replace(model, held=())
+    for event in held:
+        model = requested(model, replace(event, states=model.states))
+    return model
+
+
+def _connects_again(model: Model, event: Requested) -> bool:
+    """Whether this supervisor has just taken over, and ranks that can carry out the request have
+    not connected to it yet.
+    """
+    attempt, progress = model.attempt, model.progress
+    if not model.adopted or attempt is None or attempt.stage is not AttemptStage.RUNNING or model.ladder is not None:
+        return False
+    if model.now.monotonic - attempt.since >= RECONNECT_SECONDS:
+        return False
+    wanted = frozenset(progress.ranks) if isinstance(event.request, FreeCache) else frozenset({0})
+    return _NEEDS[type(event.request)] in (progress.offers or ()) and not wanted <= model.agents
+
+
+def _carry_out(model: Model, event: Requested) -> Model:
     """Answer at once if possible; otherwise accept the request and answer again when it is done."""
     client, request = event.client, event.request
-    model = replace(model, states=event.states)
     try:
         match request:
             case Stop():
@@ -146,7 +189,7 @@ def _freed(model: Model, client: int, request: int, answers: tuple[AgentAnswer, 
 
 
 def _total(answers: tuple[AgentAnswer, ...], name: str) -> int | None:
-    known = [answer.result[name] for answer in answers if answer.result.get(name) is not None]
+    known = [value for answer in answers if isinstance(value := answer.result.get(name), int)]
     return sum(known) if known else None
 
 
@@ -172,6 +215,7 @@ def _stopped(model: Model, waiter: Waiter) -> Model:
     word, reason = model.phase.value, model.reason or ""
     # "stopped at update 7, ..." names the phase already.
     message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
+    message += f"; {model.signalled}" if model.signalled is not None else ""
     # The stop was requested; losing the state was not.
     if explain.not_saved(model.progress.end):
         return fail(model, waiter.client, waiter.request, message)

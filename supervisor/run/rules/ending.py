@@ -9,8 +9,8 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.policy import Decision
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import ClearLeftovers, Examine, SaveState, UpdateAttempt
-from memtop.supervisor.run.events import Examined, LeftoversCleared, ProgramEnded, RemedyFacts
-from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, note
+from memtop.supervisor.run.events import Examined, LeftoversCleared, LeftoversFound, ProgramEnded, RemedyFacts
+from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, note, warn
 from memtop.supervisor.run.rules import attempts, survival
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 from memtop.supervisor.wire import Phase
@@ -28,18 +28,31 @@ def program_ended(model: Model, event: ProgramEnded) -> Model:
     return emit(model, ClearLeftovers(untouched_seconds=untouched, terminate_seconds=terminate))
 
 
+def leftovers_found(model: Model, event: LeftoversFound) -> Model:
+    """Name the processes that the program left behind."""
+    words = explain.names(event.processes)
+    if event.name is None:
+        return note(model, "leftovers", f"left behind by the program and still there after SIGKILL: {words}")
+    others = (one for one in event.processes if one not in model.left_over)
+    model = replace(model, left_over=(*model.left_over, *others))
+    return note(model, "leftovers", f"{event.name} to what the program left behind: {words}")
+
+
 def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     """All reports have been read: determine how the program ended."""
     attempt = model.attempt
     if attempt is None or attempt.stage is not AttemptStage.CLEARING:
         return model
-    model = replace(model, states=event.states, alive=False, trainer_pid=None)
+    model = warn(replace(model, states=event.states, alive=False, trainer_pid=None), "stop", None)
     progress, status = model.progress, attempt.exit_status
     phase, reason, diagnosis = explain.outcome(
         event.log, progress.end, status, model.phase, external=model.settings is None, end_rank=progress.end_rank
     )
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
+    if phase is Phase.FINISHED and model.left_over:
+        # A program that has put itself into the background ends here, too.
+        reason = f"its main program ended; ended what it left behind: {explain.names(model.left_over)}"
     verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
     if phase is not Phase.FAILED:
         return _conclude(replace(model, verdict=verdict), None, None)

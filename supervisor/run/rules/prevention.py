@@ -41,7 +41,7 @@ def tick(model: Model) -> Model:
         model.own_trends,
         update=model.progress.update,
         start_update=model.progress.start_update,
-        seconds=model.now.time - (model.attempt.started if model.attempt is not None else model.now.time),
+        seconds=model.now.monotonic - model.attempt.since if model.attempt is not None else 0.0,
         save_every=settings.save_every if settings is not None else None,
     )
     if trend is None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
-from memtop.supervisor.run import stop_ladder
-from memtop.supervisor.run.effects import ReleaseState, SaveState, Signal
+from memtop.supervisor.run import explain, stop_ladder
+from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal
 from memtop.supervisor.run.events import Answered, Signalled, StoodStill
-from memtop.supervisor.run.model import Ask, AttemptStage, Model, Purpose, ask, emit, is_connected, move, note, refused
+from memtop.supervisor.run.model import (
+    Ask,
+    AttemptStage,
+    Model,
+    Purpose,
+    Waiter,
+    ask,
+    emit,
+    is_connected,
+    move,
+    note,
+    refused,
+    warn,
+)
 from memtop.supervisor.run.rules import survival
-from memtop.supervisor.wire import Phase
+from memtop.supervisor.wire import Answer, Outcome, Phase
 
 
 def stop_run(model: Model) -> Model:
@@ -62,13 +77,41 @@ def tick(model: Model) -> Model:
 
 
 def signalled(model: Model, event: Signalled) -> Model:
+    """Report the signal, also to the clients that wait for the end."""
     ladder = model.ladder
+    if ladder is not None and ladder.again:
+        return _survived(model, event)
     following = ""
     if ladder is not None and ladder.rungs:
         seconds = ladder.deadline - model.now.monotonic
         following = f"; {ladder.rungs[0].name} follows in {seconds:.0f} s"
-    reached = ", ".join(map(str, event.pids)) or "no process"
-    return note(model, "stop", f"{event.name} sent to {reached}{following}")
+    model = replace(model, signalled=_sent(event))
+    words = f"{model.signalled}{following}"
+    stops = [waiter for waiter in model.waiters if waiter.purpose == "stop"]
+    return note(_tell(model, stops, Outcome.ACCEPTED, words), "stop", words)
+
+
+def _sent(event: Signalled) -> str:
+    refused = f"; not sent: {'; '.join(event.refused)}" if event.refused else ""
+    return f"{event.name} sent to {explain.names(event.processes)}{refused}"
+
+
+def _survived(model: Model, event: Signalled) -> Model:
+    """The program is still there some time after SIGKILL: nobody waits for it any longer."""
+    if not model.waiters and "stop" in model.warnings:
+        return model
+    words = (
+        f"the program has not ended after SIGKILL, which is sent again: {_sent(event)}; a process in state D "
+        "(ps -o stat,pid,cmd) ends when its device or disk answers, one of another user must be ended by that user"
+    )
+    model = replace(_tell(model, model.waiters, Outcome.FAILED, words), waiters=())
+    return model if "stop" in model.warnings else note(warn(model, "stop", words), "warning", words)
+
+
+def _tell(model: Model, waiters: Iterable[Waiter], outcome: Outcome, message: str) -> Model:
+    """Tell these clients, who wait for the end, how it goes."""
+    answers = (Reply(client=one.client, answer=Answer(id=one.request, outcome=outcome, message=message)) for one in waiters)
+    return emit(model, *answers)
 
 
 def may_stand_still(model: Model) -> bool:

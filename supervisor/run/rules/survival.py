@@ -10,14 +10,16 @@ from msgspec.structs import replace
 from memtop.presets import SettingsError
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.environment import together
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery import policy
 from memtop.supervisor.recovery.configuration import applied, change_for, changes_nothing, configuration_key
+from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
 from memtop.supervisor.recovery.policy import SURE, Candidate, Decision, Tried
-from memtop.supervisor.recovery.remedies import ExternalCommand, last_advice, remedies, remedies_for_command
+from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
@@ -64,8 +66,6 @@ def decide(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Mode
 
 def _no_use_to_wait(model: Model, facts: RemedyFacts) -> str | None:
     """Why more space on the run's disk would not help; None if it would."""
-    if model.settings is None:
-        return "it is an external command, which would begin anew: restart it yourself when there is space"
     if model.waited_at is not None and (model.saved or 0) <= model.waited_at:
         return "it has waited for space on the disk before, and nothing newer could be saved since"
     free = facts.disk_free_bytes
@@ -135,20 +135,21 @@ def call_off(model: Model, why: str) -> Model:
     return note(model, "failed", why)
 
 
-_EXTERNAL = "memtop can change only the allocator of an external command; you can apply the other remedies yourself"
+_EXTERNAL = "it is your own command, which memtop does not start again by itself: it may begin from zero"
 
 
 def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Proposal, Decision]:
     """The remedies for this failure, and what memtop does without asking."""
+    diagnosis = replace(diagnosis, environment=together((*diagnosis.environment, *facts.environment)))
     records, settings = model.configurations.records, model.settings
     host = _host(model, facts)
     situation = None if settings is None else _situation(model, settings, diagnosis, facts, host)
     command = _command(model, diagnosis, facts, host)
     found = remedies_for_command(diagnosis, command) if situation is None else remedies(situation)
-    candidates = [Candidate(remedy=remedy, key=_key_after(settings, remedy)) for remedy in found]
+    candidates = [Candidate(remedy=one, key=_key_after(settings, one)) for one in found if settings is not None]
     beyond = beyond_all_memory(diagnosis, host)
-    otherwise = _EXTERNAL if settings is None else None
-    decision = policy.decide(diagnosis, tried(records), candidates, model.run.on_oom, otherwise=otherwise)
+    never = _EXTERNAL if settings is None else None
+    decision = policy.decide(diagnosis, tried(records), candidates, model.run.on_oom, never=never)
     if decision.remedy is not None:
         # The applied remedy is shown first.
         found = (decision.remedy, *(remedy for remedy in found if remedy is not decision.remedy))
@@ -162,10 +163,10 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
 
 
 def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
-    """The run's past attempts, oldest first, as values for the policy."""
+    """The run's past attempts with the built-in trainer, oldest first, as values for the policy."""
     return [
         Tried(
-            key=_external_key(record.allocator) if settings is None else configuration_key(settings),
+            key=configuration_key(settings),
             died_of_memory=record.died_of_memory,
             attempt=start.attempt,
             by_memtop=start.by_memtop,
@@ -173,21 +174,14 @@ def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
             saved_after=start.saved_after,
         )
         for record in records
-        for settings in (record.configuration.settings,)
+        if (settings := record.configuration.settings) is not None
         for start in record.starts
     ]
 
 
-def _external_key(allocator: str) -> str:
-    """A key for an external command, of which memtop knows only the allocator options it set."""
-    return f"external command, allocator {allocator or 'unchanged'}"
-
-
-def _key_after(settings: Settings | None, remedy: Remedy) -> str | None:
+def _key_after(settings: Settings, remedy: Remedy) -> str | None:
     if changes_nothing(remedy):
         return None
-    if settings is None:
-        return _external_key(remedy.assignments["allocator"]) if set(remedy.assignments) == {"allocator"} else None
     try:
         return configuration_key(applied(settings, remedy))
     except SettingsError:

@@ -67,6 +67,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
     attempt = CurrentAttempt(
         number=row.number,
         started=row.started,
+        since=model.now.monotonic,
         stage=AttemptStage.RUNNING if is_open else AttemptStage.OVER,
         ended=row.ended,
         exit_status=row.exit_status,
@@ -75,7 +76,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         model,
         settings=row.settings,
         attempt=attempt,
-        progress=Progress(best_loss=event.best_loss),
+        progress=Progress(best_loss=event.best_loss, peak_bytes=event.peak_bytes),
         proposal=state.run.proposal if state is not None else None,
         stalled=state.stalled if state is not None else None,
         waited_at=event.state.waited_at if event.state is not None else None,

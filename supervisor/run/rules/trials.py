@@ -66,7 +66,7 @@ def answered(model: Model, event: Answered) -> Model:
         return model
     problem = refused(event.answers)
     update = event.answers[0].result.get("update") if event.answers and problem is None else None
-    return _apply(model, trial.answered(model.trial, _facts(model), problem, update))
+    return _apply(model, trial.answered(model.trial, _facts(model), problem, update if isinstance(update, int) else None))
 
 
 def launched(model: Model, change: Change) -> Model:

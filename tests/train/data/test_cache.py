@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from memtop.train import BadInputError
-from memtop.train.data.files import fingerprint
+from memtop.train.data.files import cache_folder, fingerprint
 from memtop.train.data.rows import open_rows
 from memtop.train.data.samples import RowText
 from memtop.train.data.tokens import BEGIN, END, ByteTokens, TokenStore, token_cache
@@ -159,3 +159,9 @@ def test_building_takes_bounded_memory(tmp_path: Path) -> None:
     assert found["tokens"] == 5000 * 10_002
     # 100 MB on disk, 400 MB as a list of ids.
     assert found["growth"] < 15e6
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_folder_is_told_what_to_set() -> None:
+    with pytest.raises(BadInputError, match="XDG_CACHE_HOME: not set, and this user has no home folder"):
+        cache_folder()

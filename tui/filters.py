@@ -1,4 +1,5 @@
-"""ASCII mode: one filter replaces the glyphs of bars, borders, charts and marks on all lines."""
+"""What every line passes before it is drawn: control characters are removed, and in ASCII mode the
+glyphs of bars, borders, charts and marks are replaced."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
+
+from memtop.supervisor.clean import clean
 
 VARIABLE = "MEMTOP_ASCII"
 
@@ -41,6 +44,20 @@ def _is_utf8(encoding: str) -> bool:
     except LookupError:
         # Python does not know the encoding, so memtop cannot write it.
         return False
+
+
+class CleanFilter(LineFilter):
+    """Removes what could control the terminal; every line keeps its width.
+
+    Those characters have no width. `line` and `wrap` also remove whole escape sequences.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [s if s.text.isprintable() else Segment(_visible(s.text), s.style, s.control) for s in segments]
+
+
+def _visible(text: str) -> str:
+    return "".join(c if clean(c) == c else clean(c)[: cell_len(c)] for c in text)
 
 
 class AsciiFilter(LineFilter):

@@ -1,0 +1,53 @@
+"""How commands print: every line is cleaned, since it can contain text of programs and other users.
+
+JSON is exact data: it escapes control characters instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+from memtop.supervisor.clean import clean
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines to stdout: what the command was asked for."""
+    _print(lines, sys.stdout)
+
+
+def tell(*lines: str) -> None:
+    """Print lines to stderr: messages."""
+    _print(lines, sys.stderr)
+
+
+def print_json(document: Any, **lists: Iterator[Any]) -> None:
+    """Print one JSON document to stdout.
+
+    `lists` are further values of the document. Their items are printed one by one, so that there
+    may be any number of them.
+    """
+    text = json_text(document, indent=2)
+    for name, items in lists.items():
+        sys.stdout.write(f'{text.removesuffix("}").rstrip()},\n  "{name}": [')
+        for number, item in enumerate(items):
+            sys.stdout.write(f"{',' if number else ''}\n    {json_text(item)}")
+        text = "\n  ]\n}"
+    sys.stdout.write(text + "\n")
+
+
+def json_text(document: Any, *, indent: int | None = None) -> str:
+    """The document in ASCII without control characters. Without `indent` it is one line."""
+    separators = (",", ":") if indent is None else None
+    # json escapes every character that is not ASCII, and of those that are all but DEL.
+    return json.dumps(document, indent=indent, separators=separators, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def _print(lines: Iterable[str], stream: TextIO) -> None:
+    text = "".join(f"{clean(line)}\n" for line in lines)
+    # A terminal of another encoding shows a question mark for what it lacks.
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()

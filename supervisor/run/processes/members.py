@@ -1,0 +1,147 @@
+"""Which processes belong to an attempt, their names, and the record of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.processes.proc import (
+    RUN_VARIABLE,
+    ProcessId,
+    ProcessStat,
+    command_words,
+    environment,
+    full_name,
+    identify,
+    is_alive,
+    read_stat,
+)
+from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
+from memtop.supervisor.monitor.processes.table import all_pids, children_of, run_processes
+from memtop.supervisor.run.events import NamedProcess
+from memtop.supervisor.run.record.folder import read_json, write_json
+
+SHIM = Path(__file__).with_name("shim.py")
+RANKS_FILE = "ranks.json"
+_RANKS_KEPT = 1024
+_SUPERVISOR = "memtop.supervisor"
+
+
+class RanksFile(msgspec.Struct, frozen=True):
+    """`ranks.json` of an attempt: the processes that have reported as ranks.
+
+    It proves that a leftover rank belongs to the run if its environment cannot. Programs that write
+    a title overwrite their environment.
+    """
+
+    processes: tuple[ProcessId, ...] = ()
+
+
+def alive(process: ProcessId | None) -> bool:
+    """True while this process runs. A zombie has ended."""
+    return process is not None and is_alive(process)
+
+
+def send(process: ProcessId, number: signal.Signals) -> str | None:
+    """Signal this process. None if it got the signal, otherwise the reason why not; empty if it has
+    ended."""
+    try:
+        signal_process(process, number)
+    except ProcessGone:
+        return ""
+    except SignalRefused as error:
+        return str(error)
+    return None
+
+
+def named(process: ProcessId) -> NamedProcess:
+    """The process with the name of its program."""
+    row = read_stat(process.pid)
+    if row is None or row.identity != process:
+        return NamedProcess(process.pid, "?")
+    return NamedProcess(process.pid, full_name(row.comm, command_words(process.pid) or ()))
+
+
+def marked(run_folder: Path, attempt: int) -> list[ProcessId]:
+    """The living processes of an attempt whose environment proves it."""
+    return run_processes(str(run_folder), attempt)
+
+
+def family(
+    run_folder: Path, attempt: int, *, shim: ProcessId | None, program: ProcessId | None, known: Collection[ProcessId]
+) -> list[ProcessId]:
+    """All living processes of an attempt. One of these facts proves it:
+
+    * the marker in its environment;
+    * its ancestors: the shim adopts orphans, so a daemon is still the shim's descendant;
+    * its session, while the program that leads the session runs;
+    * it was found before (`known`).
+
+    A run that the program has started belongs to itself.
+    """
+    found = set(marked(run_folder, attempt))
+    rows = {pid: row for pid in all_pids() if (row := read_stat(pid)) is not None}
+    candidates = set(known)
+    roots = [root for root in (shim, program) if root is not None and _is_row(rows, root)]
+    candidates.update(_below(roots, rows, run_folder))
+    if program is not None and _is_row(rows, program):
+        candidates.add(program)
+        candidates.update(row.identity for row in rows.values() if row.session == program.pid)
+    found.update(one for one in candidates if _is_row(rows, one) and not _is_elsewhere(one.pid, run_folder))
+    excluded = {os.getpid()} if shim is None else {os.getpid(), shim.pid}
+    return sorted(one for one in found if one.pid not in excluded and not (one.pid in rows and rows[one.pid].is_dead))
+
+
+def _is_row(rows: Mapping[int, ProcessStat], process: ProcessId) -> bool:
+    row = rows.get(process.pid)
+    return row is not None and row.identity == process
+
+
+def _below(roots: Iterable[ProcessId], rows: Mapping[int, ProcessStat], run_folder: Path) -> set[ProcessId]:
+    """The descendants of these processes, without those of a run that one of them has started."""
+    children = children_of(rows)
+    found: set[ProcessId] = set()
+    todo = [root.pid for root in roots]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if rows[child].identity not in found and not _is_elsewhere(child, run_folder):
+                found.add(rows[child].identity)
+                todo.append(child)
+    return found
+
+
+def _is_elsewhere(pid: int, run_folder: Path) -> bool:
+    """Whether this process is a supervisor, another attempt's shim, or part of another run."""
+    words = command_words(pid) or ()
+    if _SUPERVISOR in words or str(SHIM) in words:
+        return True
+    return (environment(pid) or {}).get(RUN_VARIABLE, str(run_folder)) != str(run_folder)
+
+
+def recorded_ranks(attempt_folder: Path) -> tuple[ProcessId, ...]:
+    """The processes that have reported as ranks; none if the record is missing or damaged."""
+    path = attempt_folder / RANKS_FILE
+    with contextlib.suppress(RunFolderError):
+        return read_json(path, RanksFile).processes if path.exists() else ()
+    return ()
+
+
+def record_rank(attempt_folder: Path, pid: int) -> None:
+    """Record a rank that has just connected.
+
+    `pid` is the peer of its socket, in our pid namespace.
+    """
+    process = identify(pid) if pid > 1 else None  # 0: the process is outside our pid namespace
+    known = recorded_ranks(attempt_folder)
+    if process is None or process in known:
+        return
+    with contextlib.suppress(RunFolderError):
+        # A full disk loses the proof for one process, but does not affect the run. The next
+        # connection of the rank tries again.
+        write_json(attempt_folder / RANKS_FILE, RanksFile((*known, process)[-_RANKS_KEPT:]))

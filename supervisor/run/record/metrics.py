@@ -1,0 +1,160 @@
+"""The updates in the ledger: the newest exactly; the older, the coarser.
+
+A run that reports a thousand updates a second, or runs for a year, must not fill the disk. The
+newest 50,000 updates of a run are exact. Older ones are merged ten at a time, again and again:
+there are about 50,000 rows that stand for 10 updates each, as many for 100, and so on. A merged row
+is the first of its updates, with the means of loss and times and the highest peak of all of them.
+It has no digest of samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.wire import Metric
+
+KEPT = 50_000
+"""Rows of each tier that are not merged."""
+MERGED_AT_ONCE = 5_000
+"""Rows are merged when there are so many more."""
+_TIMES = 10
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS metrics (
+    attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
+    sample_digest TEXT, step_seconds REAL, data_wait_seconds REAL, peak_bytes INTEGER, report TEXT NOT NULL,
+    updates INTEGER NOT NULL, least_loss REAL, tier INTEGER NOT NULL, PRIMARY KEY (attempt, "update")) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS metrics_by_tier ON metrics (tier, attempt, "update");
+"""
+_SHOWN = Metric.__struct_fields__
+# The updates that count: those that no later attempt took back.
+_FINAL = """metrics AS m LEFT JOIN (
+    SELECT number, (SELECT min(start_updates) FROM attempts AS later WHERE later.number > attempts.number) AS last FROM attempts
+    ) ON number = m.attempt WHERE last IS NULL OR "update" <= last"""
+
+
+class _Row(NamedTuple):
+    attempt: int
+    step: Step
+    updates: int = 1
+    """How many updates it stands for."""
+    least_loss: float | None = None
+
+
+def add(db: sqlite3.Connection, attempt: int, steps: Iterable[Step]) -> None:
+    """Store updates of an attempt. Part of the caller's transaction, as all functions here."""
+    _insert(db, (_Row(attempt, step, 1, step.loss) for step in steps), tier=1)
+
+
+def _insert(db: sqlite3.Connection, rows: Iterable[_Row], tier: int) -> None:
+    db.executemany(
+        "INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (
+                *(row.attempt, step.update, step.time, step.loss, step.learning_rate, step.samples_seen, step.sample_digest),
+                *(step.step_seconds, step.data_wait_seconds, step.peak_bytes, msgspec.json.encode(step).decode()),
+                *(row.updates, row.least_loss, tier),
+            )
+            for row in rows
+            for step in (row.step,)
+        ],
+    )
+
+
+def thin(db: sqlite3.Connection, kept: int = KEPT, at_once: int = MERGED_AT_ONCE) -> None:
+    """Merge the oldest rows of each tier that has too many."""
+    tier = 1
+    while _thin_tier(db, tier, kept, at_once):
+        tier *= _TIMES
+
+
+def _thin_tier(db: sqlite3.Connection, tier: int, kept: int, at_once: int) -> bool:
+    """Whether there were too many."""
+    (count,) = db.execute("SELECT count(*) FROM metrics WHERE tier = ?", (tier,)).fetchone()
+    if count < kept + at_once:
+        return False
+    attempt, update = db.execute(
+        'SELECT attempt, "update" FROM metrics WHERE tier = ? ORDER BY attempt, "update" LIMIT 1 OFFSET ?',
+        (tier, count - kept),
+    ).fetchone()
+    coarser = tier * _TIMES
+    # Only whole groups.
+    old = (tier, attempt, update // coarser * coarser)
+    rows = db.execute(
+        'SELECT attempt, report, updates, least_loss FROM metrics WHERE tier = ? AND (attempt, "update") < (?, ?)'
+        ' ORDER BY attempt, "update"',
+        old,
+    ).fetchall()
+    found = (_Row(number, msgspec.json.decode(text, type=Step), n, least) for number, text, n, least in rows)
+    groups = itertools.groupby(found, lambda row: (row.attempt, row.step.update // coarser))
+    merged = [_merged(list(group)) for _, group in groups]
+    db.execute('DELETE FROM metrics WHERE tier = ? AND (attempt, "update") < (?, ?)', old)
+    _insert(db, merged, coarser)
+    return True
+
+
+def _merged(rows: Sequence[_Row]) -> _Row:
+    if len(rows) == 1:
+        return rows[0]
+    first = rows[0].step
+    step = replace(
+        first,
+        sample_digest=None,
+        loss=_mean(rows, lambda step: step.loss),
+        step_seconds=_mean(rows, lambda step: step.step_seconds),
+        data_wait_seconds=_mean(rows, lambda step: step.data_wait_seconds),
+        peak_bytes=max((row.step.peak_bytes for row in rows if row.step.peak_bytes is not None), default=None),
+    )
+    least = min((row.least_loss for row in rows if row.least_loss is not None), default=None)
+    return _Row(rows[0].attempt, step, sum(row.updates for row in rows), least)
+
+
+def _mean(rows: Sequence[_Row], value: Callable[[Step], float | None]) -> float | None:
+    known = [(found, row.updates) for row in rows if (found := value(row.step)) is not None]
+    return sum(found * updates for found, updates in known) / sum(updates for _, updates in known) if known else None
+
+
+def final_history(db: sqlite3.Connection) -> Iterator[Metric]:
+    """The run's final history in order, without the updates that a later attempt took back.
+
+    Rows are read as they are needed.
+    """
+    before = None
+    for metric in _read(db, f'SELECT {_columns()} FROM {_FINAL} ORDER BY "update", attempt DESC'):
+        if metric.update != before:
+            yield metric
+        before = metric.update
+
+
+def newest(db: sqlite3.Connection, count: int) -> list[Metric]:
+    """The end of the final history, at most so many rows."""
+    found: dict[int, Metric] = {}
+    for metric in _read(db, f'SELECT {_columns()} FROM {_FINAL} ORDER BY "update" DESC, attempt DESC LIMIT {count:d}'):
+        found.setdefault(metric.update, metric)
+    return [found[update] for update in sorted(found)]
+
+
+def _columns() -> str:
+    return ", ".join(f'm."{name}"' for name in _SHOWN)
+
+
+def _read(db: sqlite3.Connection, sql: str) -> Iterator[Metric]:
+    return (Metric(**dict(zip(_SHOWN, row, strict=True))) for row in db.execute(sql))
+
+
+def best_loss(db: sqlite3.Connection) -> float | None:
+    """The least loss of the final history."""
+    (loss,) = db.execute(f"SELECT min(least_loss) FROM {_FINAL}").fetchone()
+    return None if loss is None else float(loss)
+
+
+def highest_peak(db: sqlite3.Connection, attempt: int) -> int | None:
+    """The highest peak of an attempt's updates."""
+    (peak,) = db.execute("SELECT max(peak_bytes) FROM metrics WHERE attempt = ?", (attempt,)).fetchone()
+    return None if peak is None else int(peak)

@@ -1,0 +1,165 @@
+"""The end of a program is certain: its exit status on a full disk, programs that resist a stop, and
+what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run.client import AsyncRunClient, silence
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt
+from memtop.supervisor.run.processes.members import alive
+from memtop.supervisor.run.processes.shim import write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
+from memtop.supervisor.wire import Phase, StateUpdate, Subscribe
+from tests.conftest import Runs, wait_for_file
+from tests.run.test_supervisor import hasty
+
+# Takes all space of the disk, and ends well.
+FILLS = """
+import os, sys
+with open(sys.argv[1], "wb", buffering=0) as file:
+    for size in (1 << 20, 1 << 12, 1):
+        try:
+            while file.write(bytes(size)):
+                pass
+        except OSError:
+            pass
+"""
+
+
+def test_a_program_that_ends_well_on_a_full_disk_has_finished(runs: Runs, small_disk: Path) -> None:
+    runs.path, filler = small_disk / "runs", small_disk / "filler"
+    runs.environment["MEMTOP_RUNS_DIR"] = str(runs.path)
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", FILLS, str(filler))
+    wait_for_file(runs.path / "a/attempts/0001/exit.json")
+    filler.unlink()
+    document = runs.wait("a", lambda d: d["state"] in ("finished", "failed"))
+    assert (document["state"], document["exit_status"], len(document["attempts"])) == ("finished", 0, 1)
+
+
+def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "exit.json"
+    assert not write_json(str(gone), {"status": 3}, seconds=0)
+    shim = subprocess.Popen(["sleep", "600"])
+    attempt = RunningAttempt(RunFolder(tmp_path), 1, shim.pid)
+    shim.kill()
+    shim.wait()
+    for status, known in ((-9, UNKNOWN_STATUS), (3, 3)):
+        attempt.note_reaped({shim.pid: status})
+        while (ended := attempt.ended()) is None:
+            pass
+        assert ended.status == known
+
+
+# Loses the marker, ignores what can be ignored, and tells its pid.
+RESISTS = """
+import os, pathlib, signal, sys, time
+{before}
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".tmp").write_text(str(os.getpid()))
+path.with_suffix(".tmp").rename(path)
+time.sleep(600)
+"""
+DETACHES = """
+if os.fork(): {parent}
+os.setsid()
+if os.fork(): os._exit(0)
+os.closerange(0, 3)
+"""
+
+
+def resisting(before: str, pid_file: Path) -> list[str]:
+    return ["env", "-i", sys.executable, "-c", RESISTS.format(before=before), str(pid_file)]
+
+
+def started(pid_file: Path) -> ProcessId:
+    wait_for_file(pid_file)
+    found = identify(int(pid_file.read_text()))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("before", ["", DETACHES.format(parent="time.sleep(600)")], ids=["without a marker", "a daemon"])
+def test_a_program_that_resists_is_killed_and_named(runs: Runs, before: str) -> None:
+    with hasty(runs, "a", *resisting(before, runs.root / "pid")):
+        program = started(runs.root / "pid")
+        stopped = runs.memtop("stop", "a")
+    assert not alive(program)
+    document = runs.show("a")
+    assert document["state"] == "stopped"
+    said = stopped.stderr + stopped.stdout + "".join(event.message for event in runs.events("a", "leftovers"))
+    assert f"pid {program.pid} (python" in said
+    assert "SIGKILL" in said
+
+
+def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> None:
+    done = runs.memtop("train", "--name", "a", "--", *resisting(DETACHES.format(parent="os._exit(0)"), runs.root / "pid"))
+    pid = int((runs.root / "pid").read_text())
+    assert identify(pid) is None
+    assert f"SIGKILL to what the program left behind: pid {pid} (python" in done.stderr
+    assert f"finished (its main program ended; ended what it left behind: pid {pid} (python" in done.stderr
+
+
+# --- after the end --------------------------------------------------------------------------------
+
+
+async def test_the_name_of_a_run_that_has_ended_is_free_at_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    again = ("train", "--name", "a", "--fresh", "--", "true")
+    await asyncio.to_thread(runs.memtop, *again)
+    # A dashboard that shows the end is told it, and does not keep the name.
+    viewer = await AsyncRunClient.connect(runs.path / "a")
+    await viewer.send(Subscribe(id=1))
+    await asyncio.to_thread(runs.memtop, *again)
+    states = set()
+    while (message := await viewer.receive()) is not None:
+        if isinstance(message, StateUpdate):
+            states.add(message.run.state)
+    assert states == {Phase.FINISHED}
+    await viewer.close()
+    assert len(list(runs.path.glob("a.*"))) == 1
+
+
+def test_runs_that_end_within_one_second_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    for _ in range(4):
+        create_run(tmp_path, spec, fresh=True)
+    stamp = "a.20260101-000000"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", stamp, f"{stamp}-2", f"{stamp}-3"}
+
+
+def test_a_run_that_goes_on_keeps_its_name(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    refused = runs.memtop("train", "--name", "a", "--fresh", "--detach", "--", "true", status=1)
+    assert "run 'a' is in use: `memtop stop a` first" in refused.stderr
+    assert runs.show("a")["alive"]
+
+
+def test_a_stopped_supervisor_is_named_with_what_to_do(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    supervisor = runs.wait("a", lambda d: d["alive"])["supervisor_pid"]
+    os.kill(supervisor, signal.SIGSTOP)
+    try:
+        refused = runs.memtop("checkpoint", "a", status=1)
+        assert f"its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: `kill -CONT {supervisor}`" in refused.stderr
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+
+
+def test_only_a_first_answer_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert silence(folder, os.getpid(), None) is None
+    assert silence(folder, os.getpid(), 3.0) is None
+    assert f"(pid {os.getpid()}) has not answered for 31 s" in (silence(folder, os.getpid(), 31.0) or "")
+    assert "its supervisor has not answered" in (silence(folder, 0, 31.0) or "")

@@ -1,0 +1,137 @@
+"""Every file of a run's folder, damaged in every way: commands work or say in one line what is
+wrong. What memtop can write again counts as missing."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memtop.cli import run as memtop
+from memtop.supervisor.run.view import known_runs
+from tests.conftest import UNTIL_GO, Runs, make_runs, wait_for_file
+
+REPORTING = """
+import json, os
+path = os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"
+with open(path, "a") as file:
+    for update in (1, 2):
+        file.write(json.dumps({"type": "step", "time": 1.0, "update": update, "loss": 0.5}) + "\\n")
+print("done")
+"""
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def garbled(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 4)
+
+
+def of_another_shape(path: Path) -> None:
+    path.write_text('[{"run": 1}]\n' + "[" * 3000 + "]" * 3000 + "\n")
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_link_to_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere" / "at all")
+
+
+DAMAGE = (emptied, cut, garbled, of_another_shape, deleted, a_folder, a_link_to_nowhere)
+DERIVED = ("state.json", "attempts/0001/process.json", "attempts/0001/exit.json", "attempts/0001/ranks.json")
+FILES = (
+    *DERIVED,
+    *("run.json", "ledger.sqlite", "lock", "supervisor.log", "attempts/0001/command.json", "attempts/0001/baseline.json"),
+    *("attempts/0001/output.log", "attempts/0001/rank-0.jsonl", "train_latest_state/manifest.json"),
+)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, with all its files."""
+    for runs in make_runs(tmp_path_factory.mktemp("ended")):
+        runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", REPORTING)
+        folder = runs.path / "a"
+        for name in ("attempts/0001/ranks.json", "train_latest_state/manifest.json", "attempts/0001/baseline.json"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            if not (folder / name).exists():
+                (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_commands_that_look_work_or_say_why_in_one_line(
+    name: str, damage: Callable[[Path], None], ended: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "a"
+    shutil.copytree(ended, folder)
+    damage(folder / name)
+    where = ("--runs-dir", str(folder.parent))
+    for command in (("show", "a"), ("show", "a", "--json", "--metrics"), ("runs",), ("runs", "--json")):
+        status = memtop([*command, *where])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        if status:
+            assert (out, err.count("\n")) == ("", 1), (command, out, err)
+            assert command[0] == "show", "a damaged run hides no other run"
+        if name in DERIVED:
+            assert (status, err) == (0, ""), command
+            assert "finished" in out, out
+    known_runs(folder.parent)
+
+
+def test_a_run_whose_derived_files_are_all_damaged_is_restarted(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", REPORTING)
+    folder = runs.path / "a"
+    a_folder(folder / "state.json")
+    for damage, name in zip((emptied, cut, garbled), DERIVED[1:], strict=True):
+        (folder / name).touch()
+        damage(folder / name)
+    a_folder(folder / "attempts/0001/rank-0.jsonl")
+    (folder / "attempts/0001/rank-of-mine.jsonl").touch()
+    runs.memtop("restart", "a", "--headless")
+    document = runs.show("a", metrics=True)
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["finished", "finished"]
+    assert [row["update"] for row in document["metrics"]] == [1, 2]
+    # Nothing is deleted.
+    assert len(list(folder.glob("state.json.*"))) == 1
+
+
+@pytest.mark.parametrize("damage", [emptied, a_folder], ids=lambda damage: damage.__name__)
+def test_a_new_supervisor_adopts_a_program_whose_files_are_damaged(runs: Runs, damage: Callable[[Path], None]) -> None:
+    program = REPORTING + UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
+    # Without its environment the program is known only by its ancestors.
+    runs.memtop("train", "--name", "a", "--detach", "--", "env", "-u", "MEMTOP_RUN", sys.executable, "-c", program)
+    folder = runs.path / "a"
+    wait_for_file(folder / "attempts/0001/rank-0.jsonl")
+    before = runs.wait("a", lambda document: document["updates"] == 2)
+    runs.kill(before["supervisor_pid"])
+    runs.wait("a", lambda document: document["supervisor_pid"] is None)
+    for name in ("state.json", "attempts/0001/process.json"):
+        damage(folder / name)
+    shown = runs.show("a")
+    assert (shown["alive"], shown["trainer_pid"], shown["updates"]) == (True, before["trainer_pid"], 2)
+    runs.memtop("watch", "a", "--once")
+    document = runs.wait("a", lambda document: document["supervisor_pid"] is not None)
+    assert (document["alive"], document["trainer_pid"]) == (True, before["trainer_pid"])
+    (runs.root / "go").touch()
+    document = runs.wait("a", lambda document: document["state"] != "training")
+    assert (document["state"], document["exit_status"]) == ("finished", 0)

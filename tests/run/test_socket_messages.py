@@ -1,0 +1,69 @@
+"""Whatever a peer sends to the supervisor is answered or refused, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer
+from memtop.supervisor.wire import Answer, Outcome, Request
+
+AGENT = b'{"type": "agent", "attempt": 1, "rank": 0, "pid": 7}\n'
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+async def answers(folder: Path, *lines: bytes) -> list[dict[str, object]]:
+    """What one peer is told when it sends these lines, and then a valid request."""
+    agents = Agents()
+
+    async def on_request(peer: Peer, request: Request) -> None:
+        peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="understood"))
+
+    def on_agent(peer: Peer, message: FromAgent) -> None:
+        agents.receive(peer, message, 1)
+
+    server = ControlServer(folder / "s", on_request=on_request, on_agent=on_agent, on_gone=Mock())
+    await server.start()
+    told = []
+    try:
+        for sent in (lines, [b'{"type": "status", "id": 5}\n']):
+            reader, writer = await asyncio.open_unix_connection(folder / "s")
+            writer.write(b"".join(sent))
+            writer.write_eof()
+            told += [json.loads(line) for line in (await reader.read()).splitlines()]
+            writer.close()
+    finally:
+        await server.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (DEEP, "not understood: nested too deeply"),
+        (b'{"a":' * 100_000, "not understood: nested too deeply"),
+        (b'{"type": "subscribe", "id": 1, "history": 18446744073709551616}', "not understood: Expected `int` <= 100000"),
+        (b'{"type": "subscribe", "id": 1, "history": -1}', "not understood: Expected `int` >= 0"),
+        (b'{"type": "status", "id": 1' + b"0" * 400 + b"}", "not understood: Expected `int`"),
+        (b'{"type": "restart", "id": 1, "change": {"max_updates": 1e400}}', "not understood: Number out of range"),
+        (b'{"type": "restart", "id": 1, "change": {"state_before": 99999999999999999999}}', "not understood: Expected `int`"),
+        (b'{"type": "agent", "attempt": 1, "rank": []}', "not understood: Expected `int`, got `array`"),
+        (AGENT + b'{"type": "answer", "id": [1]}', "not understood: Expected `int`, got `array`"),
+        (AGENT + b'{"type": "answer", "id": 1, "result": [1]}', "not understood: Expected `object`, got `array`"),
+        (AGENT + b'{"type": "answer", "id": 1, "result": {"freed": 18446744073709551616}}', "not understood: "),
+        (b"\xff\xfe", "not JSON"),
+        (b"nothing", "not JSON"),
+    ],
+)
+def test_what_is_not_understood_is_refused(line: bytes, words: str) -> None:
+    # The kernel allows only short paths for sockets.
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        *refused, last = asyncio.run(answers(Path(folder), line + b"\n"))
+    assert [one["outcome"] for one in refused] == ["refused"]
+    assert str(refused[0]["message"]).startswith(words), refused
+    assert (last["id"], last["message"]) == (5, "understood")

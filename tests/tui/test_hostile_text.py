@@ -1,0 +1,75 @@
+"""Text of programs, of other users and of run folders cannot control the terminal through the
+dashboard."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor import wire
+from memtop.tui.feed import LogLines
+from tests.test_clean import HOSTILE, RAW
+from tests.tui.support import (
+    CONFIGURATIONS,
+    DIAGNOSIS,
+    PROPOSAL,
+    SMALLER,
+    RecordingFeed,
+    dead,
+    gpu,
+    opened,
+    press,
+    process,
+    screen_text,
+)
+
+SCREENS = (
+    ("g",),
+    ("m",),
+    ("o",),
+    ("o", "enter"),
+    ("o", "enter", "e"),
+    ("k",),
+    ("r",),
+    ("1",),
+    ("u",),
+    ("U",),
+    ("h",),
+    ("question_mark",),
+)
+"""The keys that open each screen or dialog."""
+
+
+async def test_no_screen_lets_it_through() -> None:
+    state = dead(
+        replace(
+            PROPOSAL,
+            diagnosis=replace(DIAGNOSIS, summary=HOSTILE, evidence=(HOSTILE,)),
+            remedies=(
+                replace(SMALLER, title=HOSTILE, why=HOSTILE),
+                replace(SMALLER, id="x", resumable="none", command=HOSTILE),
+            ),
+            last_advice=(HOSTILE,),
+        ),
+        reason=HOSTILE,
+        warnings=(HOSTILE,),
+        name=HOSTILE,
+    )
+    mine = process(7, user=HOSTILE, command=HOSTILE, name=HOSTILE, reason=HOSTILE, stray=True)
+    other = process(8, user=HOSTILE, command=HOSTILE, name=HOSTILE, reason=HOSTILE, choosable=False)
+    assert state.machine is not None
+    machine = replace(state.machine, gpus=(gpu(name=HOSTILE, processes=(mine, other), error=None),))
+    event = wire.Event(id=1, time=0.0, attempt=1, kind=HOSTILE, message=HOSTILE)
+    rows = replace(CONFIGURATIONS, rows=tuple(replace(row, reason=HOSTILE) for row in CONFIGURATIONS.rows))
+    feed = RecordingFeed(replace(state, machine=machine), wire.EventRows(rows=(event,)), rows, LogLines((HOSTILE,)))
+    async with opened(feed, size=(160, 50)) as (app, pilot):
+        if app.screen is not app.dashboard:
+            await press(pilot, "escape")
+        for keys in ((), *SCREENS):
+            await press(pilot, *keys)
+            assert bool(keys) is (app.screen is not app.dashboard), keys
+            shown = screen_text(app)
+            assert not RAW.search(shown), (keys, RAW.findall(shown))
+            assert all(len(row) == 160 for row in shown.splitlines()), keys
+            for _ in range(4):
+                if app.screen is not app.dashboard:
+                    await press(pilot, "escape")
