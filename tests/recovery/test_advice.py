@@ -123,6 +123,12 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("OLLAMA_CONTEXT_LENGTH", "num_gpu", "OLLAMA_KV_CACHE_TYPE=q8_0"),
         ("half the batch", "ALLOC_CONF", "--ctx-size"),
     ),
+    "unknown program": (
+        "Error: CUDA out of memory.\nrender: not enough GPU memory to continue",
+        {Place.CUDA},
+        ("half the batch", "a smaller model"),
+        ("ALLOC_CONF", "ZeRO", "LoRA"),
+    ),
     "windows gpu": (
         TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
         {Place.CUDA, Place.PYTORCH, Place.WINDOWS},
@@ -438,6 +444,19 @@ def test_the_environment_of_a_run_of_memtop() -> None:
     assert of_process({"COLAB_RELEASE_TAG": "x"}, "6.1.0", in_container=True) == (Place.COLAB,)
     assert of_process({}, "6.1.0", in_container=True) == (Place.DOCKER,)
     assert together((Place.WSL, Place.WINDOWS, Place.CUDA, Place.CUDA)) == (Place.CUDA, Place.WSL)
+
+
+def test_what_a_scheduler_limits_comes_first_and_other_limits_last() -> None:
+    seen = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=GIB, in_cgroup=True))
+    refused = died(Kind.HOST_OOM_ALLOC)
+    for places, expected in (
+        ((Place.SLURM,), ["memory_limit", "host_level"]),
+        ((Place.DOCKER,), ["host_level", "memory_limit"]),
+        ((), ["host_level", "memory_limit", "swap"]),
+    ):
+        assert ids(remedies_for_command(replace(refused, environment=places), seen)) == expected
+        limited = replace(refused, environment=places, address_space_bytes=GIB)
+        assert ids(remedies_for_command(limited, seen)) == ["host_level", "address_space"]
 
 
 def test_a_container_has_a_limit_only_if_one_was_measured() -> None:
