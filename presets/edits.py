@@ -281,7 +281,10 @@ def _model(model: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
         return {"path": text}
     if name == "config" and key:
         # A configuration replaces a path: the weights are then initialized at random.
-        return {"config": {**model.get("config", {}), key: _finite(f"model.{rest}", _scalar(text))}}
+        present = model.get("config", {})
+        value = _finite(f"model.{rest}", _scalar(text))
+        _refuse_another_kind(f"model.{rest}", value, present.get(key))
+        return {"config": {**present, key: value}}
     raise _unknown_part("model", rest)
 
 
@@ -309,6 +312,23 @@ def _scalar(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return text if isinstance(value, dict) else value
+
+
+def _refuse_another_kind(key: str, value: Any, present: Any) -> None:
+    """SettingsError if the recipe's value for a key of the model is of another kind. Only
+    transformers knows all rules, and it takes seconds to load."""
+    if value is None or present is None or isinstance(present, list | str):
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(present, bool):
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif isinstance(present, int):
+        least = min(1, present)
+        wanted, fits = f"a whole number from {least}", is_number and isinstance(value, int) and value >= least
+    else:
+        wanted, fits = "a number", is_number
+    if not fits:
+        raise SettingsError(key, repr(value), f"give {wanted}")
 
 
 def _finite(key: str, value: Any) -> Any:

@@ -32,8 +32,8 @@ def main() -> int:
     try:
         change = None if arguments.restart is None else _change(arguments.restart)
         supervisor = Supervisor(RunFolder(arguments.folder))
-        # Started in the run's folder so that nothing of the user's shadows a library; ./memtop.toml
-        # is read from here.
+        # Started in "/", so that nothing of the user's shadows a library. ./memtop.toml is read
+        # here.
         with contextlib.suppress(FileNotFoundError):
             os.chdir(supervisor.spec.cwd)
         asyncio.run(supervisor.run(change))

@@ -37,6 +37,8 @@ settings.register_profile("new", deadline=None)
 settings.load_profile("new" if LONG else "repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# memtop refuses runs that others may write, and the tests write files of runs themselves.
+os.umask(0o022)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in a script's background: what the tests start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> Command | None:
         return None
     words = list(argv[1:])
     options = []
-    while words and words[0] in ("-I", "-S", "-u"):
+    while words and words[0] in ("-I", "-P", "-S", "-u"):
         options.append(words.pop(0))
     if len(words) > 1 and words[0] in ("-m", "-c"):
         return Command(tuple(options), words[0], words[1], tuple(words[2:]))
@@ -367,7 +367,8 @@ def _run(request: Request, command: Command) -> int:
     isolated = "-I" in command.options
     paths = [] if isolated else [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = {"-m": str(Path.cwd()), "-c": "", "": str(Path(command.target).parent)}[command.kind]
-    sys.path[:] = [*([] if isolated or environment.get("PYTHONSAFEPATH") else [own]), *paths, *_base_path]
+    safe = isolated or "-P" in command.options or environment.get("PYTHONSAFEPATH")
+    sys.path[:] = [*([] if safe else [own]), *paths, *_base_path]
     sys.argv = [command.kind or command.target, *command.words]
     sys.orig_argv = list(request.argv)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))

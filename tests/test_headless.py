@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
 from tests.conftest import UNTIL_GO, Runs, wait_for_file
+from tests.tui.support import SETTINGS
 
 STATE = RunState(name="a", folder="/a", state=Phase.TRAINING, created=1.0, alive=True)
 FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, alive=False))
@@ -71,6 +73,19 @@ def test_only_a_final_phase_ends_the_command(follow: Callable[..., int], capsys:
     failed = msgspec.structs.replace(STATE, state=Phase.FAILED, reason="both are gone", alive=False)
     assert follow(STATE, failed) == 1
     assert "run a: failed (both are gone)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"settings": SETTINGS, "exit_status": 2}, 2),
+        ({"settings": SETTINGS, "exit_status": 2, "updates": 3}, 1),
+        ({"settings": SETTINGS, "exit_status": 1}, 1),
+        ({"exit_status": 2, "command": ("make",)}, 1),
+    ],
+)
+def test_input_that_the_trainer_refuses_is_wrong_usage(follow: Callable[..., int], fields: dict[str, Any], status: int) -> None:
+    assert follow(msgspec.structs.replace(FINISHED.run, state=Phase.FAILED, **fields)) == status
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("Connection lost"), BrokenPipeError()])

@@ -14,6 +14,7 @@ from memtop.presets import Settings
 from memtop.train import BadInputError
 from memtop.train.data.tokens import Tokens, load_tokens
 
+_LONGEST_REASON = 300
 # Accelerate's names for the compute precision.
 _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,8 +52,9 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
         values |= {"decoder_start_token_id": tokens.pad, "pad_token_id": tokens.pad, "eos_token_id": tokens.end}
     try:
         config = AutoConfig.for_model(kind, **values)
-    except ValueError as error:
-        raise BadInputError(f"model.config: {str(error).splitlines()[0]}") from None
+    # Each model's configuration checks its values in its own way.
+    except Exception as error:  # noqa: BLE001
+        raise BadInputError(f"model.config: {_brief(error)}") from None
     if config.vocab_size < tokens.vocabulary:
         raise BadInputError(f"model.config.vocab_size {config.vocab_size}: the tokenizer needs {tokens.vocabulary}")
     return config
@@ -77,6 +79,12 @@ def _no_model(path: str, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _brief(error: Exception) -> str:
+    """All lines of the message as one, and of a long one the beginning."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]}…"
 
 
 def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.nn.Module:

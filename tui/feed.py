@@ -294,14 +294,19 @@ class RunFeed:
             self._ended = False
             self._read = None
             yield Connected()
+            lost, wait = "supervisor is gone - reconnecting", 0.0
             try:
                 async for message in self._stream(client):
                     yield message
+            except MemtopError as error:
+                # It sends what cannot be read.
+                lost, wait = str(error), self._retry_seconds
             finally:
                 self._client = None
                 self._fail_waiting()
                 await client.close()
-            yield Disconnected("supervisor is gone - reconnecting")
+            yield Disconnected(lost)
+            await asyncio.sleep(wait)
 
     async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
         number = next(self._ids)

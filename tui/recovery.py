@@ -24,7 +24,7 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.tui.charts import Share, memory_bar
 from memtop.tui.keymap import no_changes
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of, wrap
 from memtop.tui.line_list import LineList, ListContent, indented, indented_width, text_entry
 from memtop.tui.machine.vram import Part
 from memtop.tui.panel import LinePanel
@@ -36,7 +36,7 @@ DELIBERATE_SECONDS = 0.6
 """A card that has opened by itself ignores Enter for this long: the key was meant for another
 screen."""
 # The frame, the two panels below the page, and the buttons.
-_AROUND = 2 + 2 + 1 + 1
+_AROUND = 2 + 3 + 1 + 1
 _SIDES = 4
 _WIDEST = 124
 _AIRY_FROM = 90
@@ -150,7 +150,7 @@ class OomCard(Dialog[Remedy]):
         basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
         lines = wrap(f"{remedy.why}{basis}", width, MUTED)
         if remedy.command and not is_applicable(remedy):
-            lines = [line(("type: ", MUTED), (remedy.command, "strong")), *lines]
+            lines = [_to_type(remedy.command, width), *lines]
         return lines[:height]
 
     def _draw_status(self, store: Store, width: int, height: int) -> list[Line]:
@@ -202,9 +202,26 @@ class OomCard(Dialog[Remedy]):
             self.dismiss(remedy)
         elif remedy.command:
             self.app.copy_to_clipboard(remedy.command)
-            self._say(f"memtop does not run this; copied to the clipboard if the terminal allows it: {remedy.command}", "edge")
+            self._say(
+                f"memtop does not run this; copied to the clipboard if the terminal allows it: {_in_one_line(remedy.command)}",
+                "edge",
+            )
         else:
             self._say("only you can do this: memtop has nothing to apply", "edge")
+
+
+def _to_type(command: str, width: int) -> Line:
+    """The first line of a command, and how many more there are."""
+    first, *others = command.splitlines()
+    more = f"  and {len(others)} more: Enter copies all" if others else ""
+    shown = line(("type: ", MUTED), (first, "strong"))
+    if width_of(shown) > width - len(more):
+        shown = fit(shown, width - len(more))
+    return (*shown, (more, MUTED))
+
+
+def _in_one_line(command: str) -> str:
+    return "; ".join(command.splitlines())
 
 
 _TITLES = {

@@ -20,6 +20,7 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.record.ownership import is_foreign_link
 from memtop.supervisor.wire import Proposal, RunState
 
 
@@ -54,6 +55,8 @@ def run_folders(runs_dir: Path) -> list[RunFolder]:
     read."""
     found = []
     for path in _entries(runs_dir):
+        if is_foreign_link(path):
+            continue
         try:
             written = (path / "run.json").stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):

@@ -17,6 +17,7 @@ from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.ownership import require_own, why_not_own
 
 if TYPE_CHECKING:
     from memtop.cli.prometheus import Endpoint
@@ -41,14 +42,16 @@ def open_dashboard(
 ) -> int:
     """Open the dashboard on `folder`; if None, on the newest run in progress, or on the machine.
 
+    Without --read-only, only the caller's own runs are opened.
+
     `pid` limits the machine's view to a process and its children. The result is the exit status.
     """
     if folder is not None:
         return open_run(folder, look, endpoint=endpoint)
     if pid is not None:
         tree_of(pid)
-    elif living := living_runs(runs_dir):
-        return open_run(living[-1][0], look, endpoint=endpoint)
+    elif living := [run for run, _ in living_runs(runs_dir) if look.read_only or why_not_own(run.path) is None]:
+        return open_run(living[-1], look, endpoint=endpoint)
     need_terminal()
     from memtop.tui.feed import LocalFeed
 
@@ -65,6 +68,8 @@ def open_run(
     """Open the dashboard on a run. The exit status reflects the run's failure only if
     `started_here`."""
     need_terminal()
+    if not look.read_only:
+        require_own(folder.path)
     from memtop.tui.feed import RunFeed
 
     def sampler() -> Sampler:

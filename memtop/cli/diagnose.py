@@ -18,8 +18,8 @@ from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
 from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, size
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.remedies import remedies_for_command
 from memtop.supervisor.recovery.values import Remedy
 
 _CONFIDENCE = (
@@ -112,6 +112,8 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
         lines += ["", memory]
     if diagnosis.evidence:
         lines += ["", f"Evidence ({diagnosis.source.replace('_', ' ')}):", *(f"  {line}" for line in diagnosis.evidence)]
+    if diagnosis.environment:
+        lines += ["", f"Environment: {', '.join(place.label for place in diagnosis.environment)}."]
     lines += ["", f"Confidence {diagnosis.confidence:.2f}: {_certainty(diagnosis)}."]
     if remedies:
         lines += ["", "What can be done, the cheapest first:"]

@@ -48,7 +48,7 @@ def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> in
 
 def follow(folder: RunFolder, *, since: float) -> int:
     """Print the run's progress until it is over; the exit status is 0 if it finished or was
-    stopped, 1 if it failed, 130 if it was interrupted here.
+    stopped, 1 if it failed, 2 if the trainer refused its input, 130 if it was interrupted here.
 
     Events before `since` (Unix time) are not printed.
     """
@@ -197,7 +197,10 @@ class _Follower:
                 self._print(line)
         where = f"; memtop show {state.name}"
         self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
-        return 0 if state.state in (Phase.FINISHED, Phase.STOPPED) else 1
+        if state.state in (Phase.FINISHED, Phase.STOPPED):
+            return 0
+        # The built-in trainer refused its input, which only its libraries can check.
+        return 2 if state.settings is not None and state.exit_status == 2 and not state.updates else 1
 
     @staticmethod
     def _print(text: str) -> None:

@@ -32,7 +32,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
@@ -87,6 +87,7 @@ def train(
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
     from memtop.supervisor.run.client import make_room, start_supervisor
+    from memtop.supervisor.run.view import refuse_living
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -108,8 +109,9 @@ def train(
         on_oom=on_oom,
         memtop_version=__version__,
     )
-    if fresh:
+    if fresh and (where / spec.name).is_dir():
         make_room(RunFolder(where / spec.name))
+        refuse_living(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)
@@ -257,7 +259,7 @@ def free_name(runs_dir: Path, stem: str) -> str:
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
     number, name = 1, stem
     try:
-        while (runs_dir / name).exists():
+        while name == LATEST or os.path.lexists(runs_dir / name):
             number += 1
             name = f"{stem}-{number}"
     except OSError as error:

@@ -27,8 +27,13 @@ _RECOVERY = re.compile(
 _ANOTHER_TRY = re.compile(
     r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
     r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
-    r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without)"
+    r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without|anyway)"
     r"|ignored?,? continuing"
+)
+# A program can do without page-locked memory.
+_DOES_WITHOUT = re.compile(
+    r"(?i)\bfall(?:s|ing)? back|\bfell back|(?:safely|can) (?:be )?ignored?"
+    r"|\b(?:started|ready|listening|loaded|running) (?:in|on|at)\b|startup complete|\bloaded runners\b"
 )
 _GAVE_UP = re.compile(
     r"(?i)giving up|gave up|retr(?:y|ies) (?:limit|exhausted|failed|exceeded)|max(?:imum)? retries|no"
@@ -51,7 +56,7 @@ _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
-_MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=\w)|^[WI]\d{4} |dlerror")
+_MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
 # Failures that always end the program, whatever other ranks or buffers print after them.
@@ -119,6 +124,8 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         helper = finding.weight is Weight.ERROR and finding.phase != "data"
         return "oom_handled" if helper and progress.between(finding.last_line + 1, until)[0] >= _MANY_STEPS else None
     here = page.lines[finding.line]
+    if finding.kind is Kind.PINNED_HOST_OOM and _any_matches(_DOES_WITHOUT, page.lines[finding.last_line : until]):
+        return "oom_handled"
     own = page.lines[max(0, finding.line - 1) : finding.last_line + 1]
     after = finding.last_line + 1
     steps, distance = progress.between(after, until)

@@ -19,8 +19,9 @@ import msgspec
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.aftermath import seems_survived
 from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
+from memtop.supervisor.diagnosis.environment import Place, of_log
 from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
-from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight
+from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
@@ -41,8 +42,6 @@ _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
 _CLEAR = 0.8
 _MOST_OF_WORDS = 0.94
 """The most that the words of a log give: they can be quoted, or be about another program."""
-_PERHAPS = 0.45
-"""A confidence too low to act on."""
 # Status codes of Windows (NTSTATUS) that are like a signal: access violation, stack overflow, page
 # error, heap corruption, buffer overrun, Ctrl-C.
 _OF_WINDOWS = {
@@ -67,7 +66,7 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
     evidence = evidence or Evidence()
     failed = evidence.exit_status not in (None, 0)
     reading = read(LogText(excerpt(chunks)), evidence.member_pids, failed=failed)
-    return _finished(_judged(reading, evidence), evidence)
+    return _finished(_judged(reading, evidence), reading, evidence)
 
 
 def diagnose_file(path: Path, evidence: Evidence | None = None) -> Diagnosis:
@@ -134,7 +133,7 @@ def _perhaps_survived(found: Finding, reading: Reading, cause: Finding) -> Findi
         return found
     return replace(
         found,
-        confidence=min(found.confidence, _PERHAPS),
+        confidence=min(found.confidence, UNCERTAIN),
         caveat=f'This is the cause if the program ended there, but the log goes on to "{later[:80]}". '
         "Its exit status would decide: --exit-code.",
     )
@@ -169,7 +168,7 @@ def _confirmed(found: Finding) -> Finding:
     return found
 
 
-def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
+def _finished(found: Finding, reading: Reading, evidence: Evidence) -> Diagnosis:
     """The finding as a diagnosis, with what the evidence adds and its summary."""
     kind, figures = found.kind, found.figures
     if kind.of_gpu:
@@ -186,6 +185,7 @@ def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
         rank=found.rank,
         source=found.source,
         evidence=lines,
+        environment=_environment(found, reading),
     )
     if kind is not Kind.NOT_MEMORY:
         # The settings can have changed since; a rank reports the batch that it was working on.
@@ -210,6 +210,12 @@ def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
             other_process_pids=figures.other_pids,
         )
     return msgspec.structs.replace(diagnosis, summary=summary(diagnosis, found.detail, found.caveat))
+
+
+def _environment(found: Finding, reading: Reading) -> tuple[Place, ...]:
+    cause = reading.cause
+    line = cause.line if cause is not None and cause.kind is found.kind else None
+    return of_log(reading.page, line, found.evidence, of_torch=found.source == "record" and found.kind.of_gpu)
 
 
 def _address_space(found: Finding, evidence: Evidence) -> int | None:

@@ -21,6 +21,10 @@ SUSPECTED = 0.4
 same."""
 
 
+UNCERTAIN = 0.45
+"""A confidence too low to act on."""
+
+
 class Weight(IntEnum):
     """How likely a finding is the cause: the heaviest finding is the cause; of equals, the first
     one."""
@@ -153,7 +157,10 @@ class Pattern:
         )
         line = view.line_at(match.start())
         last = max(line, view.line_at(match.end() - 1))
-        return Finding(self.kind, self.reason, self.confidence, self.weight, self.phase, figures, line, last)
+        confidence, weight = self.confidence, self.weight
+        if _PERHAPS.search(before):
+            confidence, weight = min(confidence, UNCERTAIN), min(weight, Weight.LIKELY)
+        return Finding(self.kind, self.reason, confidence, weight, self.phase, figures, line, last)
 
 
 def other(
@@ -304,6 +311,13 @@ def both_ends(
             back.append(finding)
     return front + back[::-1]
 
+
+# "This might be caused by ..." is the program's own guess.
+_PERHAPS = re.compile(
+    r"\b(?:might|may|could|can|likely|probably|possibly|perhaps|maybe|usually|often)\W{1,2}(?:be |is |are )?"
+    r"(?:caused by|due to|because of)(?: \w+){0,3}\W{0,3}$",
+    re.IGNORECASE,
+)
 
 # A match that begins inside a word: `mem` in `item`. `Error` in `cudaError` begins a word.
 _CONTINUES = re.compile(r"[a-zA-Z][a-z]|[A-Z][A-Z]|\d\d")

@@ -1,5 +1,4 @@
-"""What a log reports: every failure, in order; which of them ended the program; and the
-phase of training that its traceback shows."""
+"""What a log reports: every failure, in order, and which of them ended the program."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns, shortage
 from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
-from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight, both_ends
+from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
+from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -132,6 +132,19 @@ def _of_view(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> I
     yield from _bare_killed(view)
 
 
+# Commands that kill a program, as a terminal shows them.
+_BY_HAND = re.compile(
+    r"^(?:\S{0,40}[$#+>%]\s*)?(?:sudo )?(?:kill (?:-9|-KILL|-s KILL)|p?kill(?:all)? -(?:9|KILL|SIGKILL)"
+    r"|(?:docker|podman)(?:[ -]compose)? (?:\S+ ){0,4}(?:kill|stop|restart|rm -f)\b|kubectl delete|scancel|qdel|bkill"
+    r"|(?:\S+ ){0,5}supervisorctl (?:restart|stop))\b"
+)
+_COMMAND_NEAR = 8
+
+
+def _by_hand(context: Sequence[LogLine]) -> bool:
+    return any(_BY_HAND.search(line.shown.strip()[:200]) for line in context[-_COMMAND_NEAR:])
+
+
 _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nccl_error", "port_in_use", "invalid_device"})
 # Errors that CUDA reports wherever the program happens to be: the traceback does not give their
 # phase.
@@ -148,6 +161,12 @@ def _placed(page: LogText, finding: Finding) -> Finding:
             finding = replace(finding, kind=Kind.PINNED_HOST_OOM, figures=replace(finding.figures, device_index=device))
     if finding.kind is Kind.DISK_FULL and in_shared_memory(context):
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
+    if finding.kind is Kind.PINNED_HOST_OOM and is_mild(page.lines[finding.line]):
+        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN))
+    if finding.figures.known == 0 and (finding.kind.of_gpu or finding.kind is Kind.HOST_OOM_ALLOC):
+        finding = replace(finding, figures=shortage.figures_of(page, finding))
+    if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
+        finding = replace(finding, kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6)
     if finding.kind is Kind.NOT_MEMORY and finding.weight is Weight.ERROR and is_mild(page.lines[finding.line]):
         finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
@@ -171,7 +190,11 @@ def _memory_errors(view: JoinedLines) -> Iterator[Finding]:
     if "MemoryError" not in view.text:
         return
     found = [index for index, line in enumerate(view.lines) if _is_memory_error(line.text)]
-    yield from both_ends(found, lambda index: Finding(Kind.HOST_OOM_ALLOC, line=index, last_line=index))
+    yield from both_ends(found, lambda index: Finding(_kind_of(view.lines[index]), line=index, last_line=index))
+
+
+def _kind_of(line: LogLine) -> Kind:
+    return Kind.GPU_OOM if shortage.names_device(line.text) else Kind.HOST_OOM_ALLOC
 
 
 def _is_memory_error(text: str) -> bool:
@@ -224,7 +247,7 @@ def _pids(texts: Iterable[str]) -> set[int]:
     return found
 
 
-_KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b)\S+ ?\S{0,40}$")
+_KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$")
 
 
 def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
@@ -316,114 +339,6 @@ def _not_a_number(page: LogText) -> Iterator[Finding]:
         if _NAN.search(page.lines[index].text):
             yield Finding(Kind.NOT_MEMORY, "loss_nan", 0.6, Weight.HINT, "unknown", line=index, last_line=index)
             return
-
-
-_BACKWARD = re.compile(
-    r"torch[/\\]autograd[/\\]|run_backward|_tensor\.py\", line \d+, in backward|[/\\]tensor\.py\","
-    r" line \d+, in backward|(?:loss|engine|accelerator|scaler\.scale\(\w+\)|fabric|self)\.backward\("
-    r"|_grad_\w{0,80}ops?\.cc|Gradient\w{0,80}Op|in backward\b|value_and_grad|tape\.gradient"
-)
-_OPTIMIZER = re.compile(
-    r"torch[/\\]optim[/\\](?!lr_scheduler)|bitsandbytes[/\\]optim|apex[/\\]optimizers|ops[/\\]adam"
-    r"|transformers[/\\]optimization\.py|optimizer\.step\(|optim\.step\("
-    r"|_foreach_\w{1,80}\(|in _(?:multi|single)_tensor_\w+|in _init_group|scaler\.step\("
-    r"|optimizer\.apply_gradients|optax|optimizers?[/\\]\w+\.py\", line \d+, in step"
-)
-_LOSS = re.compile(
-    r"loss_utils\.py|in \w*(?:cross_entropy|nll_loss|CausalLMLoss|log_softmax|compute_loss_func)\b"
-    r"|[/\\]nn[/\\]modules[/\\]loss\.py|F\.(?:cross_entropy|nll_loss|log_softmax)\("
-    r"|cross_entropy_loss\(|logits\.float\(\)|logits = logits\.(?:float|to)\(|criterion\(|loss_fct\("
-    r"|loss_fn\("
-)
-_SAVE = re.compile(
-    r"\bsave_(?:checkpoint|pretrained|model|state|file|16bit\w*|total_limit)\b|in _?save\w*"
-    r"|torch\.save\(|serialization\.py\", line \d+, in (?:save|_save|__exit__)"
-    r"|_state_dict_utils\.py|_post_state_dict_hook|_full_post_state_dict|get_(?:model_)?state_dict"
-    r"|serialize_file|in save\b|write_(?:checkpoint|shard)|dist_checkpointing|consolidated_16bit|in"
-    r" state_dict\b"
-)
-_EVALUATION = re.compile(
-    r"in (?:evaluation_loop|evaluate|validation_step|prediction_step|prediction_loop|nested_concat"
-    r"|run_evaluation|_run_validation|validate|val_step|eval_step|run_eval|_evaluate|eval_epoch)\b"
-    r"|[/\\]evaluation_loop\.py|trainer\.evaluate\(|self\.evaluate\(|eval_loop|in compute_metrics"
-)
-_LOADING = re.compile(
-    r"torch[/\\]utils[/\\]data[/\\]|multiprocessing[/\\](?:reductions?|queues|resource_sharer"
-    r"|shared_memory|heap)\.py|in pin memory thread|dataloader\.py|pin_memory\.py|in DataLoader worker"
-    r"|datasets[/\\]\w+\.py|data_collator|in __getitem__"
-)
-_LOAD = re.compile(
-    r"in (?:_?from_pretrained|load_state_dict|_load_\w+|load_checkpoint|load_model|load_file"
-    r"|safe_load_file|load_shard\w*|_load_pretrained_model|from_config|load_pretrained\w*"
-    r"|prepare_model|get_peft_model|dispatch_model)\b"
-    r"|\.from_pretrained\(|_flat_param\.py|torch\.load\(|safe_open\(|serialization\.py\", line \d+, in"
-    r" (?:load|_load|restore_location|_legacy_load)|load_state_dict\(|modeling_utils\.py"
-    r"|call to target '[^']*[Mm]odel|\.to\((?:device|args\.device|\"cuda\w*\"|'cuda\w*'|torch\.device)"
-    r"|model\.(?:to|cuda|half|float)\(|module\.py\", line \d+, in (?:to|_apply|convert|cuda)\b"
-)
-_FORWARD = re.compile(
-    r"in (?:\w+\.)?(?:_conv_\w*)?forward\b|in \w*_forward\b|_call_impl|forward_call\("
-    r"|nn[/\\]functional\.py|F\.linear\(|torch\.(?:embedding|matmul|bmm|baddbmm)\(|torch[/\\]_(?:refs"
-    r"|decomp)[/\\]|flash_attn_func|scaled_dot_product_attention|in training_step\b"
-)
-RULES = (
-    ("save", _SAVE),
-    ("data", _LOADING),
-    ("optimizer", _OPTIMIZER),
-    ("backward", _BACKWARD),
-    ("loss", _LOSS),
-    ("evaluation", _EVALUATION),
-    ("load", _LOAD),
-    ("forward", _FORWARD),
-)
-_IS_FRAME = re.compile(r"File \"|\.py:\d+|\.py in |line \d+, in |^\s*-+> ?\d+")
-_LOGGED = (
-    (
-        "load",
-        re.compile(
-            r"(?i)loading (?:checkpoint )?shards?|loading (?:the )?(?:model|weights|checkpoint|pretrained)|샤드"
-            r"|加载模型|modelo? laden|load_checkpoint"
-        ),
-    ),
-    ("save", re.compile(r"(?i)sav(?:ing|e) (?:the )?(?:model|checkpoint|state|optimizer)|writing checkpoint")),
-    ("evaluation", re.compile(r"(?i)\*{3,} running evaluation|evaluating|running validation|^eval(?:uation)?\b")),
-)
-
-
-def phase_of(context: Sequence[LogLine]) -> str:
-    """The phase of training in which the message that ends `context` was raised, or `unknown`.
-
-    The innermost known frame decides, except where an outer one says more: a forward pass inside
-    backward is a recomputation, and one inside an evaluation belongs to the evaluation.
-    """
-    texts = [line.text for line in context]
-    found = [name for name in map(_phase_of_line, reversed(texts)) if name is not None]
-    if not found:
-        return (
-            "unknown" if any(_IS_FRAME.search(text) for text in texts[:-1]) else _logged([line.shown for line in context[-9:]])
-        )
-    innermost = found[0]
-    if innermost in ("forward", "loss", "load"):
-        for outer in ("backward", "evaluation"):
-            if outer in found:
-                return outer
-    if innermost == "forward" and "load" in found:
-        return "load"
-    if innermost == "evaluation" and "save" in found:
-        return "save"
-    return innermost
-
-
-def _phase_of_line(text: str) -> str | None:
-    return next((name for name, pattern in RULES if pattern.search(text)), None)
-
-
-def _logged(texts: Sequence[str]) -> str:
-    for text in reversed(texts):
-        for name, pattern in _LOGGED:
-            if pattern.search(text):
-                return name
-    return "unknown"
 
 
 _PIN_FRAMES = re.compile(

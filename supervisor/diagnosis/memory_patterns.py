@@ -13,14 +13,14 @@ from memtop.supervisor.diagnosis.values import Kind
 GPU, PINNED, HOST = Kind.GPU_OOM, Kind.PINNED_HOST_OOM, Kind.HOST_OOM_ALLOC
 _BUDGET = "memory_budget"
 SHM, DISK = Kind.SHM_EXHAUSTED, Kind.DISK_FULL
-_FULL = r"(?:No space left on device|Disk quota exceeded|ENOSPC)"
+_FULL = r"(?:[Nn]o space left on device|[Dd]isk quota exceeded|ENOSPC|EDQUOT)"
 
 DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Page-locked host memory. Its messages contain those of a device, so they come first.
-    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host", PINNED, 0.95),
+    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host(?!:? CUDA_ERROR_(?!OUT))", PINNED, 0.95),
     Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95),
     Pattern(
-        r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)?[^.]{0,60}"
+        r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)? (?P<size>SIZE)?(?:of )?[^.]{0,60}"
         r"(?:pinned|page-?locked))",
         PINNED,
     ),
@@ -35,7 +35,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         PINNED,
     ),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
-    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", GPU, 0.85),
+    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
         r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory(?!\.Tri|\(MPS"
         r"|detected|errors|issues|problems|handling)",
@@ -48,7 +48,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
     Pattern(r"Error 2: out of memory", GPU, 0.85),
     Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
-    Pattern(r"cudaSuccess \(2 vs\. 0\) out of memory", GPU),
+    Pattern(r"== cudaSuccess \(2 vs\. 0\)", GPU),
     Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85),
     Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
     Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
@@ -71,7 +71,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(
         r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
-        r"(?: memory on GPU \d+, (?P<allocated>SIZE) memory has been allocated and available memory is only (?P<free>SIZE))?",
+        r"(?: memory on GPU \d+,(?: (?P<allocated>SIZE) memory has been allocated and)?"
+        r" available memory is only (?P<free>SIZE))?",
         GPU,
         0.95,
     ),
@@ -115,7 +116,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Inference engines and loaders refuse to start with the budget that they were given.
     Pattern(r"No available memory for the cache blocks", GPU, 0.85, reason=_BUDGET),
     Pattern(
-        r"\((?P<size>SIZE) KV cache is needed, which is larger than the available KV cache memory \((?P<free>SIZE)\)",
+        r"\(?(?P<size>SIZE) KV cache is needed, which is larger than the available KV cache memory \((?P<free>SIZE)\)",
         GPU,
         reason=_BUDGET,
     ),
@@ -173,7 +174,15 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.95,
     ),
-    Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95),
+    Pattern(
+        r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible"
+        r"(?:\. There are (?P<free>SIZE|[\d.]{1,12}[KMGT]) free)?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
+    ),
     Pattern(r"Ran out of memory in memory space hbm", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
@@ -190,11 +199,13 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         weight=Weight.HINT,
     ),
     # Other devices and languages.
-    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)", GPU, 0.85),
-    Pattern(r"CL_MEM_OBJECT_ALLOCATION_FAILURE", GPU, 0.85),
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_DEVICE_MEMORY", GPU, 0.85),
+    # Also after the device was lost.
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
+    Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
-    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? CUDA", GPU),
+    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),
     Pattern(r"(?i:not enough (?:gpu|video|device) memory|insufficient (?:gpu|device) memory)", GPU, 0.6),
 )
 
@@ -219,7 +230,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"Native memory allocation \(\w+\) failed to (?:map|allocate) (?P<size>\d+ bytes)", HOST, 0.95),
     Pattern(r"VK_ERROR_OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", HOST),
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
-    Pattern(r"\[Errno 12\]", HOST, 0.95),
+    Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
     Pattern(r"os error 12\)", HOST),
     Pattern(
@@ -262,12 +273,19 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     other(r"ENOSPC: System limit for number of file watchers", "inotify_limit"),
     other(r"\[Errno 28\] inotify watch limit", "inotify_limit"),
-    other(r"out of resources?: (?:shared memory|tensor memory|threads|registers),? Required", "triton_shared_memory", 0.95),
+    other(
+        r"out of resources?: (?:[\w-]{1,20})?,? Required:? \d+|Required:? \d+,? Hardware limit:? \d+",
+        "triton_shared_memory",
+        0.95,
+        weight=Weight.CAUSE,
+    ),
     other(r"Ran out of memory in memory space (?:vmem|smem|sflag)", "triton_shared_memory", 0.95),
     other(
-        r"(?i:uses too much shared data|too much shared memory"
+        r"(?i:uses too much shared data|too much shared memory|shared memory (?:limit|size) (?:exceeded|too large)"
+        r"|exceed\w* (?:the )?(?:max\w* )?(?:available )?(?:dynamic )?shared memory (?:limit|size|capacity|per block)"
         r"|shared memory.{0,30}? exceeds (?:the )?(?:hardware|device))",
         "triton_shared_memory",
+        weight=Weight.CAUSE,
     ),
     other(
         r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:"
@@ -281,9 +299,19 @@ HOST_MEMORY: tuple[Pattern, ...] = (
 SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
     Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
+    Pattern(r"unable to write to file </?torch_\w+>", SHM, 0.85, phase="data"),
+    Pattern(rf"shm\w*\.(?:h|cc|c|py):\d+.{{0,80}}? {_FULL}", SHM),
+    Pattern(
+        r"(?:failed to|unable to|Error while) (?:creat\w+|extend\w*|attach\w* to|open|allocate) shared memory segment"
+        r".{0,60}?\(size (?P<size>\d+)\)",
+        SHM,
+        0.85,
+    ),
+    Pattern(rf"{_FULL}.{{0,160}}? -> '?/dev/shm", SHM, 0.95),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
+    Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),
     Pattern(r"bus error encountered in worker", SHM, phase="data"),
     Pattern(rf"{_FULL}.{{0,30}}?/dev/shm|/dev/shm/.{{0,120}}? {_FULL}", SHM, 0.95),
     Pattern(rf"{_FULL}:? '?/(?:psm_|torch_|sem\.|loky)", SHM),
@@ -299,8 +327,8 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(_FULL, DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
-        r"not enough space on the disk|Not enough disk space|(?:database or )?disk is full"
-        r"|(?i:disk full)",
+        r"not enough space on the disk|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"
+        r"|(?:database or )?disk is full",
         DISK,
     ),
     # memtop's own trainer.

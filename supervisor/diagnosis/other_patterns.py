@@ -49,6 +49,7 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_)", KILLED),
     Pattern(r"node was low on resource:? memory", KILLED),
     Pattern(r"killed by (?:the )?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95),
+    Pattern(r"sending SIG(?:TERM|KILL) to process \d+.{0,60}?(?:badness|VmRSS|oom_score)", KILLED),
     Pattern(r"earlyoom.{0,40}? sending SIG(?:TERM|KILL) to process", KILLED),
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
@@ -81,16 +82,19 @@ ENDS: tuple[Pattern, ...] = (
     _sigkill(r"return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
-        r"|signal:? 9|terminated by SIGKILL"
+        r"|signal:? 9|terminated by SIGKILL|code=killed, status=9"
     ),
     _sigkill(
         r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)"
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
+    # Kubernetes names a kill for memory: OOMKilled.
+    other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.KILLED),
     _sigkill(r":? line \d+:? \d+ Killed"),
     _sigkill(r"\[\d+\][+-]? (?:\d+)? Killed"),
     _sigkill(r"worker process managed by the executor was unexpectedly terminated", phase="data"),
     _sigkill(r"abruptly died during map operation", phase="data"),
+    _sigkill(r"KilledWorker: Attempted to run"),
     other(
         r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) exited unexpectedly",
         "worker_died",
@@ -159,8 +163,8 @@ ENDS: tuple[Pattern, ...] = (
         weight=Weight.BROKEN,
     ),
     other(
-        r"\d Bus error|SIGBUS|(?:exitcode:?|return code =) -7|exit(?:ed)? (?:with )?(?:status"
-        r"|code):? 135",
+        r"\d Bus error|Bus error \(core dumped\)|Fatal Python error: Bus error|SIGBUS"
+        r"|(?:exitcode:?|return code =) -7|exit(?:ed)? (?:with )?(?:status|code):? 135",
         "bus_error",
         0.5,
         weight=Weight.BROKEN,
@@ -206,7 +210,7 @@ ERRORS: tuple[Pattern, ...] = (
     ),
     other(r"too many resources requested for launch|CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "cuda_error", weight=Weight.CAUSE),
     other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}|CU(?:FFT|RAND)_(?!ALLOC)[A-Z_]{4,80}", "cuda_error", 0.7),
-    other(r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
+    other(r"(?:CUDA|HIP) error: (?![Oo]ut of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
     # Ranks that wait for each other.
     other(
         r"Watchdog caught collective operation timeout|(?:NCCL|c10d) .{0,40}? [Tt]imed out after"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from dataclasses import replace
 
 from memtop.supervisor.diagnosis.aftermath import is_mild
-from memtop.supervisor.diagnosis.finding import SIZE, Figures, Finding, Weight, both_ends, is_supposed, parse_size
+from memtop.supervisor.diagnosis.finding import SIZE, UNCERTAIN, Figures, Finding, Weight, both_ends, is_supposed, parse_size
 from memtop.supervisor.diagnosis.text import LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
-_CONFIDENCE = 0.45
 _LONGEST = 1000
 """Characters of a line that are searched."""
 
@@ -27,13 +27,17 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out)"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
+    rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"|\bmemory[ _]alloc\w*[ _](?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
+    rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}\b(?:exceed|reached)|\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
 # A failed allocation of something: a lack of memory if a size stands next to it.
 _ALLOCATION = re.compile(
     r"(?i)\b(?:m|c|re)?alloc(?:at\w*)?\b.{0,60}?\b(?:fail\w*|refused|denied|impossible|not possible)"
     r"|\b(?:fail\w*|unable|cannot|can't|can not|could(?: not|n't)|error)\b.{0,24}?\b(?:alloc(?:at\w*)?|reserv(?:e|ing)"
-    r"|malloc)\b|\bcould(?: not|n't) be (?:allocated|reserved)\b|\barray exceeds maximum\b"
+    r"|malloc)\b|\bexceed\w*\b(?! \d+ ?% of)[^%]{0,40}?\balloc\w*|\barray exceeds maximum\b"
+    r"|\bcould(?: not|n't) be (?:allocated|reserved)\b"
 )
 _OTHER_THINGS = re.compile(
     r"(?i)\b(?:ports?|address(?:es)?|ip|pty|tty|inodes?|disk|threads?|pids?|descriptors?|handles?|sockets?|gpus? to|nodes?"
@@ -41,7 +45,8 @@ _OTHER_THINGS = re.compile(
 )
 _DEVICE = re.compile(
     r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
-    r"|level[_-]zero)(?![a-z])|(?<![a-z])(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|tensorrt|nccl|kv[ _-]?cache)"
+    r"|level[_-]zero)(?![a-z])"
+    r"|(?<![a-z])(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|tensorrt|nccl|kv[ _-]?cache)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -50,18 +55,62 @@ _STATES = re.compile(
 _MENTIONS = re.compile(
     r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|against|handles?"
     r"|on oom|in case)\b|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
+    # Collectors of garbage and schedulers use the words for what is ordinary to them.
+    r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
 
-_PRINTED = rf"({_PRINTED_SIZE}|\d{{5,20}})"
+_PRINTED = rf"({_PRINTED_SIZE}|\d{{5,20}})(?!\d| ?/ ?\d)"
 _REQUESTED = re.compile(
     rf"(?i:\b(?:request\w*|(?:m|c|re)?alloc(?:at\w+)?|of size|size|needs?|requires?)\b)"
     rf"[^\d\n]{{0,40}}?{_PRINTED}"
+    rf"|(?i:\brequest\w*)[^\n]{{0,40}}?\({_PRINTED}\)"
     rf"|(?i:\b(?:buffer|block|tensor|array|chunk) of) {_PRINTED}"
 )
 _FREE = re.compile(
     rf"(?i:\b(?:free|available)(?: memory| size)*\W{{1,4}}(?:is |only |of )*){_PRINTED}"
     rf"|{_PRINTED} (?:is |are )?(?i:free|available)\b"
 )
+_TOTAL = re.compile(rf"{_PRINTED} (?:in )?(?i:total|capacity)\b")
+# `requestedSpace: 44135424 B` on a line of its own.
+_NAMED = re.compile(rf"\W*([A-Za-z][\w ()]{{2,60}}?)\s*[:=]\s*{_PRINTED}\W*$")
+_BELOW = 6
+
+
+def names_device(text: str) -> bool:
+    """Whether a text names the memory of a device."""
+    return _DEVICE.search(text[:_LONGEST]) is not None
+
+
+def figures_of(page: LogText, finding: Finding) -> Figures:
+    """The figures of a message without a pattern for them: on its line, or each on a line of its
+    own below."""
+    own = _figures(page.lines[finding.line].text[:_LONGEST])
+    if own.known:
+        return replace(own, device_index=finding.figures.device_index)
+    return _figures_below(page, finding)
+
+
+def _figures_below(page: LogText, finding: Finding) -> Figures:
+    found: dict[str, int | None] = {}
+    for line in page.lines[finding.last_line + 1 : finding.last_line + 1 + _BELOW]:
+        named = _NAMED.match(line.text[:_LONGEST])
+        if named is None:
+            break
+        field = _field(named[1].lower())
+        if field is not None and (field not in found or "total" in named[1].lower()):
+            found[field] = parse_size("".join(named[2].split()))
+    given = replace(finding.figures, requested=found.get("requested"), free=found.get("free"))
+    return replace(given, allocated=found.get("allocated"), total=found.get("total"))
+
+
+def _field(name: str) -> str | None:
+    if "request" in name:
+        return "requested"
+    if "free" in name or "available" in name:
+        return "free"
+    if "allocated" in name:
+        return "allocated"
+    return "total" if "total" in name or "device limit" in name or "capacity" in name else None
 
 
 def find(page: LogText, known: Container[int]) -> list[Finding]:
@@ -90,13 +139,13 @@ def _read(page: LogText, index: int) -> Finding | None:
         return None
     if words is not None and not _STATES.search(text[: match.start()]):
         return None
-    around = " ".join(each.text[:_LONGEST] for each in page.lines[max(0, index - 1) : index + 2])
+    around = " ".join(each.text[:_LONGEST] for each in page.lines[max(0, index - 3) : index + 3])
     kind = Kind.GPU_OOM if _DEVICE.search(text) or _DEVICE.search(around) else Kind.HOST_OOM_ALLOC
-    return Finding(kind, None, _CONFIDENCE, Weight.LIKELY, figures=figures, line=index, last_line=index)
+    return Finding(kind, None, UNCERTAIN, Weight.LIKELY, figures=figures, line=index, last_line=index)
 
 
 def _figures(text: str) -> Figures:
-    return Figures(requested=_first(_REQUESTED, text), free=_first(_FREE, text))
+    return Figures(requested=_first(_REQUESTED, text), free=_first(_FREE, text), total=_first(_TOTAL, text))
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int | None:

@@ -12,6 +12,7 @@ from enum import Enum
 import msgspec
 
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.environment import Place
 
 
 class Kind(str, Enum):
@@ -101,6 +102,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "words"
     """The strongest evidence: record | error_file | kernel | samples | words | exit_status."""
     evidence: tuple[str, ...] = ()
+    environment: tuple[Place, ...] = ()
+    """Where it ran, as far as that is known; remedies depend on it."""
 
     @property
     def of_memory(self) -> bool:

@@ -18,6 +18,7 @@ from memtop.presets.schema import Preset, Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import EDGE_FROM
+from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals
 from memtop.supervisor.recovery.configuration import (
     MOMENT_BYTES,
     TRAINED_BYTES,
@@ -39,6 +40,8 @@ def gpu_ladder(situation: Situation) -> Iterator[Rung]:
     """All rungs, the cheapest first."""
     diagnosis = situation.diagnosis
     phase = diagnosis.phase
+    yield larger_than_device(diagnosis)
+    yield from refusals(diagnosis)
     if diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
         yield strays(diagnosis)
     fragmented = is_fragmented(diagnosis)
@@ -69,9 +72,11 @@ def gpu_ladder(situation: Situation) -> Iterator[Rung]:
 
 
 def strays(diagnosis: Diagnosis) -> Remedy:
-    """End the other processes on the GPU."""
+    """End the other processes on the GPU. memtop can do that on NVIDIA's GPUs under Linux."""
     pids = f" (pid {', '.join(map(str, diagnosis.other_process_pids))})" if diagnosis.other_process_pids else ""
     held = units.size(diagnosis.other_process_bytes) if diagnosis.other_process_bytes is not None else "part of the GPU"
+    for elsewhere in advice("others", diagnosis.environment):
+        return replace(elsewhere, title=f"{elsewhere.title}: they hold {held}{pids}")
     return to_do(
         "strays",
         f"end the other processes on the GPU, or wait for them: they hold {held}{pids}",

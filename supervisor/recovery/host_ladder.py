@@ -13,8 +13,10 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.environment import MANAGED, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.monitor.values import EDGE_FROM
+from memtop.supervisor.recovery.advice import advice
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,
     checkpointing,
@@ -25,7 +27,7 @@ from memtop.supervisor.recovery.gpu_ladder import (
     smaller_split,
 )
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.situation import HostFacts, Situation, suggested, to_do, train_command
+from memtop.supervisor.recovery.situation import HostFacts, Situation, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 _NEXT_LEVEL: dict[HostLevel, HostLevel] = {"standard": "low", "low": "extreme"}
@@ -35,7 +37,7 @@ def host_ladder(situation: Situation) -> Iterator[Rung]:
     """Rungs for a shortage of host memory, the cheapest first."""
     if situation.diagnosis.confidence < SURE:
         yield "a smaller configuration: a lack of memory is not proven"
-        yield suggested("who_killed")
+        yield from advice("who_killed", situation.diagnosis.environment)
         return
     if situation.on_gpu:
         yield "a smaller micro-batch: it saves GPU memory, not host memory"
@@ -66,12 +68,21 @@ def more_host_memory(diagnosis: Diagnosis, host: HostFacts | None) -> Iterator[R
     if beyond is not None:
         yield beyond
     elif diagnosis.address_space_bytes is not None:
-        yield suggested("address_space")
+        yield from advice("address_space", diagnosis.environment)
         yield "swap: the address space is limited, not the memory"
     else:
-        if diagnosis.allowed_bytes is not None or (host is not None and host.in_cgroup):
-            yield suggested("memory_limit")
-        yield suggested("swap")
+        if _is_limited(diagnosis, host):
+            yield from advice("limit", diagnosis.environment)
+        yield from advice("machine", diagnosis.environment)
+
+
+def _is_limited(diagnosis: Diagnosis, host: HostFacts | None) -> bool:
+    """Whether somebody has set a limit below the machine's memory. Schedulers always do, containers
+    only if they are told to."""
+    managers = MANAGED.intersection(diagnosis.environment)
+    if managers - {Place.DOCKER} or diagnosis.allowed_bytes is not None:
+        return True
+    return bool(managers) if host is None else host.in_cgroup
 
 
 def beyond_all_memory(diagnosis: Diagnosis, host: HostFacts | None) -> str | None:
@@ -88,14 +99,13 @@ def beyond_all_memory(diagnosis: Diagnosis, host: HostFacts | None) -> str | Non
 
 def shm_ladder(situation: Situation) -> Iterator[Rung]:
     yield no_workers(situation, "batches then do not use /dev/shm")
-    yield suggested("shm")
-    yield suggested("shm_container")
+    yield from advice("shm", situation.diagnosis.environment)
 
 
 def pinned_ladder(situation: Situation) -> Iterator[Rung]:
     yield pin_off(situation)
     yield offload_off(situation)
-    yield suggested("memlock")
+    yield from advice("pinned", situation.diagnosis.environment)
 
 
 def disk_ladder(situation: Situation) -> Iterator[Rung]:

@@ -1,14 +1,11 @@
 """A failure with everything known about it (`Situation`), and how a change of settings becomes a
-`Remedy`: an edit of the run, or commands for a person to type, such as those in
-`suggested_commands.toml`, which memtop never runs."""
+`Remedy`: an edit of the run, or commands for a person to type, which memtop never runs."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +13,6 @@ import msgspec
 from memtop.presets import SettingsError, compatibility, edit_settings
 from memtop.presets.comparison import changes
 from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
-from memtop.presets.files import PresetFileError, parse
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key, settings_key, trained_parameters
@@ -208,30 +204,6 @@ def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> P
     needed = diagnosis.process_bytes + (diagnosis.requested_bytes or 0)
     key = settings_key(settings, on_gpu=on_gpu)
     return Peak(batch=settings.batch, bytes=needed, updates=0, failed=True, settings_key=key)
-
-
-_FILE = Path(__file__).with_name("suggested_commands.toml")
-
-
-class Suggestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    title: str
-    why: str
-    commands: tuple[str, ...]
-
-
-@cache
-def suggestions() -> dict[str, Suggestion]:
-    """By name: swap, shm, shm_container, memlock, memory_limit, address_space, who_killed."""
-    try:
-        return msgspec.convert(parse(_FILE), dict[str, Suggestion])
-    except msgspec.ValidationError as error:
-        raise PresetFileError(f"{_FILE}: {error}") from None
-
-
-def suggested(name: str) -> Remedy:
-    """The suggestion of that name as a remedy that only a person can apply."""
-    found = suggestions()[name]
-    return to_do(name, found.title, found.why, "\n".join(found.commands))
 
 
 def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: bool = True) -> Remedy:

@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import time
@@ -22,15 +21,23 @@ import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import is_stopped
+from memtop.supervisor.monitor.processes.signals import user_name
+from memtop.supervisor.run.processes.attempt import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
+from memtop.supervisor.run.record.ownership import require_own
+from memtop.supervisor.run.server import peer_of
 from memtop.supervisor.run.view import needs_supervisor
 from memtop.supervisor.wire import Answer, Change, Leave, Message, Outcome, Request
 
 _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
+_ANSWER_LIMIT = 1 << 20
+_TOO_LONG = "a line of more than {} MiB"
 _LITTLE_SPACE = 1 << 20
 """A supervisor that ends at its start with less free disk space ended for that."""
 _START_SECONDS = 30.0
+# Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
+_NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 # The supervisor answers each request at once, if only to accept it.
 _ANSWER_SECONDS = 30.0
 _LOOK_SECONDS = 2.0
@@ -50,11 +57,16 @@ def socket_path(run_folder: Path) -> Path:
         found = parent.lstat()
     except OSError as error:
         raise RunFolderError(f"{parent}: cannot be created: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        # In /tmp only its owner can remove it.
+        what = f"belongs to {user_name(found.st_uid)}" if found.st_uid != os.getuid() else "is not a folder"
         raise RunFolderError(
-            f"{parent}: must be your own folder, closed to others (chmod 700); remove it or set MEMTOP_SOCKET_DIR"
+            f"{parent}: {what}, and must be your own folder: `export MEMTOP_SOCKET_DIR=$HOME/.memtop-sockets` "
+            "in each terminal that uses the run; memtop creates that folder"
         )
-    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:20]
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise RunFolderError(f"{parent}: must be closed to others: `chmod 700 {parent}`")
+    digest = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:20]
     path = parent / f"{digest}.sock"
     if len(os.fsencode(path)) > 107:
         raise RunFolderError(f"MEMTOP_SOCKET_DIR {parent}: too long for a socket, at most 80 bytes")
@@ -64,34 +76,35 @@ def socket_path(run_folder: Path) -> Path:
 class AsyncRunClient:
     """One connection to a run's supervisor."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, folder: RunFolder, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._folder = folder
         self._reader = reader
         self._writer = writer
 
     @classmethod
     async def connect(cls, folder: Path) -> AsyncRunClient:
         """Connect. Raises NotRunningError if no supervisor listens."""
-        run, failure = RunFolder(folder), None
-        for path in _sockets(run):
-            try:
-                reader, writer = await asyncio.open_unix_connection(path, limit=_LINE_LIMIT)
-            except OSError as error:
-                failure = failure or error
-            else:
-                return cls(reader, writer)
-        raise _no_supervisor(run, failure)
+        run = RunFolder(folder)
+        connection = await asyncio.to_thread(_connected, run)
+        connection.setblocking(False)
+        return cls(run, *await asyncio.open_unix_connection(sock=connection, limit=_LINE_LIMIT))
 
     async def send(self, request: Request) -> None:
         self._writer.write(msgspec.json.encode(request) + b"\n")
         await self._writer.drain()
 
     async def receive(self) -> Message | None:
-        """The next message. None when the supervisor has closed the connection."""
+        """The next message. None when the supervisor has closed the connection.
+
+        RunFolderError if it cannot be read.
+        """
         try:
             line = await self._reader.readline()
         except ConnectionError:
             return None
-        return _MESSAGE.decode(line) if line.endswith(b"\n") else None
+        except ValueError:
+            raise _unreadable(self._folder, _TOO_LONG.format(_LINE_LIMIT >> 20)) from None
+        return _decoded(self._folder, line) if line.endswith(b"\n") else None
 
     async def close(self) -> None:
         self._writer.close()
@@ -111,7 +124,7 @@ def ask(
     with _connected(folder) as connection:
         connection.sendall(msgspec.json.encode(make(1)) + b"\n")
         for line in _lines(folder, connection):
-            message = _MESSAGE.decode(line)
+            message = _decoded(folder, line)
             if not isinstance(message, Answer):
                 continue
             if message.outcome is Outcome.ACCEPTED:
@@ -134,13 +147,15 @@ def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
         try:
             received = connection.recv(1 << 16)
         except TimeoutError:
-            why = silence(folder, _peer_pid(connection), None if begun is None else time.monotonic() - begun)
+            why = silence(folder, peer_of(connection).pid, None if begun is None else time.monotonic() - begun)
             if why is not None:
                 raise RefusedError(why) from None
             continue
         if not received:
             return
         *lines, rest = (rest + received).split(b"\n")
+        if len(rest) > _ANSWER_LIMIT:
+            raise _unreadable(folder, _TOO_LONG.format(_ANSWER_LIMIT >> 20))
         if lines:
             begun = None
         yield from lines
@@ -162,17 +177,12 @@ def silence(folder: RunFolder, pid: int, seconds: float | None) -> str | None:
     return f"run {folder.name!r}: {who} has not answered for {seconds:.0f} s: see {folder.supervisor_log}"
 
 
-def _peer_pid(connection: socket.socket) -> int:
-    """The pid of the process that listens; 0 if it is outside our pid namespace."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", found)[0])
-
-
 def make_room(folder: RunFolder) -> None:
     """Let the supervisor of a run that is over end now, so that the run can be moved aside.
 
     After the end it stays for a moment, or as long as a dashboard shows the run.
     """
+    require_own(folder.path)
     if not folder.lock_path.exists() or not RunLock(folder).is_held():
         return
     with contextlib.suppress(NotRunningError, RefusedError):  # it is in use, or just leaves
@@ -187,16 +197,24 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
 
     `change` restarts an ended run. If the supervisor does not start, its error is raised.
     """
-    argv = [sys.executable, "-m", "memtop.supervisor", str(folder.path)]
+    require_own(folder.path)
+    # Nothing of the run's folder or of the present folder may stand in for a library.
+    argv = [sys.executable, *_NO_PRESENT_FOLDER, "-m", "memtop.supervisor", str(folder.path)]
     if change is not None:
         argv += ["--restart", msgspec.json.encode(change).decode()]
     try:
-        log = folder.supervisor_log.open("ab")
+        log = folder.open_supervisor_log()
     except OSError as error:
         raise RunFolderError(f"{folder.supervisor_log}: cannot be written: {error.strerror}") from None
     with log:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder.path
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env=outside_any_run(os.environ),
         )
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
@@ -212,10 +230,13 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
 def revive(path: Path) -> bool:
     """Start a new supervisor if the old one died while the trainer runs.
 
-    True if one was started.
+    True if one was started. RunFolderError if it needs one and is not the caller's own.
     """
     folder = RunFolder(path)
-    if not needs_supervisor(folder) or RunLock(folder).is_held():
+    if not needs_supervisor(folder):
+        return False
+    require_own(folder.path)
+    if RunLock(folder).is_held():
         return False
     try:
         start_supervisor(folder)
@@ -244,6 +265,11 @@ def _sockets(folder: RunFolder) -> Iterator[str]:
 
 
 def _connected(folder: RunFolder) -> socket.socket:
+    """A connection to the run's supervisor. Raises NotRunningError if none listens.
+
+    RunFolderError if the run, or the process that listens, is not the caller's own.
+    """
+    require_own(folder.path)
     failure = None
     for path in _sockets(folder):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -253,8 +279,28 @@ def _connected(folder: RunFolder) -> socket.socket:
             connection.close()
             failure = failure or error
         else:
-            return connection
+            if (owner := peer_of(connection).uid) == os.geteuid():
+                return connection
+            connection.close()
+            raise RunFolderError(
+                f"{path}: {user_name(owner)} listens there, not your supervisor of run {folder.name!r}: "
+                f"memtop sends it nothing; `memtop show {folder.name}` shows the run"
+            )
     raise _no_supervisor(folder, failure)
+
+
+def _decoded(folder: RunFolder, line: bytes) -> Message:
+    try:
+        message: Message = _MESSAGE.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable(folder, " ".join(str(error).split())) from None
+    return message
+
+
+def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
+    return RunFolderError(
+        f"run {folder.name!r}: what its supervisor sent cannot be read: {why}; another version of memtop may have started it"
+    )
 
 
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:

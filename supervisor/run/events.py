@@ -6,10 +6,12 @@ need to know at that moment: rules read no file, no clock and no process.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import msgspec
 
+from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
@@ -59,6 +61,8 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_config: dict[str, Any] | None = None
     """None if only the trainer knows it."""
     has_loader_workers: bool = False
+    environment: tuple[Place, ...] = ()
+    """Where the supervisor itself runs."""
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +180,27 @@ class NamedProcess(msgspec.Struct, frozen=True):
     name: str
 
 
+class Absence(str, Enum):
+    """Why a user's program has reported nothing."""
+
+    ENVIRONMENT = "environment"
+    """It has lost the environment: `env -i`, sudo."""
+    PYTHONPATH = "pythonpath"
+    """It has a PYTHONPATH of its own."""
+    ISOLATED = "isolated"
+    """Python was started with -I, -E or -S."""
+    NO_PYTHON = "no_python"
+    """None of its processes is Python."""
+    NO_UPDATE = "no_update"
+    """The agent is there and has seen no update."""
+
+
+class NotHeard(msgspec.Struct, frozen=True):
+    absence: Absence
+    process: NamedProcess | None = None
+    """The process that cannot report."""
+
+
 class LeftoversFound(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_found"):
     """Processes that the program left behind get a signal, or are still there after SIGKILL."""
 
@@ -235,6 +260,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """The trends that a restart of the run would end."""
     trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
     """What has begun or stopped growing, as messages and data."""
+    not_heard: NotHeard | None = None
+    """Why the program has reported nothing for some time; None if it has, or is young."""
     disk_free: int | str | None = None
     """Bytes free on the run's disk, or why they cannot be read; None: not read, since no rule waits
     for it.

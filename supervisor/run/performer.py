@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import platform
 import signal
 import sqlite3
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
@@ -269,6 +271,7 @@ class Performer:
             inherited_allocator=inherited_allocator(os.environ),
             model_config=post_mortem.model_config(effect.settings) if effect.settings is not None else None,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
+            environment=of_process(os.environ, platform.release(), in_container=any(map(os.path.exists, CONTAINER_FILES))),
         )
 
     # --- agents and states ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -78,7 +78,9 @@ class Peer:
         self.has_screen = False
         """Whether it is a dashboard."""
         self.is_agent = False
-        self.pid = _credentials(writer)[0]
+        credentials = peer_of(writer.get_extra_info("socket"))
+        self.uid = credentials.uid
+        self.pid = credentials.pid
         """The pid of the peer, as the kernel reports it. 0 if it is outside our pid namespace."""
 
     def send(self, message: Message | dict[str, Any]) -> None:
@@ -136,7 +138,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(writer)
-        if _credentials(writer)[1] not in (os.getuid(), 0):
+        if peer.uid not in (os.getuid(), 0):
             writer.close()
             return
         self.peers.add(peer)
@@ -174,19 +176,28 @@ class ControlServer:
         await self._on_request(peer, request)
 
 
-def _credentials(writer: asyncio.StreamWriter) -> tuple[int, int]:
-    """Pid and user id of the peer when it connected."""
-    connection = writer.get_extra_info("socket")
+class Credentials(NamedTuple):
+    """The process at the other end of a Unix socket."""
+
+    pid: int
+    """0 if it is outside our pid namespace."""
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Credentials:
+    """The process that connected to this socket, or that listened when this end connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
-    return int(pid), int(uid)
+    return Credentials(int(pid), int(uid))
 
 
 class Agents:
     """The connected ranks, and the commands that they have not answered yet."""
 
     def __init__(self) -> None:
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, list[Peer]] = {}
+        """By rank, the peers that have greeted with it. The first speaks for the rank. When it
+        leaves, the next does."""
         self._open: dict[int, tuple[int, asyncio.Future[AgentAnswer]]] = {}
         self._ids = itertools.count(1)
 
@@ -204,13 +215,15 @@ class Agents:
     def receive(self, peer: Peer, message: FromAgent, attempt: int) -> int | None:
         """Take a greeting or an answer from an agent.
 
-        Returns the rank that has just connected; greetings of processes of an earlier attempt are
-        ignored.
+        Returns the rank that has just connected. Greetings of processes of an earlier attempt are
+        ignored. A rank that is connected already keeps its agent.
         """
         match message:
             case AgentGreeting(rank=rank) if message.attempt == attempt:
-                self._peers[rank] = peer
-                return rank
+                peers = self._peers.setdefault(rank, [])
+                if peer not in peers:
+                    peers.append(peer)
+                return rank if peers[0] is peer else None
             case AgentReply(id=number) if number in self._open:
                 rank, future = self._open.pop(number)
                 if not future.done():
@@ -218,15 +231,14 @@ class Agents:
         return None
 
     def gone(self, peer: Peer) -> list[int]:
-        """The ranks that this peer spoke for."""
-        ranks = [rank for rank, known in self._peers.items() if known is peer]
-        for rank in ranks:
-            del self._peers[rank]
+        """The ranks that have lost their agent with this peer."""
+        ranks = [rank for rank, peers in self._peers.items() if peers[0] is peer]
+        self._peers = {rank: left for rank, peers in self._peers.items() if (left := [one for one in peers if one is not peer])}
         for number, (rank, future) in list(self._open.items()):
             if rank in ranks:
                 del self._open[number]
                 _fail(future, rank, "the training process disconnected before it answered")
-        return ranks
+        return [rank for rank in ranks if rank not in self._peers]
 
     async def call(self, name: str, ranks: set[int], values: dict[str, Any] | None = None) -> list[AgentAnswer]:
         """Send a command with its values to these ranks.
@@ -239,7 +251,7 @@ class Agents:
             future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
             self._open[number] = (rank, future)
             message: dict[str, Any] = {"type": "command", "id": number, "name": name}
-            self._peers[rank].send(message if values is None else {**message, "values": values})
+            self._peers[rank][0].send(message if values is None else {**message, "values": values})
             futures.append(future)
         return list(await asyncio.gather(*futures))
 

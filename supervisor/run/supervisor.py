@@ -31,6 +31,7 @@ from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttem
 from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox
+from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.record.rebuild import open_ledger
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
@@ -55,7 +56,10 @@ class Supervisor:
         self, folder: RunFolder, *, waits: Waits | None = None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder = folder
-        self.spec = spec = folder.spec()
+        require_own(folder.path)
+        # Where other users may write the folder of all runs, one of them may exchange two folders
+        # after this check. So the file with the command is checked again when it is open.
+        self.spec = spec = folder.spec(own=True)
         run = Run(
             name=folder.name,
             folder=str(folder.path),

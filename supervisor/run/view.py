@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
@@ -21,6 +21,7 @@ from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
+from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -233,8 +234,8 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
         try:
             run = _known_run(f"{runs_dir}/{name}")
         except (RunFolderError, OSError):
-            # Nothing can be proven about this folder (another user's, damaged, no run), so its
-            # processes are not strays.
+            # Nothing can be proven about this folder (damaged, no run), so its processes are not
+            # strays.
             continue
         if run is not None:
             known.append(run)
@@ -253,7 +254,8 @@ _over: dict[str, _Over] = {}
 
 
 def _known_run(path: str) -> KnownRun | None:
-    """The run in a folder. None if it was never started."""
+    """The run in a folder. None if it was never started, or if another user may have written its
+    files."""
     spec_stamp, state_stamp = _stamp(f"{path}/run.json"), _stamp_if_any(f"{path}/state.json")
     # Each new attempt changes the time stamp of the attempts folder.
     stamps = spec_stamp, state_stamp, _stamp_if_any(f"{path}/attempts")
@@ -261,6 +263,8 @@ def _known_run(path: str) -> KnownRun | None:
     # A restarted run is locked before its attempt is started.
     if remembered is not None and remembered.stamps == stamps and not remembered.lock.is_held():
         return remembered.run
+    if why_not_own(Path(path)) is not None:
+        return None
     folder = RunFolder(Path(path))
     written = 0 if state_stamp is None else _number_in(folder.state_path, state_stamp)
     number, lock = max(written, folder.newest_attempt()), RunLock(folder)
@@ -376,7 +380,7 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
 
     Raises RunFolderError if it cannot be read.
     """
-    if not folder.ledger_path.exists():
+    if not folder.ledger_path.is_file():
         yield None
         return
     try:
@@ -390,6 +394,17 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
 
 def trainer_alive(folder: RunFolder, attempt: int) -> bool:
     return attempt > 0 and RunningAttempt(folder, attempt, shim_pid=None).alive()
+
+
+def refuse_living(folder: RunFolder) -> None:
+    """RefusedError if the program or the supervisor of the run lives, although nobody may hold its
+    lock: somebody may have removed the file."""
+    require_own(folder.path)
+    file = folder.state()
+    # The supervisor of a run that is over is about to end.
+    goes_on = file is not None and (file.restarts or not file.run.state.final)
+    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and _supervisor_alive(folder)):
+        raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 
 def needs_supervisor(folder: RunFolder) -> bool:

@@ -68,6 +68,7 @@ def test_json(diagnose: Callable[..., str]) -> None:
     assert document["requested_bytes"] == 1320702444
     assert document["remedies"][0]["id"] == "allocator"
     assert all(set(remedy) >= REMEDY_KEYS for remedy in document["remedies"])
+    assert document["environment"] == ["cuda", "pytorch"]
 
 
 def test_text(diagnose: Callable[..., str]) -> None:
@@ -77,6 +78,7 @@ def test_text(diagnose: Callable[..., str]) -> None:
     assert MESSAGE in out
     assert "Confidence 0.94: very likely." in out
     assert "expandable_segments:True" in out
+    assert "\nEnvironment: CUDA, PyTorch.\n" in out
 
 
 @pytest.mark.parametrize("words", [["-"], []])

@@ -9,8 +9,8 @@ import pytest
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
+from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.remedies import remedies_for_command
 from tests.diagnosis.logs import GIB, of
 
 DISK = "OSError: [Errno 28] No space left on device: '/data/x'\n"

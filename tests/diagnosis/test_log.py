@@ -7,8 +7,8 @@ import pytest
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.finding import parse_size
 from memtop.supervisor.diagnosis.values import Kind, size
+from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.remedies import remedies_for_command
 from tests.diagnosis.logs import GIB, MESSAGE, RAISED, STEPS, of
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis import allocator, log, text
+from memtop.supervisor.diagnosis import allocator, log, phase, text
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.finding import Pattern, compiled
 from memtop.supervisor.diagnosis.log import PATTERNS
@@ -28,7 +28,7 @@ OF_A_VIEW = [
     log.VICTIM,
 ]
 # Tried at every position of a line.
-SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in log.RULES)]
+SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in phase.RULES)]
 
 
 # --- what the compiled form means -----------------------------------------------------------------

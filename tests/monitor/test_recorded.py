@@ -23,6 +23,7 @@ from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, write_json
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Phase, RunState
+from tests.conftest import wait_for_file
 from tests.monitor.conftest import GIB
 from tests.nvml_double.double import Script
 
@@ -60,7 +61,7 @@ class Attempt:
             while not (attempt / "child").exists() or not (attempt / "process.json").exists():
                 assert self.shim.poll() is None
         else:
-            assert self.shim.wait() == 0
+            wait_for_file(attempt / "exit.json")
         self.process_path = attempt / "process.json"
         self.program = int(json.loads(self.process_path.read_text())["pid"])
         self.child = int((attempt / "child").read_text())
@@ -142,8 +143,9 @@ def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
     damaged.mkdir()
     (damaged / "run.json").write_text("{")
     assert [run.name for run in known_runs(tmp_path / "runs")] == ["over"]
+    # A damaged state.json counts as missing: the other files say that the run is over.
     over.folder.state_path.write_text("{")
-    assert known_runs(tmp_path / "runs") == []
+    assert [(run.name, run.alive) for run in known_runs(tmp_path / "runs")] == [("over", False)]
 
 
 def test_changed_files_are_read_again(over: Attempt, tmp_path: Path) -> None:

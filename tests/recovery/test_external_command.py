@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind, Logits
 from memtop.supervisor.recovery.configuration import change_for, changes_nothing
-from memtop.supervisor.recovery.remedies import (
+from memtop.supervisor.recovery.external import (
     ExternalCommand,
     half_batch,
     remedies_for_command,

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.bottleneck import Measured, advise
+from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, describe
 from memtop.supervisor.recovery.policy import Candidate, decide
-from memtop.supervisor.recovery.remedies import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.reports import Oom

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from memtop.train import BadInputError, TrainingError, state_files
+from memtop.train.data.tokens import ByteTokens
+from memtop.train.model import model_config
 from memtop.train.optimizers import MOMENTS
 from memtop.train.order import SampleOrder
 from memtop.train.state_files import BrokenStateError, newest_complete, previous_of, read_manifest
@@ -231,3 +234,21 @@ def test_a_changed_byte_is_detected_and_the_previous_state_is_used(tmp_path: Pat
     (previous_of(state) / "manifest.json").write_text("{")
     with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: size or checksum differs"):
         newest_complete(state)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("hidden_size", 7, r"model.config: .*hidden size \(7\) is not a multiple of the number of attention heads"),
+        ("hidden_size", "abc", "model.config: .*'hidden_size'.* expected int, got str"),
+        ("model_type", "zzz", "model.config: Unrecognized model identifier: zzz"),
+        ("vocab_size", 10, "model.config.vocab_size 10: the tokenizer needs 259"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_in_one_short_line(key: str, value: object, reason: str) -> None:
+    settings = edited()
+    config = {**settings.model["config"], key: value}
+    with pytest.raises(BadInputError, match=reason) as refused:
+        model_config(msgspec.structs.replace(settings, model={"config": config}), ByteTokens())
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400

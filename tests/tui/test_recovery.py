@@ -276,6 +276,21 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
         assert "Enter applies" not in text
 
 
+async def test_of_several_commands_the_first_is_shown_and_enter_copies_all() -> None:
+    swap = replace(BY_HAND, command="sudo swapon --show\nsudo fallocate -l 8G /swapfile\nsudo swapon /swapfile")
+    feed = RecordingFeed(dead(replace(PROPOSAL, remedies=(swap,))))
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            rows = screen_text(app).splitlines()
+            assert len(rows) == size[1], "no line of a command breaks the screen"
+            assert "type: sudo swapon --show and 2 more: Enter copies all" in words(app)
+        await press(pilot, "enter")
+        assert app.clipboard == swap.command
+        assert len(screen_text(app).splitlines()) == SIZES[-1][1]
+        assert feed.requests == []
+
+
 # --- what is drawn --------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
+from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
 from memtop.supervisor.run.record.output_log import OutputLog
@@ -226,10 +227,6 @@ def reap_children() -> dict[int, int]:
     return ended
 
 
-_PACKAGE = Path(__file__).resolve().parents[3]
-# On PYTHONPATH, its sitecustomize loads the agent into the training process. This is a path and no
-# import, because the supervisor does not import the trainer.
-_AGENT_SITE = _PACKAGE / "train" / "agent" / "site"
 _COMMAND = "command.json"
 # As in shim.py, which imports nothing of memtop. A process or exit file needs less than this.
 _RESERVED, _RESERVED_BYTES = ".reserved", 512
@@ -254,7 +251,7 @@ def launch(
     """
     attempt = folder.attempt(number)
     try:
-        attempt.mkdir(parents=True)
+        attempt.mkdir(mode=0o755)
         for name in ("process.json", "exit.json"):
             _reserve(attempt / f"{name}{_RESERVED}")
     except OSError as error:
@@ -271,7 +268,7 @@ def launch(
         ),
     )
     try:
-        with folder.supervisor_log.open("ab") as log:
+        with folder.open_supervisor_log() as log:
             shim = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(SHIM), str(attempt)],
                 stdin=subprocess.DEVNULL,
@@ -351,14 +348,30 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
+RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
+"""The variables of memtop that a run sets for its program. People set the others."""
+
+
+def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a run has added to it.
+
+    A program of a run may start another run. With these variables, its supervisor would count as a
+    part of the first run, and end with it.
+    """
+    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES}
+    if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
+    return left
+
+
 def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, socket: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     additions = {
         "MEMTOP_RUN": str(folder.path),
         "MEMTOP_ATTEMPT": str(number),
-        "MEMTOP_ATTEMPT_DIR": str(folder.attempt(number)),
+        ATTEMPT_VARIABLE: str(folder.attempt(number)),
         "MEMTOP_SOCKET": str(socket),
-        "PYTHONPATH": os.pathsep.join([str(_AGENT_SITE), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *([inherited] if inherited else [])]),
         "PYTHONUNBUFFERED": "1",
     }
     if not spec.command:

@@ -102,6 +102,10 @@ def main(attempt: str) -> int:
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open(os.path.join(attempt, "command.json")) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            # Another user has exchanged the run's folder since the supervisor checked it.
+            raise SystemExit(f"memtop: {file.name}: is not yours alone: another user owns it, or may write it")
         command = json.load(file)
     log = os.open(os.path.join(attempt, "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     child = spawn(command, log)

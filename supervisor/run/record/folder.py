@@ -9,21 +9,27 @@ import fcntl
 import itertools
 import os
 import re
+import stat
 import time
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.pending_restart import Waiting
+from memtop.supervisor.run.record.ownership import is_foreign_link, is_own_file, require_own
 from memtop.supervisor.wire import Change, RunState
 
 T = TypeVar("T")
 # A process that checks whether a run is in use holds the lock for a moment.
 _LOCK_SECONDS = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LATEST = "latest"
+"""In place of a run's name: the newest run."""
+# The largest file has some hundred kilobytes. Another user's may have any size.
+_LARGEST_JSON = 64 << 20
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +87,11 @@ class RunFolder:
         self.supervisor_log = self.path / "supervisor.log"
         self.latest_state = self.path / "train_latest_state"
 
+    def open_supervisor_log(self) -> BinaryIO:
+        """supervisor.log, for appending. Raises OSError."""
+        # No umask makes it writable for other users.
+        return os.fdopen(os.open(self.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644), "ab")
+
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
 
@@ -100,8 +111,9 @@ class RunFolder:
             return []
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
-    def spec(self) -> RunSpec:
-        return read_json(self.spec_path, RunSpec)
+    def spec(self, *, own: bool = False) -> RunSpec:
+        """The contents of run.json. `own`: RunFolderError if it is not the caller's alone."""
+        return read_json(self.spec_path, RunSpec, own=own)
 
     def state(self) -> StateFile | None:
         """The contents of state.json. None if there is no such file, or if it is damaged."""
@@ -113,36 +125,64 @@ def default_runs_dir() -> Path:
 
 
 def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
-    """Create the folder of a new run.
+    """Create the folder of a new run, closed to other users.
 
-    `fresh` moves an existing run with that name aside. Nothing is ever deleted.
+    `fresh` moves an existing run with that name aside. Nothing is ever deleted. UnicodeEncodeError
+    for a path, a command or a setting with bytes that are not UTF-8.
     """
     if not _NAME.fullmatch(spec.name):
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
-    folder = RunFolder(runs_dir / spec.name)
+    if spec.name == LATEST:
+        raise UsageError(f"--name {LATEST}: this word means the newest run; choose another name")
+    path = runs_dir / spec.name
+    # Everything is stored as UTF-8. Refuse other bytes before anything is created.
+    str(path.absolute()).encode()
+    msgspec.json.encode(spec)
     try:
-        if fresh and folder.path.exists():
-            move_aside(folder)
-        (folder.path / "attempts").mkdir(parents=True)
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise RunFolderError(f"{path}: is a link, and memtop creates no run there: --name chooses another name")
+        if fresh and path.exists():
+            move_aside(RunFolder(path))
+        # It does not follow a link that another user has put there in the meantime.
+        path.mkdir(mode=0o700)
+        (path / "attempts").mkdir(mode=0o700)
     except FileExistsError:
+        if not runs_dir.is_dir():
+            raise RunFolderError(f"{path}: cannot be created: Not a directory; choose another --runs-dir") from None
         raise RunFolderError(
             f"run {spec.name!r} exists in {runs_dir}: `memtop restart {spec.name}` continues it, "
             f"--fresh moves it aside and starts a new run, --name chooses another name"
         ) from None
     except OSError as error:
-        raise RunFolderError(f"{folder.path}: cannot be created: {error.strerror}; choose another --runs-dir") from None
+        raise RunFolderError(f"{path}: cannot be created: {error.strerror}; choose another --runs-dir") from None
+    folder = RunFolder(path)
     try:
         write_json(folder.spec_path, spec)
+        _refuse_without_owners(folder)
     except RunFolderError:
-        # It is empty: its name stays free.
+        # Nothing else is in it: its name stays free.
+        folder.spec_path.unlink(missing_ok=True)
         (folder.path / "attempts").rmdir()
         folder.path.rmdir()
         raise
     return folder
 
 
+def _refuse_without_owners(folder: RunFolder) -> None:
+    """RunFolderError if the file system of a new run does not store owners and permissions."""
+    try:
+        require_own(folder.path)
+    except RunFolderError as error:
+        raise RunFolderError(
+            f"{error}; memtop has just created it, so this file system does not store owners or permissions: "
+            "choose another --runs-dir"
+        ) from None
+
+
 def move_aside(folder: RunFolder) -> Path:
     """Rename a run that is not in use to `<name>.<timestamp>`."""
+    require_own(folder.path)
     lock = RunLock(folder)
     if not lock.acquire():
         raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
@@ -160,6 +200,8 @@ def list_runs(runs_dir: Path) -> list[RunFolder]:
     """All runs, oldest first."""
     found = []
     for spec_path in runs_dir.glob("*/run.json"):
+        if is_foreign_link(spec_path.parent):
+            continue
         folder = RunFolder(spec_path.parent)
         try:
             found.append((folder.spec().created, folder))
@@ -175,13 +217,15 @@ def find_run(reference: str, runs_dir: Path) -> RunFolder:
 
     `latest` is the newest run. Raises UsageError or RunFolderError.
     """
-    if reference == "latest":
+    if reference == LATEST:
         runs = list_runs(runs_dir)
         if not runs:
             raise RunFolderError(f"no runs in {runs_dir}: start one with `memtop train`, or set --runs-dir")
         return runs[-1]
     for path in (runs_dir / reference, Path(reference)):
         if (path / "run.json").is_file():
+            if is_foreign_link(path):
+                require_own(path)
             return RunFolder(path)
     known = ", ".join(folder.name for folder in list_runs(runs_dir)[-5:]) or "none"
     raise UsageError(f"run {reference!r}: not found in {runs_dir} (newest there: {known})")
@@ -224,7 +268,7 @@ class RunLock:
         Raises RunFolderError if this user may not open it.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -251,9 +295,10 @@ def _try_lock(path: Path, descriptor: int, kind: int) -> bool:
 _ABSENT = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
 
 
-def read_json(path: Path, shape: type[T]) -> T:
+def read_json(path: Path, shape: type[T], *, own: bool = False) -> T:
+    """Read a file of a run. `own`: RunFolderError if it is not the caller's alone."""
     try:
-        return _read(path, shape)
+        return _read(path, shape, own=own)
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
     except _Damaged as error:
@@ -280,11 +325,25 @@ class _Damaged(Exception):
     """The file does not have the shape that memtop writes."""
 
 
-def _read(path: Path, shape: type[T]) -> T:
+def _read(path: Path, shape: type[T], *, own: bool = False) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=shape)
+        return msgspec.json.decode(_content(path, own=own), type=shape)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _Damaged(str(error)) from None
+
+
+def _content(path: Path, *, own: bool) -> bytes:
+    # Another user's file may be a pipe. To open it must not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _Damaged("it is not a file")
+        if found.st_size > _LARGEST_JSON:
+            raise _Damaged(f"it has {found.st_size >> 20} MiB, too much for a file of a run")
+        if own and not is_own_file(descriptor):
+            raise RunFolderError(f"{path}: is not yours alone: another user owns it, or may write it")
+        return file.read()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -295,7 +354,8 @@ def write_json(path: Path, value: Any) -> None:
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with new.open("wb") as file:
+        # No umask makes it writable for other users.
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -10,14 +10,16 @@ from msgspec.structs import replace
 from memtop.presets import SettingsError
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.environment import together
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery import policy
 from memtop.supervisor.recovery.configuration import applied, change_for, changes_nothing, configuration_key
+from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
 from memtop.supervisor.recovery.policy import SURE, Candidate, Decision, Tried
-from memtop.supervisor.recovery.remedies import ExternalCommand, last_advice, remedies, remedies_for_command
+from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
@@ -138,6 +140,7 @@ _EXTERNAL = "it is your own command, which memtop does not start again by itself
 
 def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Proposal, Decision]:
     """The remedies for this failure, and what memtop does without asking."""
+    diagnosis = replace(diagnosis, environment=together((*diagnosis.environment, *facts.environment)))
     records, settings = model.configurations.records, model.settings
     host = _host(model, facts)
     situation = None if settings is None else _situation(model, settings, diagnosis, facts, host)

@@ -1,0 +1,254 @@
+"""Where a program ran: on which device, with which framework, on which system and under which
+manager of jobs.
+
+Advice depends on it (`recovery/advice.toml`). A log shows it in its own words (`of_log`). For its
+own runs memtop also knows what the environment variables and the kernel say (`of_process`). Pure
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+
+from memtop.supervisor.diagnosis.text import LogText
+
+
+class Place(str, Enum):
+    CUDA = "cuda"
+    ROCM = "rocm"
+    MPS = "mps"
+    TPU = "tpu"
+    XPU = "xpu"
+    NPU = "npu"
+    HPU = "hpu"
+
+    PYTORCH = "pytorch"
+    JAX = "jax"
+    TENSORFLOW = "tensorflow"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    OLLAMA = "ollama"
+    LLAMA_CPP = "llama_cpp"
+
+    WINDOWS = "windows"
+    WSL = "wsl"
+    MACOS = "macos"
+
+    SLURM = "slurm"
+    PBS = "pbs"
+    SGE = "sge"
+    LSF = "lsf"
+    RAY = "ray"
+    KUBERNETES = "kubernetes"
+    COLAB = "colab"
+    KAGGLE = "kaggle"
+    DOCKER = "docker"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    **{place: place.value.upper() for place in Place},
+    Place.ROCM: "ROCm",
+    Place.MPS: "Apple GPU (MPS)",
+    Place.PYTORCH: "PyTorch",
+    Place.TENSORFLOW: "TensorFlow",
+    Place.VLLM: "vLLM",
+    Place.SGLANG: "SGLang",
+    Place.OLLAMA: "Ollama",
+    Place.LLAMA_CPP: "llama.cpp",
+    Place.WINDOWS: "Windows",
+    Place.MACOS: "macOS",
+    Place.SLURM: "Slurm",
+    Place.RAY: "Ray",
+    Place.KUBERNETES: "Kubernetes",
+    Place.COLAB: "Google Colab",
+    Place.KAGGLE: "Kaggle",
+    Place.DOCKER: "a container",
+}
+DEVICES = (Place.MPS, Place.NPU, Place.XPU, Place.TPU, Place.HPU, Place.ROCM, Place.CUDA)
+"""The names of rarer devices come first: their messages name CUDA, too."""
+ENGINES = (Place.VLLM, Place.SGLANG, Place.OLLAMA, Place.LLAMA_CPP)
+"""Programs that serve models."""
+FRAMEWORKS = (Place.PYTORCH, Place.JAX, Place.TENSORFLOW)
+SYSTEMS = (Place.WSL, Place.WINDOWS, Place.MACOS)
+MANAGED = frozenset(
+    {
+        Place.SLURM,
+        Place.PBS,
+        Place.SGE,
+        Place.LSF,
+        Place.RAY,
+        Place.KUBERNETES,
+        Place.COLAB,
+        Place.KAGGLE,
+        Place.DOCKER,
+    }
+)
+"""What sets the limits of its programs itself. Their users cannot change the machine."""
+
+# Plain words that only such a program prints, without white space. Each is searched for anywhere in
+# the text, so none may be a part of a common word: "TPU" is in OUTPUT, "NPU" in INPUT.
+_SIGNS: dict[Place, tuple[str, ...]] = {
+    Place.MPS: (
+        *("MPSbackend", "PYTORCH_MPS", "'mps'", "device=mps", "device:mps", "metal::malloc", "ggml_metal", "IOGPU"),
+        "Invalidbuffersize",
+    ),
+    Place.NPU: ("NPUoutofmemory", "NPUerror", "torch_npu", "PYTORCH_NPU", "npu:0", "/Ascend/", "AscendCL", "aclrt"),
+    Place.XPU: (
+        *(
+            "XPUoutofmemory",
+            "XPUerror",
+            "torch.xpu",
+            "torch/xpu",
+            "xpu:0",
+            "UR_RESULT_ERROR",
+            "UR_ERROR_OUT_OF",
+            "PI_ERROR_OUT_OF",
+        ),
+        *("ZE_RESULT_ERROR", "level_zero", "ggml_sycl", "intel_extension_for_pytorch"),
+    ),
+    Place.TPU: ("libtpu", "TPUv", "TPU_", "device:TPU", "TpuDevice", "memoryspacehbm", "hbmcapacity"),
+    Place.HPU: ("PT_DEVMEM", "habana", "hpu:0", "HPU_"),
+    Place.ROCM: (
+        *("HIPoutofmemory", "HIPerror:", "PYTORCH_HIP", "hipMalloc", "hipErrorOutOf", "hipErrorMemory", "hipblas", "HIPBLAS"),
+        *("MIOPEN", "HIP_VISIBLE", "/rocm", "+rocm", "ROCm"),
+    ),
+    Place.CUDA: ("CUDA", "cuda", "Cuda", "NVIDIA", "nvidia", "CUBLAS", "CUDNN"),
+    Place.VLLM: (
+        *("vllm/", "vllm.", "vLLM", "EngineCore", "RayWorkerVllm", "VllmWorker", "gpu_memory_utilization", "vllmserve"),
+        *("desiredGPUmemoryutilization", "KVcacheisneeded", "storedinKVcache", "storedintheKVcache"),
+    ),
+    Place.SGLANG: ("sglang", "mem-fraction-static", "mem_fraction_static"),
+    Place.OLLAMA: ("ollama", "OLLAMA_", "Ollama"),
+    Place.LLAMA_CPP: (
+        *("ggml_", "llama_model_load", "llama_init_from", "llama_context", "llama_new_context", "llama_kv_cache", "llama.cpp"),
+        *("llama-server", "llama-cli", "common_init_from"),
+    ),
+    Place.PYTORCH: (
+        *("torch/", "torch\\", "torch.", "torchrun", "PYTORCH_", "byPyTorch", "outofmemory.Triedtoallocate"),
+        *("DefaultCPUAllocator", "DataLoaderworker", "cudaruntimeerror(2)", "THCudaCheck", "PytorchStreamWriter"),
+        *("AcceleratorError", "deepspeed", "transformers/", "pytorch_lightning", "sigkill_handler", "local_rank:"),
+    ),
+    Place.JAX: (
+        *("jaxlib", "jax/_src", "jax._src", "jax.numpy", "importjax", "JaxRuntimeError", "XlaRuntimeError"),
+        *("XLA_PYTHON_CLIENT", "XLA_CLIENT_MEM", "flax/"),
+    ),
+    Place.TENSORFLOW: ("tensorflow", "OP_REQUIRES", "keras/", "OOMwhenallocatingtensor", "ResourceExhaustedError"),
+    Place.WSL: ("/usr/lib/wsl/", "microsoft-standard", "WSL2", "/mnt/c/Users/", "wsl.exe"),
+    Place.WINDOWS: (
+        *('File"C:\\', 'File"D:\\', 'File"E:\\', 'File"F:\\', "C:\\Users\\", "c:\\users\\", "C:\\Program", "C:\\Windows"),
+        *("WinError", "pagingfile", "\\site-packages\\", "0xC0000005", "0xC0000017", "0xC000012D"),
+    ),
+    Place.MACOS: ('File"/Users/', "/opt/homebrew", "macOS-", "DarwinKernel"),
+    Place.SLURM: (
+        *("slurmstepd", "SLURM_", "srun:error", "srun:job", "srun:Job", "srun:Force", "slurm_script", "slurmd/", "/slurm/uid_"),
+        *("#SBATCH", "Submittedbatchjob", "sbatch--"),
+    ),
+    Place.PBS: ("PBS:job", "=>>PBS", "PBS_JOBID", "PBS_O_", "PBSJobId", "pbs_mom"),
+    Place.SGE: ("SGE_ROOT", "SGE_TASK", "SGE_O_", "SGE_JOB", "h_vmem", "sge_shepherd", "GridEngine"),
+    Place.LSF: ("TERM_MEMLIMIT", "LSFmemory", "LSFSystem", "LSB_", ".lsbatch"),
+    Place.RAY: (
+        *(
+            "ray.exceptions",
+            "raylet",
+            "RayTaskError",
+            "ray/_private",
+            "ray._private",
+            "ray/python/",
+            "RAY_memory_usage",
+            "RAY_memory_monitor",
+        ),
+        "exceedsthememoryusagethreshold",
+    ),
+    Place.KUBERNETES: (
+        *("kubectl", "kubelet", "kubepods", "kubernetes.io", "KUBERNETES_", "CrashLoopBackOff"),
+        *(":OOMKilled", "=OOMKilled", "/1OOMKilled", "/2OOMKilled", "OOMKilled("),
+    ),
+    Place.COLAB: ('File"/content/', "google.colab", "COLAB_", "usingallavailableRAM"),
+    Place.KAGGLE: ("/kaggle/working", "/kaggle/input", "/kaggle/src", "KAGGLE_", "notebooktriedtoallocatemorememory"),
+    Place.DOCKER: (
+        *("dockerrun", "dockercompose", "docker-compose", "docker-entrypoint", ".dockerenv", "libpod", "/docker/containers/"),
+        *("memcg=/docker/", "cgroup/docker/", ".slice/docker-", '"OOMKilled":true', "Exited(137)"),
+    ),
+}
+_AFTER = 8
+
+
+def of_log(page: LogText, line: int | None, message: Sequence[str], *, of_torch: bool = False) -> tuple[Place, ...]:
+    """The places that the log of a failure shows.
+
+    The message of the failure (`message`) says more than its traceback, which ends at index `line`,
+    and that says more than the rest of the log: a program that trains can also serve a model.
+    `of_torch`: the failure is known to be PyTorch's.
+    """
+    told = _joined(message)
+    near = told if line is None else _joined(each.shown for each in (*page.context(line), *page.lines[line : line + _AFTER]))
+    whole = _joined(each.shown for each in page.lines)
+    texts = (told, near, whole)
+    found = [_first(DEVICES, texts)]
+    framework = Place.PYTORCH if of_torch else _first(FRAMEWORKS, (told, near))
+    engine = _first(ENGINES, (told, near) if framework is not None else texts)
+    if engine is Place.LLAMA_CPP and _shows(whole, Place.OLLAMA):
+        engine = Place.OLLAMA  # it starts llama.cpp, which prints the failure
+    found.append(engine)
+    if engine is None:
+        found.append(framework or _of_xla(told) or _first(FRAMEWORKS, (whole,)))
+    found.append(Place.MACOS if Place.MPS in found else _first(SYSTEMS, (whole,)))
+    found += [place for place in Place if place in MANAGED and _shows(whole, place)]
+    return together(place for place in found if place is not None)
+
+
+def _of_xla(told: str) -> Place | None:
+    return Place.JAX if "RESOURCE_EXHAUSTED" in told else None
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "".join("".join(line.split()) for line in lines)
+
+
+def _first(places: Sequence[Place], texts: Sequence[str]) -> Place | None:
+    return next((place for text in texts for place in places if _shows(text, place)), None)
+
+
+def _shows(text: str, place: Place) -> bool:
+    return any(sign in text for sign in _SIGNS[place])
+
+
+_VARIABLES: dict[str, Place] = {
+    "SLURM_JOB_ID": Place.SLURM,
+    "PBS_JOBID": Place.PBS,
+    "SGE_TASK_ID": Place.SGE,
+    "LSB_JOBID": Place.LSF,
+    "KUBERNETES_SERVICE_HOST": Place.KUBERNETES,
+    "COLAB_RELEASE_TAG": Place.COLAB,
+    "KAGGLE_KERNEL_RUN_TYPE": Place.KAGGLE,
+}
+CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
+"""Docker and Podman make these files in every container."""
+
+
+def of_process(variables: Mapping[str, str], kernel_release: str, *, in_container: bool) -> tuple[Place, ...]:
+    """The places that a running process can see: those of its environment variables, of its kernel
+    and of the files above."""
+    found = [place for name, place in _VARIABLES.items() if variables.get(name)]
+    if "microsoft" in kernel_release.lower():
+        found.append(Place.WSL)
+    if in_container:
+        found.append(Place.DOCKER)
+    return together(found)
+
+
+def together(places: Iterable[Place]) -> tuple[Place, ...]:
+    """The places in the order of `Place`, each once, without those that others of them imply."""
+    found = set(places)
+    if found & {Place.COLAB, Place.KAGGLE}:
+        found -= {Place.KUBERNETES, Place.DOCKER}
+    if Place.KUBERNETES in found:
+        found.discard(Place.DOCKER)
+    if Place.WSL in found:
+        found.discard(Place.WINDOWS)
+    return tuple(place for place in Place if place in found)

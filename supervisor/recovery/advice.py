@@ -1,0 +1,120 @@
+"""Advice that fits the place (`advice.toml`), and the two cases in which a GPU refuses memory for
+another reason than that it is full. Pure functions; memtop never runs the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from memtop.presets.files import PresetFileError, parse
+from memtop.supervisor.diagnosis.environment import ENGINES, MANAGED, Place
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
+from memtop.supervisor.recovery.situation import to_do
+from memtop.supervisor.recovery.values import Remedy
+
+_FILE = Path(__file__).with_name("advice.toml")
+_GROUPS = {"managed": MANAGED, "engine": frozenset(ENGINES)}
+About = Literal[
+    "limit",
+    "machine",
+    "address_space",
+    "who_killed",
+    "shm",
+    "pinned",
+    "disk",
+    "others",
+    "allocator",
+    "engine",
+    "engine_host",
+    "budget",
+    "refused",
+]
+"""The question that a piece of advice answers; the file explains each."""
+
+
+class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    about: About
+    title: str
+    why: str
+    commands: tuple[str, ...]
+    places: tuple[Place, ...] = ()
+    not_in: tuple[str, ...] = ()
+    changes: bool = False
+
+    def fits(self, environment: Sequence[Place]) -> bool:
+        here = set(environment)
+        return (not self.places or bool(here & set(self.places))) and not here & self._elsewhere
+
+    @property
+    def _elsewhere(self) -> frozenset[Place]:
+        groups = (_GROUPS[name] if name in _GROUPS else {Place(name)} for name in self.not_in)
+        return frozenset().union(*groups)
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    advice: tuple[Advice, ...]
+
+
+@cache
+def table() -> tuple[Advice, ...]:
+    """All advice, in the order of the file."""
+    try:
+        return msgspec.convert(parse(_FILE), _Table).advice
+    except msgspec.ValidationError as error:
+        raise PresetFileError(f"{_FILE}: {error}") from None
+
+
+def advice(about: About, environment: Sequence[Place]) -> Iterator[Remedy]:
+    """What fits the environment, each id once, as remedies that only a person can apply."""
+    given: set[str] = set()
+    for one in table():
+        if one.about == about and one.id not in given and one.fits(environment):
+            given.add(one.id)
+            yield to_do(one.id, one.title, one.why, "\n".join(one.commands) or None, keeps_math=not one.changes)
+
+
+# --- a GPU that is not full ----------------------------------------------------------------------
+
+_FAR, _LEAST_BYTES = 2, 256 << 20
+"""Free memory is far above a request if it is this many times as large, and larger by so many
+bytes: the allocator requests more than it prints, and memory can become free after the failure."""
+
+
+def refusals(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
+    """What to do if the device had room, but a limit or the driver refused the request."""
+    free, requested, allowed = diagnosis.free_bytes, diagnosis.requested_bytes, diagnosis.allowed_bytes
+    if not diagnosis.kind.of_gpu or free is None or requested is None or free <= requested:
+        return ()
+    if allowed is not None:
+        return (_fraction(diagnosis, allowed, free),)
+    far = free >= _FAR * requested and free - requested >= _LEAST_BYTES
+    return tuple(advice("refused", diagnosis.environment)) if far and diagnosis.kind is Kind.GPU_OOM else ()
+
+
+def _fraction(diagnosis: Diagnosis, allowed: int, free: int) -> Remedy:
+    return to_do(
+        "memory_fraction",
+        f"a larger memory fraction: the program may use only {size(allowed)}",
+        f"{size(free)} were free: the program, or a library that it uses, limits itself to a share of the GPU",
+        "torch.cuda.set_per_process_memory_fraction(1.0)" if Place.PYTORCH in diagnosis.environment else None,
+    )
+
+
+def larger_than_device(diagnosis: Diagnosis) -> Remedy | None:
+    """The remedy for a single request that the whole device cannot hold; None if it is no such
+    one."""
+    requested, total = diagnosis.requested_bytes, diagnosis.total_bytes
+    if not diagnosis.kind.of_gpu or requested is None or total is None or requested <= total:
+        return None
+    return to_do(
+        "one_request",
+        f"find what requests {size(requested)} at once: the whole device has {size(total)}",
+        "no other program is in the way. Usual causes: attention over all pairs of tokens (use flash or SDPA attention), "
+        "one very long sample, results of a whole evaluation in one tensor, a wrong shape or type",
+        None,
+    )

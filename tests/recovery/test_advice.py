@@ -1,0 +1,478 @@
+"""Advice fits the place: for each environment one wording of a failure, what is offered there, and
+what is not."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor.diagnosis.environment import Place, of_process, together
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.recovery.advice import advice, refusals, table
+from memtop.supervisor.recovery.external import MEMORY_BUDGET, ExternalCommand, remedies_for_command
+from memtop.supervisor.recovery.situation import HostFacts
+from memtop.supervisor.recovery.values import Remedy
+from memtop.tui.line import wrap
+from tests.diagnosis import logs
+from tests.recovery.support import GIB, T5, T5_OOM, climb, died, gib, ids
+
+FULL = (
+    "out of memory. Tried to allocate 1.12 GiB. GPU 0 has a total capacity of 19.98 GiB of which 32.00 MiB is free. "
+    "Of the allocated memory 18.09 GiB is allocated by PyTorch, and 143.00 MiB is reserved by PyTorch but unallocated."
+)
+TORCH = (
+    'Traceback (most recent call last):\n  File "{file}", line 9, in <module>\n    loss.backward()\ntorch.OutOfMemoryError: '
+)
+LLAMA = (
+    "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 9216.00 MiB on device 0: cudaMalloc failed: out of memory\n"
+    "llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache\n"
+)
+KILLED_BY_KERNEL = "Memory cgroup out of memory: Killed process 30211 (python) total-vm:1182203kB, anon-rss:43230644kB\n"
+KUBEPODS = "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/kubepods/burstable/pod7,task=python,pid=30211,uid=0\n"
+DOCKER = "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/docker/6c1f,task=python,pid=30211,uid=0\n"
+
+# The text of the log; the environment; what the commands and titles contain; what they do not.
+CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
+    "cuda": (
+        TORCH.format(file="/home/me/train.py") + "CUDA " + FULL,
+        {Place.CUDA, Place.PYTORCH},
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "half the batch"),
+        ("HIP", "MPS"),
+    ),
+    "rocm": (
+        TORCH.format(file="/home/me/train.py") + "HIP " + FULL + " If reserved but unallocated memory is large try setting "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.",
+        {Place.ROCM, Place.PYTORCH},
+        ("PYTORCH_HIP_ALLOC_CONF=", "half the batch"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable"),
+    ),
+    "mps": (
+        "RuntimeError: MPS backend out of memory (MPS allocated: 14.29 GiB, other allocations: 3.65 GiB, max allowed: "
+        "20.13 GiB). Tried to allocate 2.67 GiB on shared pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper "
+        "limit for memory allocations (may cause system failure).",
+        {Place.MPS, Place.PYTORCH, Place.MACOS},
+        ("PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0", "half the batch"),
+        ("ALLOC_CONF", "ZeRO", "memtop strays"),
+    ),
+    "xpu": (
+        TORCH.format(file="/home/me/train.py") + "XPU " + FULL,
+        {Place.XPU, Place.PYTORCH},
+        ("half the batch",),
+        ("ALLOC_CONF", "RELAXED"),
+    ),
+    "xpu with room": (
+        "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 15.11 GiB of "
+        "which 12.40 GiB is free. Of the allocated memory 2.29 GiB is allocated by PyTorch, and 1.00 MiB is reserved by "
+        "PyTorch but unallocated.",
+        {Place.XPU, Place.PYTORCH},
+        ("UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1",),
+        ("half the batch", "ALLOC_CONF"),
+    ),
+    "npu": (
+        "RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity; 26.91 GiB already "
+        "allocated; 26.91 GiB current active; 1.20 GiB free; 27.30 GiB reserved in total by PyTorch)",
+        {Place.NPU, Place.PYTORCH},
+        ("PYTORCH_NPU_ALLOC_CONF=expandable_segments:True", "half the batch"),
+        ("PYTORCH_CUDA",),
+    ),
+    "tpu": (
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
+        "Used 19.59G of 15.48G hbm. Exceeded hbm capacity by 4.10G.",
+        {Place.TPU, Place.JAX},
+        ("half the batch", "gradient checkpointing"),
+        ("ALLOC_CONF", "XLA_", "ZeRO", "LoRA"),
+    ),
+    "jax": (
+        "2026-01-03 W external/xla/xla/tsl/framework/bfc_allocator.cc:497] Allocator (GPU_0_bfc) ran out of memory trying to "
+        "allocate 19.59GiB\njaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate "
+        "21034434560 bytes.",
+        {Place.JAX},
+        ("XLA_CLIENT_MEM_FRACTION=.95", "XLA_PYTHON_CLIENT_PREALLOCATE=false", "half the batch"),
+        ("ALLOC_CONF", "ZeRO", "LoRA"),
+    ),
+    "tensorflow": (
+        "tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with "
+        "shape[64,512,512,64] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc",
+        {Place.TENSORFLOW},
+        ("TF_GPU_ALLOCATOR=cuda_malloc_async", "TF_FORCE_GPU_ALLOW_GROWTH=true", "half the batch"),
+        ("ALLOC_CONF", "ZeRO"),
+    ),
+    "vllm": (
+        'Traceback (most recent call last):\n  File "/venv/lib/python3.12/site-packages/vllm/v1/worker/gpu_worker.py", line '
+        "271, in determine_available_memory\n    self.model_runner.profile_run()\ntorch.OutOfMemoryError: CUDA " + FULL,
+        {Place.CUDA, Place.VLLM},
+        ("--gpu-memory-utilization 0.8", "--max-model-len", "--max-num-seqs"),
+        ("half the batch", "accumulation", "ALLOC_CONF", "gradient"),
+    ),
+    "sglang": (
+        'Traceback (most recent call last):\n  File "/venv/lib/python3.12/site-packages/sglang/srt/managers/scheduler.py", '
+        "line 271, in event_loop\n    self.run_batch(batch)\ntorch.OutOfMemoryError: CUDA " + FULL,
+        {Place.CUDA, Place.SGLANG},
+        ("--mem-fraction-static 0.7", "--chunked-prefill-size", "--max-running-requests"),
+        ("half the batch", "ALLOC_CONF", "vLLM"),
+    ),
+    "llama.cpp": (
+        LLAMA,
+        {Place.CUDA, Place.LLAMA_CPP},
+        ("--ctx-size", "-ngl", "--cache-type-k q8_0"),
+        ("half the batch", "ALLOC_CONF", "num_ctx", "gradient"),
+    ),
+    "ollama": (
+        'time=2026-02-02T10:00:00.000Z level=INFO source=server.go:110 msg="starting runner" cmd=/usr/bin/ollama\n' + LLAMA,
+        {Place.CUDA, Place.OLLAMA},
+        ("OLLAMA_CONTEXT_LENGTH", "num_gpu", "OLLAMA_KV_CACHE_TYPE=q8_0"),
+        ("half the batch", "ALLOC_CONF", "--ctx-size"),
+    ),
+    "windows gpu": (
+        TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
+        {Place.CUDA, Place.PYTORCH, Place.WINDOWS},
+        ("set PYTORCH_CUDA_ALLOC_CONF=", "half the batch"),
+        ("export", "expandable"),
+    ),
+    "windows host": (
+        'Traceback (most recent call last):\n  File "C:\\Users\\me\\train.py", line 1, in <module>\n    import torch\n'
+        "OSError: [WinError 1455] The paging file is too small for this operation to complete.",
+        {Place.WINDOWS},
+        ("a larger paging file",),
+        ("sudo", "ulimit", "docker"),
+    ),
+    "wsl host": (
+        'Linux 5.15.167.4-microsoft-standard-WSL2\nTraceback (most recent call last):\n  File "/home/me/load.py", line 3, in '
+        "<module>\nnumpy._core._exceptions._ArrayMemoryError: Unable to allocate 11.4 GiB for an array with shape (3, 4)",
+        {Place.WSL},
+        ("memory=24GB", "wsl --shutdown"),
+        ("sudo", "docker"),
+    ),
+    "macos host": (
+        'Traceback (most recent call last):\n  File "/Users/me/load.py", line 3, in <module>\nMemoryError',
+        {Place.MACOS},
+        ("data read in pieces",),
+        ("sudo", "docker", "ulimit"),
+    ),
+    "slurm": (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=3801897.batch. Some of the step tasks have been OOM Killed.",
+        {Place.SLURM},
+        ("sbatch --mem=", "--mem-per-cpu", "sacct"),
+        ("sudo", "num_workers", "docker"),
+    ),
+    "slurm, pytorch": (
+        'File "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 1133\n'
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=3801897.batch. Some of the step tasks have been OOM Killed.",
+        {Place.SLURM, Place.PYTORCH},
+        ("sbatch --mem=", "num_workers 0"),
+        ("sudo", "docker"),
+    ),
+    "pbs": (
+        "=>> PBS: job killed: mem 34034000kb exceeded limit 33554432kb\n" + KILLED_BY_KERNEL,
+        {Place.PBS},
+        ("qsub -l select=1:ncpus=8:mem=", "vmem="),
+        ("sudo", "sbatch", "num_workers"),
+    ),
+    "sge": (
+        "SGE_TASK_ID=3\n" + KILLED_BY_KERNEL,
+        {Place.SGE},
+        ("qsub -l h_vmem=",),
+        ("sudo", "sbatch", "num_workers"),
+    ),
+    "lsf": (
+        "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 137.",
+        {Place.LSF},
+        ("bsub -M", "rusage[mem="),
+        ("sudo", "sbatch", "num_workers"),
+    ),
+    "kubernetes": (
+        "    Last State:     Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n",
+        {Place.KUBERNETES},
+        ("resources.limits.memory", "kubectl describe pod"),
+        ("sudo", "num_workers", "docker"),
+    ),
+    "kubernetes, kernel": (KUBEPODS + KILLED_BY_KERNEL, {Place.KUBERNETES}, ("resources.limits.memory",), ("sudo", "docker")),
+    "kubernetes shm": (
+        'File "/opt/app/torch/multiprocessing/reductions.py", line 2\nKUBERNETES_SERVICE_HOST=10.0.0.1\n'
+        "RuntimeError: unable to write to file </torch_41_9>: No space left on device (28)",
+        {Place.KUBERNETES, Place.PYTORCH},
+        ("medium: Memory", "mountPath: /dev/shm", "num_workers 0"),
+        ("sudo", "docker", "--shm-size"),
+    ),
+    "slurm shm": (
+        "SLURM_JOB_ID=7\nRuntimeError: unable to write to file </torch_41_9>: No space left on device (28)",
+        {Place.SLURM},
+        ("num_workers 0",),
+        ("sudo", "docker"),
+    ),
+    "docker": (DOCKER + KILLED_BY_KERNEL, {Place.DOCKER}, ("docker run --memory",), ("sudo", "sbatch")),
+    "docker shm": (
+        "docker run --gpus all image python train.py\n"
+        "RuntimeError: DataLoader worker (pid 1219) is killed by signal: Bus error. It is possible that dataloader's workers "
+        "are out of shared memory. Please try to raise your shared memory limit.",
+        {Place.DOCKER, Place.PYTORCH},
+        ("--shm-size", "num_workers 0"),
+        ("sudo",),
+    ),
+    "ray": (
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\nMemory on the node (IP: "
+        "172.17.0.2) was 32.62GB / 33.28GB (0.980175), which exceeds the memory usage threshold of 0.96.",
+        {Place.RAY},
+        ("num_cpus=4", "RAY_memory_usage_threshold", "--object-store-memory"),
+        ("sudo", "num_workers", "docker"),
+    ),
+    "kaggle": (
+        'File "/kaggle/src/script.py", line 3, in <module>\n' + KILLED_BY_KERNEL,
+        {Place.KAGGLE},
+        ("a machine with more memory",),
+        ("sudo", "docker", "num_workers"),
+    ),
+    "colab": (
+        'File "/content/train.py", line 3, in <module>\n' + KILLED_BY_KERNEL,
+        {Place.COLAB},
+        ("a machine with more memory",),
+        ("sudo", "docker", "num_workers"),
+    ),
+    "plain linux": (KILLED_BY_KERNEL, set(), ("fallocate", "num_workers 0"), ("sbatch", "kubectl", "paging")),
+}
+
+
+def words(remedies: tuple[Remedy, ...]) -> str:
+    return "\n".join(f"{one.title}\n{one.why}\n{one.command or ''}" for one in remedies)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_advice_of_each_environment(name: str) -> None:
+    text, environment, offered, absent = CASES[name]
+    found = logs.of(text)
+    assert set(found.environment) == environment
+    said = words(remedies_for_command(found))
+    assert [part for part in offered if part not in said] == []
+    assert [part for part in absent if part in said] == []
+
+
+NEAR_MISSES = (
+    "OUTPUT_DIR=/runs INPUT_DIR=/data timestamps: 0 clamps:0 PROC_API_ERROR=0 RelationshipError Ascending order",
+    "SIZE_RESULT ok, ARRAY_memory MESSAGE_JOB done, Tests run: 5, errors: 0, array::view",
+    "supports Linux, macOS and Windows; see docs/docker/README.md and /srv/docker/compose",
+    "loading Qwen/Qwen2.5-7B-Instruct, learning_rate: 1e-6, 2025-11-07 04:11:39",
+)
+
+
+def test_ordinary_words_are_no_sign_of_an_environment() -> None:
+    for line in NEAR_MISSES:
+        assert logs.of(f"{line}\n{KILLED_BY_KERNEL}").environment == (), line
+
+
+def test_what_served_a_model_before_is_not_what_failed() -> None:
+    served = "INFO 01-02 [vllm/engine/llm_engine.py:12] vLLM engine started with gpu_memory_utilization=0.4\n"
+    trained = served * 40 + TORCH.format(file="/app/verl/workers/actor.py") + "CUDA " + FULL
+    assert logs.of(trained).environment == (Place.CUDA, Place.PYTORCH)
+
+
+def test_a_request_that_hardly_any_machine_can_hold_is_a_wrong_size() -> None:
+    text = "numpy._core._exceptions._ArrayMemoryError: Unable to allocate {} for an array with shape (3, 4)"
+    assert ids(remedies_for_command(logs.of(text.format("11.4 TiB")))) == ["one_request"]
+    assert "swap" in ids(remedies_for_command(logs.of(text.format("11.4 GiB"))))
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        ((Place.CUDA, Place.PYTORCH), "memtop strays"),
+        ((Place.ROCM, Place.PYTORCH), "rocm-smi --showpids"),
+        ((Place.NPU, Place.PYTORCH), "npu-smi info"),
+        ((Place.CUDA, Place.WINDOWS), "nvidia-smi"),
+    ],
+)
+def test_other_processes_are_listed_by_the_tool_of_the_device(environment: tuple[Place, ...], command: str) -> None:
+    fields = {"other_process_bytes": gib(12), "other_process_pids": (7,), "environment": environment}
+    first = remedies_for_command(died(Kind.GPU_OOM_OTHER_PROCESS, **fields))[0]
+    assert first.command == command
+    assert first.title.endswith("they hold 12.0 GiB (pid 7)")
+
+
+# --- the cause of a kill --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        ((), "dmesg"),
+        ((Place.SLURM,), "sacct"),
+        ((Place.PBS,), "tracejob"),
+        ((Place.SGE,), "qacct"),
+        ((Place.LSF,), "bhist"),
+        ((Place.KUBERNETES,), "kubectl describe pod"),
+        ((Place.DOCKER,), "docker inspect"),
+        ((Place.WINDOWS,), None),
+        ((Place.KAGGLE,), None),
+    ],
+)
+def test_where_the_reason_of_a_kill_is_recorded(environment: tuple[Place, ...], command: str | None) -> None:
+    suspected = died(Kind.HOST_OOM_KILLED, confidence=0.4, environment=environment)
+    commands = [one.command for one in remedies_for_command(suspected) if one.command]
+    assert (command is None and commands == []) or (command is not None and command in commands[0])
+
+
+def test_a_limit_of_address_space_is_named_as_its_scheduler_does() -> None:
+    limited = died(Kind.HOST_OOM_ALLOC, address_space_bytes=4 * GIB)
+    for place, option in ((Place.SGE, "h_vmem="), (Place.PBS, "pvmem="), (Place.SLURM, "ulimit -v unlimited")):
+        said = words(remedies_for_command(replace(limited, environment=(place,))))
+        assert option in said
+        assert "fallocate" not in said
+
+
+# --- a device that is not full --------------------------------------------------------------------
+
+
+def full(**fields: object) -> Diagnosis:
+    environment = (Place.CUDA, Place.PYTORCH)
+    return died(
+        **{"total_bytes": 24 * GIB, "requested_bytes": gib(2), "environment": environment, "phase": "forward", **fields}
+    )
+
+
+def test_a_request_larger_than_the_device_comes_first_and_half_the_batch_does_not_appear() -> None:
+    found = remedies_for_command(full(requested_bytes=25 * GIB, free_bytes=23 * GIB))
+    assert ids(found)[0] == "one_request"
+    assert "25.00 GiB" in found[0].title
+    assert "24.00 GiB" in found[0].title
+    assert not {"smaller_batch", "refused", "allocator", "checkpointing"} & set(ids(found))
+    assert "smaller_batch" in ids(remedies_for_command(full(requested_bytes=24 * GIB, free_bytes=GIB)))
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "requested_gib", "fields", "first"),
+    [
+        # A share that the program sets itself; the batch still counts.
+        (6.7, 2.0, {"allowed_bytes": gib(6.8)}, "memory_fraction"),
+        (12.0, 4.0, {}, "refused"),
+        (12.0, 4.0, {"environment": (Place.CUDA, Place.PYTORCH, Place.WSL)}, "refused"),
+        # The allocator requests more than it prints, and memory can become free afterwards.
+        (2.5, 2.0, {}, "smaller_batch"),
+        (0.025, 0.02, {}, "smaller_batch"),
+        (0.04, 0.001, {}, "smaller_batch"),
+        (1.0, 2.0, {}, "smaller_batch"),
+    ],
+)
+def test_free_memory_far_above_the_request_means_a_cap(
+    free_gib: float, requested_gib: float, fields: dict[str, object], first: str
+) -> None:
+    known = {"free_bytes": gib(free_gib), "requested_bytes": gib(requested_gib), **fields}
+    found = ids(remedies_for_command(full(**known)))
+    assert found[0] == first
+    assert ("smaller_batch" in found) is (first != "refused")
+
+
+def test_the_cap_is_named() -> None:
+    assert "6.80 GiB" in refusals(full(free_bytes=gib(6.7), allowed_bytes=gib(6.8)))[0].title
+    room = {"free_bytes": gib(12)}
+    for place, name in ((Place.WSL, ".wslconfig"), (Place.WINDOWS, "paging file"), (Place.XPU, "4 GiB")):
+        (only,) = refusals(full(environment=(place,), **room))
+        assert name in only.title
+    (unknown,) = refusals(full(**room))
+    assert "a smaller batch does not help" in unknown.why
+
+
+def test_the_built_in_trainer_names_the_cap_and_restarts_as_before() -> None:
+    before = climb(replace(T5_OOM, free_bytes=gib(0.5)), T5)
+    capped = climb(replace(T5_OOM, allowed_bytes=gib(19), free_bytes=gib(1.3)), T5)
+    assert ids(capped)[0] == "memory_fraction"
+    applied = [one.id for one in capped.remedies if not one.needs_consent]
+    assert applied == [one.id for one in before.remedies if not one.needs_consent]
+
+
+# --- budgets of engines ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "offered", "absent"),
+    [
+        ((Place.CUDA, Place.VLLM), ("--gpu-memory-utilization", "--max-model-len"), ("half the batch", "device_map")),
+        ((Place.CUDA, Place.SGLANG), ("--mem-fraction-static", "--context-length"), ("half the batch", "vLLM")),
+        ((Place.CUDA, Place.PYTORCH), ("load_in_4bit", "max_memory"), ("half the batch", "vLLM", "ALLOC_CONF")),
+    ],
+)
+def test_a_refused_budget(environment: tuple[Place, ...], offered: tuple[str, ...], absent: tuple[str, ...]) -> None:
+    said = words(remedies_for_command(died(reason=MEMORY_BUDGET, phase="load", environment=environment)))
+    assert [part for part in offered if part not in said] == []
+    assert [part for part in absent if part in said] == []
+
+
+TAKEN = (
+    "ValueError: Free memory on device (13.20/23.68 GiB) on startup is less than desired GPU memory utilization "
+    "(0.9, 21.31 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+)
+CACHE = (
+    "ValueError: To serve at least one request with the models's max seq len (116160), (4.43 GiB KV cache is needed, which "
+    "is larger than the available KV cache memory (3.48 GiB)."
+)
+BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing."
+STATIC = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+DISPATCHED = (
+    "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized "
+    'model.\n  File "/venv/site-packages/transformers/quantizers/quantizer_bnb_4bit.py", line 9, in validate_environment'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "command"),
+    [
+        (TAKEN, "strays", "--gpu-memory-utilization 0.55"),
+        (CACHE, "gpu_memory_utilization", "--max-model-len"),
+        (BLOCKS, "gpu_memory_utilization", "--gpu-memory-utilization 0.95"),
+        (STATIC, "mem_fraction_static", "--mem-fraction-static 0.9"),
+        (DISPATCHED, "quantised", "load_in_4bit"),
+    ],
+)
+def test_the_words_of_a_refused_budget(text: str, first: str, command: str) -> None:
+    found = remedies_for_command(logs.of(text))
+    assert ids(found)[0] == first
+    assert command in words(found)
+    assert not {"smaller_batch", "allocator"} & set(ids(found))
+
+
+# --- what memtop itself knows ---------------------------------------------------------------------
+
+
+def test_the_environment_of_a_run_of_memtop() -> None:
+    assert of_process({"SLURM_JOB_ID": "7", "PATH": "/bin"}, "6.1.0-generic", in_container=False) == (Place.SLURM,)
+    assert of_process({"PBS_JOBID": ""}, "5.15.167.4-microsoft-standard-WSL2", in_container=False) == (Place.WSL,)
+    assert of_process({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "6.1.0", in_container=True) == (Place.KUBERNETES,)
+    assert of_process({"COLAB_RELEASE_TAG": "x"}, "6.1.0", in_container=True) == (Place.COLAB,)
+    assert of_process({}, "6.1.0", in_container=True) == (Place.DOCKER,)
+    assert together((Place.WSL, Place.WINDOWS, Place.CUDA, Place.CUDA)) == (Place.CUDA, Place.WSL)
+
+
+def test_what_a_scheduler_limits_comes_first_and_other_limits_last() -> None:
+    seen = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=GIB, in_cgroup=True))
+    refused = died(Kind.HOST_OOM_ALLOC)
+    for places, expected in (
+        ((Place.SLURM,), ["memory_limit", "host_level"]),
+        ((Place.DOCKER,), ["host_level", "memory_limit"]),
+        ((), ["host_level", "memory_limit", "swap"]),
+    ):
+        assert ids(remedies_for_command(replace(refused, environment=places), seen)) == expected
+        limited = replace(refused, environment=places, address_space_bytes=GIB)
+        assert ids(remedies_for_command(limited, seen)) == ["host_level", "address_space"]
+
+
+def test_a_container_has_a_limit_only_if_one_was_measured() -> None:
+    killed = died(Kind.HOST_OOM_KILLED, environment=(Place.DOCKER,))
+    for in_cgroup in (True, False):
+        known = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=GIB, in_cgroup=in_cgroup))
+        assert ("memory_limit" in ids(remedies_for_command(killed, known))) is in_cgroup
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_every_place_has_at_most_one_piece_of_advice_of_a_name() -> None:
+    for place in Place:
+        for about in {one.about for one in table()}:
+            found = [one.id for one in advice(about, (place,))]
+            assert len(found) == len(set(found)), (place, about)
+
+
+def test_everything_in_the_table_can_be_offered_and_fits_the_recovery_screen() -> None:
+    for one in table():
+        assert one.fits(one.places), one.title
+        assert len(wrap(one.title, 67)) == 1, one.title
+        assert len(wrap(one.why, 72)) <= 2, one.why
+        assert one.commands or one.why, one.title

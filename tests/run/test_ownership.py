@@ -1,0 +1,365 @@
+"""Who may make memtop act: runs, sockets and links of other users, and peers that claim a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from memtop import cli
+from memtop.cli.common import run_folders
+from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path
+from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, list_runs, write_json
+from memtop.supervisor.run.record.ownership import why_not_own
+from memtop.supervisor.run.server import Agents, ControlServer
+from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.wire import Change, Phase, RunState, Stop
+from tests.conftest import UNTIL_GO, Runs
+
+OTHER = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of another user")
+
+
+def planted(runs: Runs, place: Path) -> RunFolder:
+    """A run that is to be restarted with a command of its own, in a folder that has a module of its
+    own. Both leave a mark if they run."""
+    mark = f"open({str(runs.root / 'mark')!r}, 'a')"
+    spec = RunSpec(
+        name="a", created=1.0, settings=None, command=(sys.executable, "-c", mark), cwd=str(runs.root), memtop_version="0"
+    )
+    folder = create_run(place, spec, fresh=False)
+    for module in ("msgspec", "asyncio", "memtop"):
+        (folder.path / f"{module}.py").write_text(f"open({str(runs.root / 'imported')!r}, 'a')\n")
+    attempt = folder.attempt(1)
+    attempt.mkdir()
+    write_json(attempt / "process.json", ProcessFile(1, 1, 1, 1))
+    folder.ledger_path.touch()
+    state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
+    write_json(folder.state_path, StateFile(run=state, socket="", pending=Change()))
+    return folder
+
+
+def give_away(part: str) -> Callable[[Path], object]:
+    return lambda folder: os.chown(folder / part, OTHER, OTHER)
+
+
+def open_up(part: str, bits: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / part).chmod((folder / part).stat().st_mode | bits)
+
+
+def link_of_another(part: str) -> Callable[[Path], object]:
+    def bend(folder: Path) -> None:
+        (folder / part).rename(folder / "real")
+        (folder / part).symlink_to(folder / "real")
+        os.lchown(folder / part, OTHER, OTHER)
+
+    return bend
+
+
+PARTS = (".", "run.json", "state.json", "ledger.sqlite", "attempts", "attempts/0001", "attempts/0001/process.json")
+BENT = [
+    *(pytest.param(give_away(part), rf"{part.strip('.')} belongs to", id=f"owner {part}", marks=needs_root) for part in PARTS),
+    *(pytest.param(open_up(part, 0o020), r"other users may write .* `chmod -R go-w ", id=f"group {part}") for part in PARTS),
+    *(pytest.param(open_up(part, 0o002), r"other users may write .* `chmod -R go-w ", id=f"others {part}") for part in PARTS),
+    *(pytest.param(link_of_another(part), rf"{part} belongs to", id=f"link {part}", marks=needs_root) for part in PARTS[1:]),
+]
+COMMANDS = (
+    *(["watch", "--once", "a"], ["watch", "--json", "--follow", "--count", "1", "a"], ["stop", "a"], ["free", "a"]),
+    *(["checkpoint", "a"], ["restart", "a", "--headless"], ["restart", "a", "--live", "--batch", "1"]),
+    *(["advise", "a", "--try"], ["train", "--name", "a", "--fresh", "--detach", "--", "true"]),
+)
+
+
+@pytest.fixture
+def here(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Commands in this process use the folders of the test."""
+    for name in ("MEMTOP_RUNS_DIR", "MEMTOP_SOCKET_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, runs.environment[name])
+    monkeypatch.chdir(runs.root)
+    return runs
+
+
+@pytest.mark.parametrize(("bend", "words"), BENT)
+def test_nothing_is_executed_for_a_run_that_others_can_write(
+    here: Runs, capsys: pytest.CaptureFixture[str], bend: Callable[[Path], object], words: str
+) -> None:
+    folder = planted(here, here.path)
+    bend(folder.path)
+    before = sorted(folder.path.iterdir())
+    for command in COMMANDS:
+        assert cli.run(command) == 1, command
+        printed = capsys.readouterr()
+        assert printed.out == "", command
+        assert len(printed.err.splitlines()) == 1
+    # The list of all runs is printed, with the reason why this one gets no supervisor.
+    assert cli.run(["watch", "--once"]) == 0
+    assert re.search(words, capsys.readouterr().err)
+    # No supervisor was started: it would have a log.
+    assert sorted(folder.path.iterdir()) == before
+    assert not (here.root / "mark").exists()
+    with pytest.raises(MemtopError, match=words):
+        ask(folder, lambda number: Stop(id=number))
+    assert not known_runs(here.path)
+
+
+@needs_root
+def test_a_link_of_another_user_is_no_run(here: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = planted(here, here.root / "elsewhere")
+    here.path.mkdir()
+    link = here.path / "a"
+    link.symlink_to(folder.path)
+    # Your own link may lead to a run on another disk.
+    assert cli.run(["show", "a"]) == 0
+    os.lchown(link, OTHER, OTHER)
+    capsys.readouterr()
+    for command in (["stop", "a"], ["stop", str(link)], ["watch", "--once", "a"]):
+        assert cli.run(command) == 1
+        assert f"{link} is a link of nobody: give the folder that it leads to, {folder.path}" in capsys.readouterr().err
+    assert (run_folders(here.path), list_runs(here.path), known_runs(here.path)) == ([], [], [])
+    assert cli.run(["stop", "latest"]) == 1
+    assert "no runs in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["there", "nowhere"])
+def test_no_run_is_created_through_a_link(here: Runs, capsys: pytest.CaptureFixture[str], target: str) -> None:
+    (here.root / "there").mkdir()
+    here.path.mkdir()
+    (here.path / "a").symlink_to(here.root / target)
+    for fresh in ([], ["--fresh"]):
+        assert cli.run(["train", "--name", "a", "--detach", *fresh, "--", "true"]) == 1
+        assert "runs/a: is a link, and memtop creates no run there" in capsys.readouterr().err
+    assert not (here.root / "nowhere").exists()
+    assert not list((here.root / "there").iterdir())
+
+
+@needs_root
+def test_another_users_run_can_be_looked_at(here: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = planted(here, here.path)
+    folder.ledger_path.unlink()
+    for path in (folder.path, *folder.path.rglob("*")):
+        os.chown(path, OTHER, OTHER)
+    for command in (["runs"], ["show", "a"], ["watch", "--once", "--read-only"], ["watch", "--once", "--read-only", "a"]):
+        assert cli.run(command) == 0, command
+        assert capsys.readouterr().out
+    os.mkfifo(folder.path / "ledger.sqlite")
+    for path in (folder.state_path, folder.spec_path):
+        # A pipe would make the reader wait for ever.
+        path.unlink()
+        os.mkfifo(path)
+    folder.lock_path.unlink(missing_ok=True)
+    os.mkfifo(folder.lock_path)
+    assert cli.run(["runs"]) == 0
+    assert "unreadable" in capsys.readouterr().out
+    folder.state_path.unlink()
+
+
+def test_your_own_run_restarts_and_nothing_in_its_folder_is_imported(here: Runs) -> None:
+    folder = planted(here, here.path)
+    shutil.rmtree(folder.attempt(1))
+    mask = os.umask(0)
+    try:
+        # The folder that a supervisor starts in, and what PYTHONPATH names relative to it.
+        here.memtop("watch", "--once", "a", env={**here.environment, "PYTHONPATH": "."})
+    finally:
+        os.umask(mask)
+    here.wait("a", lambda d: d["state"] == "finished")
+    assert (here.root / "mark").exists()
+    assert not (here.root / "imported").exists()
+    # The program has the umask of the user. No umask opens memtop's own files.
+    assert stat.S_IMODE((here.root / "mark").stat().st_mode) == 0o666
+    assert why_not_own(folder.path) is None
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+# --- sockets --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(path: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """A thread that serves one client of a Unix socket."""
+
+    def run() -> None:
+        client, _ = server.accept()
+        with client, suppress(OSError):
+            serve(client)
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield
+        thread.join()
+
+
+def endless(client: socket.socket) -> None:
+    while True:
+        client.sendall(b"x" * (1 << 20))
+
+
+def garbled(client: socket.socket) -> None:
+    client.sendall(b'{"type": "answer", "id": "\xff"}\n')
+    client.recv(1 << 16)
+
+
+@pytest.mark.parametrize(("serve", "words"), [(endless, "a line of more than (1|64) MiB"), (garbled, "")])
+def test_what_a_supervisor_sends_is_bounded_and_checked(here: Runs, serve: Callable[[socket.socket], None], words: str) -> None:
+    folder = planted(here, here.path)
+    path = socket_path(folder.path)
+    expected = f"run 'a': what its supervisor sent cannot be read: {words}"
+    with listening(path, serve), pytest.raises(RunFolderError, match=expected):
+        ask(folder, lambda number: Stop(id=number))
+    path.unlink()
+
+    async def follow() -> None:
+        client = await AsyncRunClient.connect(folder.path)
+        try:
+            await client.receive()
+        finally:
+            await client.close()
+
+    with listening(path, serve), pytest.raises(RunFolderError, match=expected):
+        asyncio.run(follow())
+
+
+LISTENS = """
+import os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+os.setuid(int(sys.argv[2]))
+server.listen()
+print("listens", flush=True)
+print(server.accept()[0].recv(1), flush=True)
+"""
+
+
+@needs_root
+def test_a_server_of_another_user_gets_no_request(here: Runs) -> None:
+    folder = planted(here, here.path)
+    command = [sys.executable, "-I", "-S", "-c", LISTENS, str(socket_path(folder.path)), str(OTHER)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listens\n"
+        with pytest.raises(RunFolderError, match="nobody listens there, not your supervisor of run 'a'"):
+            ask(folder, lambda number: Stop(id=number))
+        assert server.stdout.readline() == "b''\n", "it was sent a request"
+
+
+@needs_root
+def test_the_advice_about_a_squatted_socket_folder_can_be_followed(
+    here: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    squatted = Path(here.environment["MEMTOP_SOCKET_DIR"])
+    os.chown(squatted, OTHER, OTHER)
+    with pytest.raises(RunFolderError, match="belongs to nobody") as refused:
+        socket_path(here.path)
+    found = re.search(r"`export MEMTOP_SOCKET_DIR=\$HOME/([^`]+)`", str(refused.value))
+    assert found is not None
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", f"/tmp/memtop-{os.getpid()}-{found[1]}")
+    path = socket_path(here.path)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.parent.rmdir()
+
+
+async def test_a_second_peer_with_a_rank_does_not_take_it_from_the_first(tmp_path: Path, here: Runs) -> None:
+    agents, greeted, gone = Agents(), asyncio.Queue[int | None](), asyncio.Queue[list[int]]()
+    path = socket_path(tmp_path)
+
+    async def on_request(*_: object) -> None:
+        raise AssertionError("no request is sent")
+
+    server = ControlServer(
+        path,
+        on_request=on_request,
+        on_agent=lambda peer, message: greeted.put_nowait(agents.receive(peer, message, 1)),
+        on_gone=lambda peer: gone.put_nowait(agents.gone(peer)),
+    )
+    await server.start()
+
+    async def greet() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"type": "agent", "attempt": 1, "rank": 0}\n')
+        return reader, writer
+
+    first, to_first = await greet()
+    assert await greeted.get() == 0
+    _, to_second = await greet()
+    assert await greeted.get() is None
+    to_second.close()
+    assert (await gone.get(), agents.ranks) == ([], {0})
+    # A process that has connected again speaks once its old connection is gone.
+    third, to_third = await greet()
+    assert await greeted.get() is None
+    asked = asyncio.ensure_future(agents.call("free_cache", {0}))
+    assert json.loads(await first.readline())["name"] == "free_cache"
+    to_first.close()
+    assert (await gone.get(), agents.ranks) == ([], {0})
+    assert [answer.ok for answer in await asked] == [False]
+    asked = asyncio.ensure_future(agents.call("checkpoint", {0}))
+    assert json.loads(await third.readline())["name"] == "checkpoint"
+    to_third.close()
+    assert (await gone.get(), agents.ranks, len(await asked)) == ([0], set(), 1)
+    await server.close()
+
+
+# --- a run within a run, a removed lock, a word of ours -------------------------------------------
+
+STARTS_ANOTHER = f"""
+import subprocess, sys
+program = [sys.executable, "-c", {UNTIL_GO!r}]
+subprocess.run([sys.executable, "-m", "memtop", "train", "--name", "inner", "--detach", "--", *program], check=True)
+"""
+
+
+def test_a_run_started_by_a_run_does_not_end_with_it(runs: Runs) -> None:
+    runs.memtop("train", "--name", "outer", "--headless", "--", sys.executable, "-c", STARTS_ANOTHER)
+    assert not runs.events("outer", "leftovers")
+    inner = runs.show("inner")
+    assert (inner["alive"], inner["supervisor_pid"] is not None) == (True, True)
+    (runs.root / "go").touch()
+    inner = runs.wait("inner", lambda d: d["state"] == "finished")
+    assert inner["exit_status"] == 0
+
+
+def test_a_supervisor_gets_the_variables_of_people_and_none_of_a_run() -> None:
+    of_people = {"MEMTOP_RUNS_DIR": "/r", "MEMTOP_SOCKET_DIR": "/s", "MEMTOP_ASCII": "1", "PYTHONPATH": "/p:q", "HOME": "/h"}
+    assert outside_any_run(of_people) == of_people
+    site = Path(cli.__file__).resolve().parents[2] / "train/agent/site"
+    of_a_run = {"MEMTOP_RUN": "/r/a", "MEMTOP_ATTEMPT": "1", "MEMTOP_ATTEMPT_DIR": "/r/a/1", "MEMTOP_SOCKET": "/s/1"}
+    inside = {**of_people, **of_a_run, "MEMTOP_ON_OOM": "stop", "PYTHONPATH": f"{site}:/p:q"}
+    assert outside_any_run(inside) == of_people
+
+
+def test_a_living_run_without_its_lock_is_not_moved_aside(here: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = planted(here, here.path)
+    with subprocess.Popen(["sleep", "120"], env={}) as program:
+        found = identify(program.pid)
+        assert found is not None
+        write_json(folder.attempt(1) / "process.json", ProcessFile(found.pid, found.started_ticks, found.pid, 0))
+        assert not folder.lock_path.exists()
+        assert cli.run(["train", "--name", "a", "--fresh", "--detach", "--", "true"]) == 1
+        assert "run 'a' is in use: `memtop stop a` first" in capsys.readouterr().err
+        program.kill()
+    assert [run.name for run in list_runs(here.path)] == ["a"]
+
+
+def test_latest_is_not_a_name(here: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--name", "latest", "--detach", "--", "true"]) == 2
+    assert "--name latest: this word means the newest run; choose another name" in capsys.readouterr().err
+    assert not here.path.exists()
