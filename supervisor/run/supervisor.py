@@ -29,10 +29,10 @@ from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
+from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.record.ownership import require_own
-from memtop.supervisor.run.record.rebuild import open_ledger
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from memtop.cli import run as memtop
+from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.rebuild import open_ledger
 from memtop.supervisor.run.view import known_runs
 from tests.conftest import UNTIL_GO, Runs, make_runs, wait_for_file
 
