@@ -212,8 +212,9 @@ class _Follower:
         self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
         if state.state in (Phase.FINISHED, Phase.STOPPED):
             return 0
-        # The built-in trainer refused its input, which only its libraries can check.
-        return 2 if state.settings is not None and state.exit_status == 2 and not state.updates else 1
+        # The built-in trainer refused the input of a new run, which only its libraries can check.
+        refused = state.settings is not None and state.exit_status == 2 and state.attempt == 1 and not state.updates
+        return 2 if refused else 1
 
     @staticmethod
     def _print(text: str) -> None:
