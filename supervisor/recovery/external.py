@@ -146,10 +146,11 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None, *, full: bo
         yield from allocator
     if not full:
         return
-    if _may_be_torch(diagnosis) and not _is(diagnosis, Place.MPS, Place.TPU):
+    of_torch = _is(diagnosis, Place.PYTORCH)
+    if of_torch and not _is(diagnosis, Place.MPS, Place.TPU):
         yield _option_of("offload_optimizer", "optimizer state in host memory (ZeRO with offload), or in 8 bits", _OFFLOADED)
     yield _option_of("seq_len", "shorter samples, at first 512 tokens or more", "this changes the data", changes=True)
-    if _may_be_torch(diagnosis) and (command is None or command.mentions("lora")):
+    if of_torch if command is None else command.mentions("lora"):
         yield _option_of("lora_rank", "a smaller LoRA rank with the same alpha / r", "other adapters: a new run", changes=True)
     yield _option_of(
         "smaller_model", "a smaller model", "for example 0.5 B instead of 1.8 B parameters: a new run", changes=True
@@ -189,7 +190,7 @@ def _allocator(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterato
     """PyTorch's allocator option on CUDA, or else what the framework and the device have
     instead."""
     other = tuple(advice("allocator", diagnosis.environment))
-    if other or _is(diagnosis, *_OTHER_DEVICES) or not _may_be_torch(diagnosis):
+    if other or _is(diagnosis, *_OTHER_DEVICES) or not _is(diagnosis, Place.PYTORCH):
         yield from other
     elif command is None or "expandable_segments" not in command.allocator:
         yield _expandable(diagnosis, command)

@@ -123,6 +123,12 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("OLLAMA_CONTEXT_LENGTH", "num_gpu", "OLLAMA_KV_CACHE_TYPE=q8_0"),
         ("half the batch", "ALLOC_CONF", "--ctx-size"),
     ),
+    "unknown program": (
+        "Error: CUDA out of memory.\nrender: not enough GPU memory to continue",
+        {Place.CUDA},
+        ("half the batch", "a smaller model"),
+        ("ALLOC_CONF", "ZeRO", "LoRA"),
+    ),
     "windows gpu": (
         TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
         {Place.CUDA, Place.PYTORCH, Place.WINDOWS},
