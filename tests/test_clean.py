@@ -205,6 +205,37 @@ def _check_commands(screen: Screen, pid: str) -> None:
         assert status == 0 or text.count("\n") == 1, (arguments, text)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--headless", "--", "true", "\udcff"),
+        ("train", "--headless", "--runs-dir", "\udcff\n", "--", "true"),
+        ("train", "--headless", "--set", "model.config.x=\udcff\n"),
+        ("restart", "a", "--set", "x=\udcff"),
+    ],
+)
+def test_bytes_that_are_not_utf_8_are_refused_in_one_line(
+    hostile: RunFolder, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    there = sorted(hostile.path.parent.iterdir())
+    assert run(list(arguments)) == 2
+    printed = capsys.readouterr().err
+    assert "\\udcff" in printed
+    assert "has bytes that are not UTF-8; rename it, or use another folder" in printed
+    assert printed.count("\n") == 1
+    assert sorted(hostile.path.parent.iterdir()) == there
+
+
+def test_the_doctor_works_in_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--runs-dir", str(tmp_path / "\udcff\x1b[2J\n")]) == 0
+    assert "control socket" in capsys.readouterr().out
+
+
+def test_a_message_that_a_full_disk_cannot_take_changes_no_exit_status() -> None:
+    with Path("/dev/full").open("w") as full, Program([sys.executable, "-m", "memtop", "nonsense"], stderr=full) as command:
+        assert command.wait(120) == 2
+
+
 def test_a_terminal_of_another_encoding_gets_question_marks() -> None:
     with terminal("ascii") as screen:
         tell("é\udcff…")

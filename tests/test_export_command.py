@@ -46,7 +46,7 @@ def test_a_run_of_an_external_command_cannot_be_exported(runs: Runs) -> None:
     assert runs.memtop("export", "own", "model", status=2).stderr == (
         "memtop: RUN own: is your own program: memtop does not know how it saves its model\n"
     )
-    runs.memtop("train", "--headless", "--name", "broken", "--set", "trackers=nobody", status=1)
+    runs.memtop("train", "--headless", "--name", "broken", "--set", "trackers=nobody", status=2)
     assert "train_latest_state: no state was saved yet; `memtop checkpoint` saves one" in (
         runs.memtop("export", "broken", "model", status=2).stderr
     )

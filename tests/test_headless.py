@@ -78,8 +78,9 @@ def test_only_a_final_phase_ends_the_command(follow: Callable[..., int], capsys:
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
-        ({"settings": SETTINGS, "exit_status": 2}, 2),
-        ({"settings": SETTINGS, "exit_status": 2, "updates": 3}, 1),
+        ({"settings": SETTINGS, "exit_status": 2, "attempt": 1}, 2),
+        ({"settings": SETTINGS, "exit_status": 2, "attempt": 1, "updates": 3}, 1),
+        ({"settings": SETTINGS, "exit_status": 2, "attempt": 2}, 1),
         ({"settings": SETTINGS, "exit_status": 1}, 1),
         ({"exit_status": 2, "command": ("make",)}, 1),
     ],

@@ -18,7 +18,7 @@ from typing import Protocol, cast, runtime_checkable
 import msgspec
 
 from memtop.supervisor import wire
-from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.errors import MemtopError, RefusedError
 from memtop.supervisor.monitor.history import HOST
 from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
 from memtop.supervisor.wire import HistoryRows, StateUpdate
@@ -271,6 +271,8 @@ class RunFeed:
         self._interval = interval
         self._sampler_factory = sampler_factory or (lambda: real_sampler(run_folder.parent))
         self._ended = False
+        self._refused: str | None = None
+        """Why the supervisor cannot answer, although it lives."""
         self._sampler: Sampling | None = None
         self._retry_seconds = retry_seconds
         self._read: tuple[object, ...] | None = None
@@ -366,9 +368,12 @@ class RunFeed:
 
         try:
             return await AsyncRunClient.connect(self._folder)
+        except RefusedError as error:
+            self._refused = str(error)
         except (MemtopError, OSError):
             # No supervisor listens. _without_supervisor finds out what that means for the run.
-            return None
+            self._refused = None
+        return None
 
     async def _stream(self, client: Client) -> AsyncIterator[FeedMessage]:
         try:
@@ -400,7 +405,7 @@ class RunFeed:
             yield message
         yield wire.StateUpdate(run=run)
         self._ended = not run.alive
-        yield _unsupervised(run)
+        yield Disconnected(self._refused) if self._refused is not None else _unsupervised(run)
         # Another program may resume the run: keep checking, and keep sampling the machine.
         if self._sampler is None:
             self._sampler = await asyncio.to_thread(self._sampler_factory)

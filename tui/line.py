@@ -72,7 +72,7 @@ ROLES = (
 def line(*parts: str | Span) -> Line:
     """A line from spans and plain strings, cleaned, without empty ones."""
     spans = ((part, TEXT) if isinstance(part, str) else part for part in parts)
-    cleaned = ((text if text.isprintable() else clean(text), role) for text, role in spans)
+    cleaned = ((clean(text), role) for text, role in spans)
     return tuple(span for span in cleaned if span[0])
 
 

@@ -25,6 +25,7 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 
 from memtop.supervisor import wire
+from memtop.supervisor.clean import clean
 from memtop.supervisor.monitor.history import History
 from memtop.tui.line import STRONG, Line, join, line, spread
 from memtop.tui.panel import LinePanel
@@ -159,7 +160,7 @@ class ConfirmDialog(Dialog[bool]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
             box.border_title = self._title
-            yield Static("\n".join(self._lines), markup=False, id="what")
+            yield Static("\n".join(map(clean, self._lines)), markup=False, id="what")
             with Horizontal(classes="buttons"):
                 yield Button(f"{self._cancel} (n)", id="cancel", compact=True)
                 yield Button(f"{self._confirm} (y)", id="confirm", variant="error", compact=True)

@@ -88,6 +88,9 @@ def run(arguments: list[str]) -> int:
         return _complain(f"{error.format_message()} (see `{where} --help`)", 2)
     except MemtopError as error:
         return _complain(str(error), error.exit_status)
+    except UnicodeEncodeError as error:
+        # Python keeps such bytes of arguments and paths as surrogates.
+        return _complain(f"{error.object!r}: has bytes that are not UTF-8; rename it, or use another folder", 2)
     except (KeyboardInterrupt, click.Abort):
         return 130
     except (BrokenPipeError, SystemExit):

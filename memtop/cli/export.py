@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from memtop.cli.common import find_run
 from memtop.cli.options import PATH, RUN_HELP, run_argument, runs_dir_option
+from memtop.cli.output import print_lines, tell
 from memtop.supervisor.errors import MemtopError, UsageError
 
 
@@ -37,16 +39,30 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
         raise UsageError(f"RUN {folder.name}: was never started: there is nothing to export")
     where = ("--settings", str(written[-1]), "--state-dir", str(folder.latest_state), "--out", str(out))
     form = [*(["--adapter"] if adapter else []), *(["--merge"] if merge else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "memtop.train.export", *where, *form],
+    status = _printed([sys.executable, "-m", "memtop.train.export", *where, *form])
+    if status < 0:
+        raise MemtopError(
+            f"export of {folder.name}: killed by signal {-status}; 9 means that host memory ran out: the model needs "
+            "4 bytes per parameter"
+        )
+    return status
+
+
+def _printed(command: Sequence[str]) -> int:
+    """Run the command and print what it prints, cleaned: messages as they come, then the result."""
+    with subprocess.Popen(
+        command,
         # A folder named `tokenizers` in the current directory must not shadow the library.
         env={**os.environ, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    if done.returncode < 0:
-        raise MemtopError(
-            f"export of {folder.name}: killed by signal {-done.returncode}; 9 means that host memory ran out: the model needs "
-            "4 bytes per parameter"
-        )
-    return done.returncode
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for line in child.stderr:
+            tell(line.rstrip("\n"))
+        print_lines(*child.stdout.read().splitlines())
+    return child.returncode

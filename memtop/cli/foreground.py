@@ -11,12 +11,12 @@ import time
 from memtop.cli.common import proposal_lines
 from memtop.cli.output import print_lines, tell
 from memtop.supervisor import units
-from memtop.supervisor.errors import NotRunningError, RunFolderError
+from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import client
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
-from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
+from memtop.supervisor.wire import EventRows, Message, Phase, RunState, StateUpdate, Stop, Subscribe
 
 _PROGRESS_SECONDS = 5.0
 RETRY_SECONDS = 0.3
@@ -60,6 +60,7 @@ class _Follower:
         self._folder = folder
         self._interrupts = 0
         self._stop_printed = False
+        self._stopped_printed = False
         self._last_line = 0.0
         self._last_update: int | None = None
         self._last_event = since
@@ -138,10 +139,12 @@ class _Follower:
                     await connection.send(Stop(id=2))
                 if not done:
                     continue
-                message = pending.result()
+                finished, pending = pending, asyncio.ensure_future(connection.receive())
+                if not self._can_answer(finished):
+                    continue
+                message = finished.result()
                 if message is None:
                     return False
-                pending = asyncio.ensure_future(connection.receive())
                 if isinstance(message, EventRows):
                     self._report_events(message)
                 if isinstance(message, StateUpdate):
@@ -153,6 +156,16 @@ class _Follower:
             return True
         finally:
             pending.cancel()
+
+    def _can_answer(self, received: asyncio.Future[Message | None]) -> bool:
+        """False if the supervisor is stopped, which is printed once."""
+        why = received.exception()
+        if not isinstance(why, RefusedError):
+            return True
+        if not self._stopped_printed:
+            self._print(str(why))
+        self._stopped_printed = True
+        return False
 
     def _interrupt(self) -> None:
         self._interrupts += 1
@@ -199,8 +212,9 @@ class _Follower:
         self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
         if state.state in (Phase.FINISHED, Phase.STOPPED):
             return 0
-        # The built-in trainer refused its input, which only its libraries can check.
-        return 2 if state.settings is not None and state.exit_status == 2 and not state.updates else 1
+        # The built-in trainer refused the input of a new run, which only its libraries can check.
+        refused = state.settings is not None and state.exit_status == 2 and state.attempt == 1 and not state.updates
+        return 2 if refused else 1
 
     @staticmethod
     def _print(text: str) -> None:

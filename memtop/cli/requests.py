@@ -153,13 +153,13 @@ def _repeated_updates(folder: RunFolder, change: Change) -> str | None:
 
 def risk_of(folder: RunFolder, change: Change) -> str | None:
     """A warning, in one line, if the run would continue with settings that ran out of memory."""
-    with readable_ledger(folder):
-        rows = read_configurations(folder.path)
     state = read_state(folder)
     try:
+        with readable_ledger(folder):
+            rows = read_configurations(folder.path)
         after = edited(state.settings, change, state.checkpoint, rows)
     except MemtopError:
-        return None  # The supervisor refuses it and reports the reason.
+        return None  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
     return None if after is None else risk(after, failed_settings(rows))
 
 

@@ -93,20 +93,35 @@ MANAGED = frozenset(
 # Plain words that only such a program prints, without white space. Each is searched for anywhere in
 # the text, so none may be a part of a common word: "TPU" is in OUTPUT, "NPU" in INPUT.
 _SIGNS: dict[Place, tuple[str, ...]] = {
-    Place.MPS: ("MPSbackend", "PYTORCH_MPS", "'mps'", "mps:0", "metal::malloc", "ggml_metal", "IOGPU", "Invalidbuffersize"),
-    Place.NPU: ("NPUoutofmemory", "NPUerror", "torch_npu", "PYTORCH_NPU", "npu:0", "Ascend", "aclrt"),
-    Place.XPU: (
-        *("XPUoutofmemory", "XPUerror", "torch.xpu", "xpu:0", "UR_RESULT_ERROR", "UR_ERROR", "PI_ERROR", "ZE_RESULT"),
-        *("level_zero", "ggml_sycl", "intel_extension_for_pytorch"),
+    Place.MPS: (
+        *("MPSbackend", "PYTORCH_MPS", "'mps'", "device=mps", "device:mps", "metal::malloc", "ggml_metal", "IOGPU"),
+        "Invalidbuffersize",
     ),
-    Place.TPU: ("libtpu", "TPUv", "TPU_", "device:TPU", "TpuDevice", "memoryspacehbm", "ofhbm", "hbmcapacity"),
+    Place.NPU: ("NPUoutofmemory", "NPUerror", "torch_npu", "PYTORCH_NPU", "npu:0", "/Ascend/", "AscendCL", "aclrt"),
+    Place.XPU: (
+        *(
+            "XPUoutofmemory",
+            "XPUerror",
+            "torch.xpu",
+            "torch/xpu",
+            "xpu:0",
+            "UR_RESULT_ERROR",
+            "UR_ERROR_OUT_OF",
+            "PI_ERROR_OUT_OF",
+        ),
+        *("ZE_RESULT_ERROR", "level_zero", "ggml_sycl", "intel_extension_for_pytorch"),
+    ),
+    Place.TPU: ("libtpu", "TPUv", "TPU_", "device:TPU", "TpuDevice", "memoryspacehbm", "hbmcapacity"),
     Place.HPU: ("PT_DEVMEM", "habana", "hpu:0", "HPU_"),
     Place.ROCM: (
-        *("HIPoutofmemory", "HIPerror", "PYTORCH_HIP", "hipMalloc", "hipError", "hipblas", "HIPBLAS", "MIOPEN", "HIP_VISIBLE"),
-        *("/rocm", "+rocm", "ROCm"),
+        *("HIPoutofmemory", "HIPerror:", "PYTORCH_HIP", "hipMalloc", "hipErrorOutOf", "hipErrorMemory", "hipblas", "HIPBLAS"),
+        *("MIOPEN", "HIP_VISIBLE", "/rocm", "+rocm", "ROCm"),
     ),
     Place.CUDA: ("CUDA", "cuda", "Cuda", "NVIDIA", "nvidia", "CUBLAS", "CUDNN"),
-    Place.VLLM: ("vllm/", "vllm.", "vLLM", "EngineCore", "RayWorkerVllm", "VllmWorker", "gpu_memory_utilization", "vllmserve"),
+    Place.VLLM: (
+        *("vllm/", "vllm.", "vLLM", "EngineCore", "RayWorkerVllm", "VllmWorker", "gpu_memory_utilization", "vllmserve"),
+        *("desiredGPUmemoryutilization", "KVcacheisneeded", "storedinKVcache", "storedintheKVcache"),
+    ),
     Place.SGLANG: ("sglang", "mem-fraction-static", "mem_fraction_static"),
     Place.OLLAMA: ("ollama", "OLLAMA_", "Ollama"),
     Place.LLAMA_CPP: (
@@ -126,9 +141,9 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     Place.WSL: ("/usr/lib/wsl/", "microsoft-standard", "WSL2", "/mnt/c/Users/", "wsl.exe"),
     Place.WINDOWS: (
         *('File"C:\\', 'File"D:\\', 'File"E:\\', 'File"F:\\', "C:\\Users\\", "c:\\users\\", "C:\\Program", "C:\\Windows"),
-        *("WinError", "pagingfile", "\\site-packages\\", "0xC0000"),
+        *("WinError", "pagingfile", "\\site-packages\\", "0xC0000005", "0xC0000017", "0xC000012D"),
     ),
-    Place.MACOS: ('File"/Users/', "/opt/homebrew", "macOS", "Darwin"),
+    Place.MACOS: ('File"/Users/', "/opt/homebrew", "macOS-", "DarwinKernel"),
     Place.SLURM: (
         *("slurmstepd", "SLURM_", "srun:error", "srun:job", "srun:Job", "srun:Force", "slurm_script", "slurmd/", "/slurm/uid_"),
         *("#SBATCH", "Submittedbatchjob", "sbatch--"),
@@ -137,7 +152,16 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     Place.SGE: ("SGE_ROOT", "SGE_TASK", "SGE_O_", "SGE_JOB", "h_vmem", "sge_shepherd", "GridEngine"),
     Place.LSF: ("TERM_MEMLIMIT", "LSFmemory", "LSFSystem", "LSB_", ".lsbatch"),
     Place.RAY: (
-        *("ray.exceptions", "raylet", "RayTaskError", "ray/_private", "ray._private", "ray/python/", "RAY_memory"),
+        *(
+            "ray.exceptions",
+            "raylet",
+            "RayTaskError",
+            "ray/_private",
+            "ray._private",
+            "ray/python/",
+            "RAY_memory_usage",
+            "RAY_memory_monitor",
+        ),
         "exceedsthememoryusagethreshold",
     ),
     Place.KUBERNETES: (
@@ -147,8 +171,8 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     Place.COLAB: ('File"/content/', "google.colab", "COLAB_", "usingallavailableRAM"),
     Place.KAGGLE: ("/kaggle/working", "/kaggle/input", "/kaggle/src", "KAGGLE_", "notebooktriedtoallocatemorememory"),
     Place.DOCKER: (
-        *("dockerrun", "dockercompose", "docker-compose", "docker-entrypoint", "/docker/", "/docker-", ".dockerenv", "libpod"),
-        *('"OOMKilled":true', "Exited(137)"),
+        *("dockerrun", "dockercompose", "docker-compose", "docker-entrypoint", ".dockerenv", "libpod", "/docker/containers/"),
+        *("memcg=/docker/", "cgroup/docker/", ".slice/docker-", '"OOMKilled":true', "Exited(137)"),
     ),
 }
 _AFTER = 8

@@ -55,6 +55,8 @@ _FORWARD = re.compile(
     r"|nn[/\\]functional\.py|F\.linear\(|torch\.(?:embedding|matmul|bmm|baddbmm)\(|torch[/\\]_(?:refs"
     r"|decomp)[/\\]|flash_attn_func|scaled_dot_product_attention|in training_step\b"
 )
+_LONGEST = 1000
+"""Characters of a line that are searched: a frame of a traceback is shorter."""
 RULES = (
     ("save", _SAVE),
     ("data", _LOADING),
@@ -104,7 +106,7 @@ def phase_of(context: Sequence[LogLine]) -> str:
 
 
 def _phase_of_line(text: str) -> str | None:
-    return next((name for name, pattern in RULES if pattern.search(text)), None)
+    return next((name for name, pattern in RULES if pattern.search(text, 0, _LONGEST)), None)
 
 
 def _logged(texts: Sequence[str]) -> str:

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.environment import ENGINES, FRAMEWORKS, MANAGED, Place
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals
 from memtop.supervisor.recovery.configuration import TRAINED_BYTES
 from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, strays, why_allocator, with_expandable_segments
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory, more_host_memory
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.situation import HostFacts, restart_command
+from memtop.supervisor.recovery.situation import HostFacts, restart_command, to_do
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import TrendSubject
 
@@ -101,7 +101,7 @@ def _gpu(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Reme
     else:
         yield from refused
     if diagnosis.reason == MEMORY_BUDGET:
-        yield from advice("budget", diagnosis.environment)
+        yield from _budget(diagnosis)
     elif _is(diagnosis, *ENGINES):
         yield from advice("engine", diagnosis.environment)
     elif beyond is not None:
@@ -112,6 +112,22 @@ def _gpu(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Reme
     else:
         full = not refused or diagnosis.allowed_bytes is not None
         yield from _training(diagnosis, command, full=full)
+
+
+def _budget(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    """A share of the GPU that is too small, or one of which a part is in use before the start."""
+    free, total, wanted = diagnosis.free_bytes, diagnosis.total_bytes, diagnosis.requested_bytes
+    if _is(diagnosis, Place.VLLM) and free is not None and total is not None and wanted is not None and free < wanted <= total:
+        yield strays(diagnosis)
+        share = int(100 * free / total) / 100
+        yield to_do(
+            "gpu_memory_utilization",
+            f"vLLM: --gpu-memory-utilization {share:.2f} or less",
+            f"{size(free)} of {size(total)} are free when it starts, and it wants {size(wanted)}",
+            f"vllm serve MODEL --gpu-memory-utilization {share:.2f}",
+        )
+        return
+    yield from advice("budget", diagnosis.environment)
 
 
 def _training(diagnosis: Diagnosis, command: ExternalCommand | None, *, full: bool) -> Iterator[Remedy]:
@@ -130,10 +146,11 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None, *, full: bo
         yield from allocator
     if not full:
         return
-    if _may_be_torch(diagnosis) and not _is(diagnosis, Place.MPS, Place.TPU):
+    of_torch = _is(diagnosis, Place.PYTORCH)
+    if of_torch and not _is(diagnosis, Place.MPS, Place.TPU):
         yield _option_of("offload_optimizer", "optimizer state in host memory (ZeRO with offload), or in 8 bits", _OFFLOADED)
     yield _option_of("seq_len", "shorter samples, at first 512 tokens or more", "this changes the data", changes=True)
-    if _may_be_torch(diagnosis) and (command is None or command.mentions("lora")):
+    if of_torch if command is None else command.mentions("lora"):
         yield _option_of("lora_rank", "a smaller LoRA rank with the same alpha / r", "other adapters: a new run", changes=True)
     yield _option_of(
         "smaller_model", "a smaller model", "for example 0.5 B instead of 1.8 B parameters: a new run", changes=True
@@ -173,7 +190,7 @@ def _allocator(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterato
     """PyTorch's allocator option on CUDA, or else what the framework and the device have
     instead."""
     other = tuple(advice("allocator", diagnosis.environment))
-    if other or _is(diagnosis, *_OTHER_DEVICES) or not _may_be_torch(diagnosis):
+    if other or _is(diagnosis, *_OTHER_DEVICES) or not _is(diagnosis, Place.PYTORCH):
         yield from other
     elif command is None or "expandable_segments" not in command.allocator:
         yield _expandable(diagnosis, command)
@@ -277,10 +294,14 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         return
     if beyond_all_memory(diagnosis, host) is not None:
         return  # no setting makes that request fit
+    if host is None and (diagnosis.requested_bytes or 0) >= _MORE_THAN_MACHINES_HAVE:
+        yield _wrong_size(diagnosis)
+        return
     leaks = () if command is None else command.leaks
     more = () if leaks else tuple(one for one in more_host_memory(diagnosis, host) if isinstance(one, Remedy))
-    managed = _is(diagnosis, *MANAGED)
-    if managed:
+    # What a manager limits is cheaper to request than to save.
+    first = _is(diagnosis, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
+    if first:
         yield from more
     can_leak = not leaks or any(leak.role == "loader worker" for leak in leaks)
     if _may_have_workers(diagnosis, command) and can_leak and diagnosis.address_space_bytes is None:
@@ -288,8 +309,21 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         yield _option_of("workers", "no data-loader workers (num_workers 0), or fewer", why)
     if not leaks:
         yield from _less_host_memory(diagnosis, command)
-    if not managed:
+    if not first:
         yield from more
+
+
+_MORE_THAN_MACHINES_HAVE = 4 << 40
+"""A request for so much memory (4 TiB) comes from a wrong size, whatever the machine is."""
+
+
+def _wrong_size(diagnosis: Diagnosis) -> Remedy:
+    return to_do(
+        "one_request",
+        f"find what requests {size(diagnosis.requested_bytes)} at once",
+        "hardly any machine has so much memory: look for a wrong shape or type, or read the data in pieces",
+        None,
+    )
 
 
 def _less_host_memory(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:

@@ -73,10 +73,10 @@ def gpu_ladder(situation: Situation) -> Iterator[Rung]:
 
 def strays(diagnosis: Diagnosis) -> Remedy:
     """End the other processes on the GPU. memtop can do that on NVIDIA's GPUs under Linux."""
-    for elsewhere in advice("others", diagnosis.environment):
-        return elsewhere
     pids = f" (pid {', '.join(map(str, diagnosis.other_process_pids))})" if diagnosis.other_process_pids else ""
     held = units.size(diagnosis.other_process_bytes) if diagnosis.other_process_bytes is not None else "part of the GPU"
+    for elsewhere in advice("others", diagnosis.environment):
+        return replace(elsewhere, title=f"{elsewhere.title}: they hold {held}{pids}")
     return to_do(
         "strays",
         f"end the other processes on the GPU, or wait for them: they hold {held}{pids}",

@@ -66,7 +66,7 @@ def socket_path(run_folder: Path) -> Path:
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise RunFolderError(f"{parent}: must be closed to others: `chmod 700 {parent}`")
-    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:20]
     path = parent / f"{digest}.sock"
     if len(os.fsencode(path)) > 107:
         raise RunFolderError(f"MEMTOP_SOCKET_DIR {parent}: too long for a socket, at most 80 bytes")
@@ -80,6 +80,7 @@ class AsyncRunClient:
         self._folder = folder
         self._reader = reader
         self._writer = writer
+        self._pid = peer_of(writer.get_extra_info("socket")).pid
 
     @classmethod
     async def connect(cls, folder: Path) -> AsyncRunClient:
@@ -96,15 +97,19 @@ class AsyncRunClient:
     async def receive(self) -> Message | None:
         """The next message. None when the supervisor has closed the connection.
 
-        RunFolderError if it cannot be read.
+        RunFolderError if it cannot be read, RefusedError if the supervisor is stopped.
         """
-        try:
-            line = await self._reader.readline()
-        except ConnectionError:
-            return None
-        except ValueError:
-            raise _unreadable(self._folder, _TOO_LONG.format(_LINE_LIMIT >> 20)) from None
-        return _decoded(self._folder, line) if line.endswith(b"\n") else None
+        while True:
+            try:
+                line = await asyncio.wait_for(self._reader.readline(), _LOOK_SECONDS)
+            except asyncio.TimeoutError:
+                refuse_stopped(self._folder, self._pid)
+            except ConnectionError:
+                return None
+            except ValueError:
+                raise _unreadable(self._folder, _TOO_LONG.format(_LINE_LIMIT >> 20)) from None
+            else:
+                return _decoded(self._folder, line) if line.endswith(b"\n") else None
 
     async def close(self) -> None:
         self._writer.close()
@@ -147,9 +152,12 @@ def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
         try:
             received = connection.recv(1 << 16)
         except TimeoutError:
-            why = silence(folder, peer_of(connection).pid, None if begun is None else time.monotonic() - begun)
-            if why is not None:
-                raise RefusedError(why) from None
+            refuse_stopped(folder, peer_of(connection).pid)
+            if begun is not None and time.monotonic() - begun > _ANSWER_SECONDS:
+                raise RefusedError(
+                    f"run {folder.name!r}: its supervisor has not answered for {_ANSWER_SECONDS:.0f} s: "
+                    f"see {folder.supervisor_log}"
+                ) from None
             continue
         if not received:
             return
@@ -161,20 +169,13 @@ def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
         yield from lines
 
 
-def silence(folder: RunFolder, pid: int, seconds: float | None) -> str | None:
-    """Why the run's supervisor, the process `pid`, says nothing; None if it may still do so.
-
-    `seconds`: how long its first answer has taken; None if it has answered.
-    """
+def refuse_stopped(folder: RunFolder, pid: int) -> None:
+    """RefusedError if the run's supervisor, the process `pid`, is stopped and cannot answer."""
     if pid > 0 and is_stopped(pid):
-        return (
+        raise RefusedError(
             f"run {folder.name!r}: its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: "
-            f"`kill -CONT {pid}` lets it continue; what you asked for is done then"
+            f"`kill -CONT {pid}` lets it continue"
         )
-    if seconds is None or seconds < _ANSWER_SECONDS:
-        return None
-    who = f"its supervisor (pid {pid})" if pid > 0 else "its supervisor"
-    return f"run {folder.name!r}: {who} has not answered for {seconds:.0f} s: see {folder.supervisor_log}"
 
 
 def make_room(folder: RunFolder) -> None:
@@ -267,19 +268,23 @@ def _sockets(folder: RunFolder) -> Iterator[str]:
 def _connected(folder: RunFolder) -> socket.socket:
     """A connection to the run's supervisor. Raises NotRunningError if none listens.
 
-    RunFolderError if the run, or the process that listens, is not the caller's own.
+    RunFolderError if the run, or the process that listens, is not the caller's own. RefusedError if
+    that process is stopped.
     """
     require_own(folder.path)
     failure = None
     for path in _sockets(folder):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(_ANSWER_SECONDS)
         try:
             connection.connect(path)
         except OSError as error:
             connection.close()
             failure = failure or error
         else:
-            if (owner := peer_of(connection).uid) == os.geteuid():
+            peer = peer_of(connection)
+            if (owner := peer.uid) == os.geteuid():
+                refuse_stopped(folder, peer.pid)
                 return connection
             connection.close()
             raise RunFolderError(

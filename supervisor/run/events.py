@@ -6,6 +6,7 @@ need to know at that moment: rules read no file, no clock and no process.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -179,6 +180,27 @@ class NamedProcess(msgspec.Struct, frozen=True):
     name: str
 
 
+class Absence(str, Enum):
+    """Why a user's program has reported nothing."""
+
+    ENVIRONMENT = "environment"
+    """It has lost the environment: `env -i`, sudo."""
+    PYTHONPATH = "pythonpath"
+    """It has a PYTHONPATH of its own."""
+    ISOLATED = "isolated"
+    """Python was started with -I, -E or -S."""
+    NO_PYTHON = "no_python"
+    """None of its processes is Python."""
+    NO_UPDATE = "no_update"
+    """The agent is there and has seen no update."""
+
+
+class NotHeard(msgspec.Struct, frozen=True):
+    absence: Absence
+    process: NamedProcess | None = None
+    """The process that cannot report."""
+
+
 class LeftoversFound(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_found"):
     """Processes that the program left behind get a signal, or are still there after SIGKILL."""
 
@@ -238,6 +260,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """The trends that a restart of the run would end."""
     trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
     """What has begun or stopped growing, as messages and data."""
+    not_heard: NotHeard | None = None
+    """Why the program has reported nothing for some time; None if it has, or is young."""
     disk_free: int | str | None = None
     """Bytes free on the run's disk, or why they cannot be read; None: not read, since no rule waits
     for it.

@@ -17,7 +17,7 @@ from memtop.supervisor.diagnosis.values import PHASES, Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
-from memtop.supervisor.run.events import NamedProcess
+from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
@@ -128,6 +128,21 @@ def describe_status(status: int | None) -> str:
     if status == 0:
         return "exit status 0 without having finished"
     return f"exit status {status}"
+
+
+_ABSENCES = {
+    Absence.ENVIRONMENT: "was started with another environment (env -i, sudo): pass on MEMTOP_* and PYTHONPATH",
+    Absence.PYTHONPATH: "was started with a PYTHONPATH of its own: append the old one (PYTHONPATH=.:$PYTHONPATH)",
+    Absence.ISOLATED: "was started with -I, -E or -S, so that Python loads nothing of memtop: leave the option out",
+    Absence.NO_PYTHON: "memtop sees no Python process of it; one in a container or on another machine cannot report",
+    Absence.NO_UPDATE: "memtop is loaded in it and has seen no update: it still loads, or it uses no torch optimizer",
+}
+
+
+def not_heard(found: NotHeard) -> str:
+    """Why a program has reported nothing, and what to do."""
+    who = "" if found.process is None else f"{names([found.process])} "
+    return f"the program has reported nothing so far, so updates and loss are not known: {who}{_ABSENCES[found.absence]}"
 
 
 _NAMED = 6

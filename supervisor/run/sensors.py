@@ -14,12 +14,13 @@ from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
-from memtop.supervisor.run.events import Sampled, StoodStill, Tick
+from memtop.supervisor.run.events import NotHeard, Sampled, StoodStill, Tick
 from memtop.supervisor.run.machine_watch import MachineWatch
-from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.model import AttemptStage, Model
 from memtop.supervisor.run.pending_restart import free_bytes
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.examine import StallWatch
+from memtop.supervisor.run.processes.agent import SILENT_SECONDS, not_heard
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
 from memtop.supervisor.run.record.folder import RunFolder
@@ -30,8 +31,8 @@ from memtop.supervisor.wire import Phase, RoleMemory
 
 # Samples between two summaries of what a run spends its time on.
 _ADVISE_EVERY = 5
-# If no update is reported for this long, assume that the program uses no torch optimizer.
-_SILENT_SECONDS = 600.0
+# How often to look why a program has reported nothing yet.
+_SILENCE_SECONDS = 60.0
 
 
 class Sensors:
@@ -48,6 +49,8 @@ class Sensors:
         self._stall: StallWatch | None = None
         self._trends, self._measurements = TrendWatch(), Measurements()
         self._samples = 0
+        self._silence_due = _SILENCE_SECONDS
+        self._not_heard: NotHeard | None = None
 
     def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
         """Watch this attempt from now on. `new`: it was started just now."""
@@ -55,6 +58,7 @@ class Sensors:
         self.evidence = AttemptEvidence(attempt.folder, started, self.machine_watch.machine if new else None)
         self._stall = StallWatch(attempt.log_path, self._monotonic)
         self._trends, self._measurements = TrendWatch(), Measurements()
+        self._silence_due, self._not_heard = _SILENCE_SECONDS, None
 
     def reported(self, rank: int, report: Report) -> None:
         if isinstance(report, Step):
@@ -85,8 +89,21 @@ class Sensors:
             trends=self._trends.trends,
             own_trends=self._trends.own,
             trend_news=tuple(self._trends.news()),
+            not_heard=self._heard_nothing(model),
             disk_free=free_bytes(self._folder.path) if waits_for_disk else None,
         )
+
+    def _heard_nothing(self, model: Model) -> NotHeard | None:
+        """Why a user's program has reported nothing; read again once a minute."""
+        attempt, program = model.attempt, self.attempt
+        running = attempt is not None and attempt.stage is AttemptStage.RUNNING
+        if not running or attempt is None or program is None or model.settings is not None or model.progress.heard:
+            return None
+        seconds = self._monotonic() - attempt.since
+        if seconds >= self._silence_due:
+            self._silence_due = seconds + _SILENCE_SECONDS
+            self._not_heard = not_heard(program.processes(), seconds)
+        return self._not_heard
 
     def sampled(self, *, keep: bool) -> Sampled:
         """The event for the newest sample. `keep`: it goes into the ledger."""
@@ -141,7 +158,7 @@ class Sensors:
         if model.phase is Phase.TRAINING:
             return False
         since = model.attempt.since if model.attempt is not None else 0.0
-        return model.settings is not None or self._monotonic() - since < _SILENT_SECONDS
+        return model.settings is not None or self._monotonic() - since < SILENT_SECONDS
 
     def _members(self, model: Model) -> list[Member]:
         """The run's processes with their roles, as far as they have been seen."""

@@ -126,6 +126,7 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
 
 def _tick(model: Model, event: Tick) -> Model:
     model = commands.resume(_observed(model, event))
+    model = _warn_of_silence(model, event)
     attempt = model.attempt
     if attempt is None or model.launching is not None:
         return model
@@ -142,6 +143,15 @@ def _tick(model: Model, event: Tick) -> Model:
         else:
             model = prevention.tick(model)
     return trials.tick(model)
+
+
+def _warn_of_silence(model: Model, event: Tick) -> Model:
+    """Warn of a program that cannot report; once for each reason."""
+    text = None if event.not_heard is None else explain.not_heard(event.not_heard)
+    if model.warnings.get("silent") == text:
+        return model
+    model = warn(model, "silent", text)
+    return model if text is None else note(model, "warning", text)
 
 
 def _observed(model: Model, event: Tick) -> Model:

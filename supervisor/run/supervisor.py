@@ -29,8 +29,9 @@ from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
+from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
+from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
@@ -83,7 +84,7 @@ class Supervisor:
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
-        ledger = open_for_writing(self.folder.ledger_path)
+        ledger, rebuilt = open_ledger(self.folder)
         self._outbox = Outbox(ledger)
         server = self._server = ControlServer(
             self._socket, on_request=self._on_request, on_agent=self._on_agent, on_gone=self._on_gone
@@ -103,6 +104,8 @@ class Supervisor:
         await server.start()
         self._sensors.machine_watch.start(self._on_sample, self._on_sampling_failed)
         try:
+            if rebuilt is not None:
+                self.handle(WriteChecked(topic="record", problem=rebuilt))
             self._open(change)
             if self._performer.failure is not None:
                 # A command that waits for this supervisor takes its socket and state.json together

@@ -387,7 +387,9 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
         with contextlib.closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
             yield None if ledger.is_new else ledger
     except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
+        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+        hint = f"; `memtop restart {folder.name}` rebuilds it" if damaged else ""
+        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}{hint}") from None
 
 
 def trainer_alive(folder: RunFolder, attempt: int) -> bool:

@@ -72,7 +72,7 @@ def test_harmless_mutations_keep_the_kind(name: str) -> None:
 def test_lines_of_a_healthy_program_change_no_answer(log: logs.Log) -> None:
     for status in {log.exit_code, None}:
         alone, behind, among = (
-            msgspec.structs.replace(diagnose([data], Evidence(exit_status=status)), evidence=(), summary="")
+            msgspec.structs.replace(diagnose([data], Evidence(exit_status=status)), evidence=(), summary="", environment=())
             for data in (log.data, behind_ordinary(log.text), among_ordinary(log.text))
         )
         assert behind == alone

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import Settings, load_presets, load_recipes, resolve
+from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, Logits
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.remedies import Ladder, ladder
@@ -47,7 +48,9 @@ def measured(settings: Settings = T5) -> tuple[Peak, ...]:
 
 
 def died(kind: Kind = Kind.GPU_OOM, **fields: Any) -> Diagnosis:
-    return Diagnosis(**{"kind": kind, "confidence": 0.95, "summary": "out of memory", "phase": "backward", **fields})
+    """A failure of a program that uses PyTorch on CUDA, if nothing else is said."""
+    known = {"confidence": 0.95, "summary": "out of memory", "phase": "backward", "environment": (Place.CUDA, Place.PYTORCH)}
+    return Diagnosis(**{"kind": kind, **known, **fields})
 
 
 T5_OOM = died(

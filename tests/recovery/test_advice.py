@@ -123,6 +123,12 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("OLLAMA_CONTEXT_LENGTH", "num_gpu", "OLLAMA_KV_CACHE_TYPE=q8_0"),
         ("half the batch", "ALLOC_CONF", "--ctx-size"),
     ),
+    "unknown program": (
+        "Error: CUDA out of memory.\nrender: not enough GPU memory to continue",
+        {Place.CUDA},
+        ("half the batch", "a smaller model"),
+        ("ALLOC_CONF", "ZeRO", "LoRA"),
+    ),
     "windows gpu": (
         TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
         {Place.CUDA, Place.PYTORCH, Place.WINDOWS},
@@ -246,6 +252,47 @@ def test_the_advice_of_each_environment(name: str) -> None:
     assert [part for part in absent if part in said] == []
 
 
+NEAR_MISSES = (
+    "OUTPUT_DIR=/runs INPUT_DIR=/data timestamps: 0 clamps:0 PROC_API_ERROR=0 RelationshipError Ascending order",
+    "SIZE_RESULT ok, ARRAY_memory MESSAGE_JOB done, Tests run: 5, errors: 0, array::view",
+    "supports Linux, macOS and Windows; see docs/docker/README.md and /srv/docker/compose",
+    "loading Qwen/Qwen2.5-7B-Instruct, learning_rate: 1e-6, 2025-11-07 04:11:39",
+)
+
+
+def test_ordinary_words_are_no_sign_of_an_environment() -> None:
+    for line in NEAR_MISSES:
+        assert logs.of(f"{line}\n{KILLED_BY_KERNEL}").environment == (), line
+
+
+def test_what_served_a_model_before_is_not_what_failed() -> None:
+    served = "INFO 01-02 [vllm/engine/llm_engine.py:12] vLLM engine started with gpu_memory_utilization=0.4\n"
+    trained = served * 40 + TORCH.format(file="/app/verl/workers/actor.py") + "CUDA " + FULL
+    assert logs.of(trained).environment == (Place.CUDA, Place.PYTORCH)
+
+
+def test_a_request_that_hardly_any_machine_can_hold_is_a_wrong_size() -> None:
+    text = "numpy._core._exceptions._ArrayMemoryError: Unable to allocate {} for an array with shape (3, 4)"
+    assert ids(remedies_for_command(logs.of(text.format("11.4 TiB")))) == ["one_request"]
+    assert "swap" in ids(remedies_for_command(logs.of(text.format("11.4 GiB"))))
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        ((Place.CUDA, Place.PYTORCH), "memtop strays"),
+        ((Place.ROCM, Place.PYTORCH), "rocm-smi --showpids"),
+        ((Place.NPU, Place.PYTORCH), "npu-smi info"),
+        ((Place.CUDA, Place.WINDOWS), "nvidia-smi"),
+    ],
+)
+def test_other_processes_are_listed_by_the_tool_of_the_device(environment: tuple[Place, ...], command: str) -> None:
+    fields = {"other_process_bytes": gib(12), "other_process_pids": (7,), "environment": environment}
+    first = remedies_for_command(died(Kind.GPU_OOM_OTHER_PROCESS, **fields))[0]
+    assert first.command == command
+    assert first.title.endswith("they hold 12.0 GiB (pid 7)")
+
+
 # --- the cause of a kill --------------------------------------------------------------------------
 
 
@@ -354,6 +401,39 @@ def test_a_refused_budget(environment: tuple[Place, ...], offered: tuple[str, ..
     assert [part for part in absent if part in said] == []
 
 
+TAKEN = (
+    "ValueError: Free memory on device (13.20/23.68 GiB) on startup is less than desired GPU memory utilization "
+    "(0.9, 21.31 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+)
+CACHE = (
+    "ValueError: To serve at least one request with the models's max seq len (116160), (4.43 GiB KV cache is needed, which "
+    "is larger than the available KV cache memory (3.48 GiB)."
+)
+BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing."
+STATIC = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+DISPATCHED = (
+    "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized "
+    'model.\n  File "/venv/site-packages/transformers/quantizers/quantizer_bnb_4bit.py", line 9, in validate_environment'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "command"),
+    [
+        (TAKEN, "strays", "--gpu-memory-utilization 0.55"),
+        (CACHE, "gpu_memory_utilization", "--max-model-len"),
+        (BLOCKS, "gpu_memory_utilization", "--gpu-memory-utilization 0.95"),
+        (STATIC, "mem_fraction_static", "--mem-fraction-static 0.9"),
+        (DISPATCHED, "quantised", "load_in_4bit"),
+    ],
+)
+def test_the_words_of_a_refused_budget(text: str, first: str, command: str) -> None:
+    found = remedies_for_command(logs.of(text))
+    assert ids(found)[0] == first
+    assert command in words(found)
+    assert not {"smaller_batch", "allocator"} & set(ids(found))
+
+
 # --- what memtop itself knows ---------------------------------------------------------------------
 
 
@@ -364,6 +444,19 @@ def test_the_environment_of_a_run_of_memtop() -> None:
     assert of_process({"COLAB_RELEASE_TAG": "x"}, "6.1.0", in_container=True) == (Place.COLAB,)
     assert of_process({}, "6.1.0", in_container=True) == (Place.DOCKER,)
     assert together((Place.WSL, Place.WINDOWS, Place.CUDA, Place.CUDA)) == (Place.CUDA, Place.WSL)
+
+
+def test_what_a_scheduler_limits_comes_first_and_other_limits_last() -> None:
+    seen = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=GIB, in_cgroup=True))
+    refused = died(Kind.HOST_OOM_ALLOC)
+    for places, expected in (
+        ((Place.SLURM,), ["memory_limit", "host_level"]),
+        ((Place.DOCKER,), ["host_level", "memory_limit"]),
+        ((), ["host_level", "memory_limit", "swap"]),
+    ):
+        assert ids(remedies_for_command(replace(refused, environment=places), seen)) == expected
+        limited = replace(refused, environment=places, address_space_bytes=GIB)
+        assert ids(remedies_for_command(limited, seen)) == ["host_level", "address_space"]
 
 
 def test_a_container_has_a_limit_only_if_one_was_measured() -> None:

@@ -9,16 +9,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
-from memtop.supervisor.run.client import AsyncRunClient, silence
+from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt
 from memtop.supervisor.run.processes.members import alive
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.wire import Phase, StateUpdate, Subscribe
+from memtop.tui.feed import Disconnected, RunFeed
 from tests.conftest import Runs, wait_for_file
 from tests.run.test_supervisor import hasty
 
@@ -146,20 +149,44 @@ def test_a_run_that_goes_on_keeps_its_name(runs: Runs) -> None:
     assert runs.show("a")["alive"]
 
 
-def test_a_stopped_supervisor_is_named_with_what_to_do(runs: Runs) -> None:
-    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
-    supervisor = runs.wait("a", lambda d: d["alive"])["supervisor_pid"]
+async def everything(viewer: AsyncRunClient) -> None:
+    while await viewer.receive() is not None:
+        pass
+
+
+async def test_a_stopped_supervisor_is_named_with_what_to_do(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    follower = runs.start("train", "--name", "a", "--", "sleep", "600", stderr=subprocess.PIPE)
+    assert follower.stderr is not None
+    while "attempt 1" not in follower.stderr.readline():
+        assert follower.poll() is None
+    supervisor = runs.show("a")["supervisor_pid"]
+    viewer = await AsyncRunClient.connect(runs.path / "a")
+    advice = f"its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: `kill -CONT {supervisor}` lets it continue"
     os.kill(supervisor, signal.SIGSTOP)
     try:
-        refused = runs.memtop("checkpoint", "a", status=1)
-        assert f"its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: `kill -CONT {supervisor}`" in refused.stderr
+        assert advice in runs.memtop("checkpoint", "a", status=1).stderr
+        with pytest.raises(RefusedError, match=f"kill -CONT {supervisor}"):
+            await asyncio.wait_for(everything(viewer), 60)
+        feed = RunFeed(runs.path / "a", sampler_factory=Mock)
+        async for message in feed.messages():
+            if isinstance(message, Disconnected):
+                assert advice in message.reason
+                break
+        assert advice in follower.stderr.readline()
     finally:
         os.kill(supervisor, signal.SIGCONT)
+    runs.memtop("stop", "a")
+    _, said = follower.communicate(timeout=120)
+    assert "run a: stopped" in said
+    assert advice not in said, "it is said once"
+    await viewer.close()
 
 
-def test_only_a_first_answer_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert silence(folder, os.getpid(), None) is None
-    assert silence(folder, os.getpid(), 3.0) is None
-    assert f"(pid {os.getpid()}) has not answered for 31 s" in (silence(folder, os.getpid(), 31.0) or "")
-    assert "its supervisor has not answered" in (silence(folder, 0, 31.0) or "")
+def test_a_run_that_a_program_has_started_goes_on_after_it(runs: Runs) -> None:
+    inner = [sys.executable, "-m", "memtop", "train", "--name", "inner", "--detach", "--", "sleep", "600"]
+    done = runs.memtop("train", "--name", "outer", "--", *inner)
+    assert "left behind" not in done.stderr
+    document = runs.show("inner")
+    assert (document["state"], document["alive"], runs.show("outer")["state"]) == ("starting", True, "finished")
+    assert "SIGINT sent to pid" in runs.memtop("stop", "inner").stdout

@@ -6,11 +6,14 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from memtop.cli import run as memtop
+from memtop.supervisor.run.rebuild import open_ledger
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import known_runs
 from tests.conftest import UNTIL_GO, Runs, make_runs, wait_for_file
 
@@ -135,3 +138,51 @@ def test_a_new_supervisor_adopts_a_program_whose_files_are_damaged(runs: Runs, d
     (runs.root / "go").touch()
     document = runs.wait("a", lambda document: document["state"] != "training")
     assert (document["state"], document["exit_status"]) == ("finished", 0)
+
+
+@pytest.mark.parametrize("damage", [deleted, garbled, a_folder], ids=lambda damage: damage.__name__)
+def test_a_lost_ledger_is_rebuilt_and_the_run_goes_on(ended: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """As the next supervisor does it, without a program."""
+    folder = RunFolder(shutil.copytree(ended, tmp_path / "a"))
+    for suffix in ("-wal", "-shm"):
+        Path(f"{folder.ledger_path}{suffix}").unlink(missing_ok=True)
+    with closing(open_ledger(folder)[0]) as whole:
+        (before,) = whole.attempts()
+    damage(folder.ledger_path)
+    ledger, words = open_ledger(folder)
+    with closing(ledger):
+        (found,) = ledger.attempts()
+        assert [row.update for row in ledger.metrics()] == [1, 2]
+    names = ("number", "settings", "exit_status", "outcome", "start_updates", "updates", "launched")
+    assert [getattr(found, name) for name in names] == [getattr(before, name) for name in names]
+    assert (found.started, found.ended) == (pytest.approx(before.started, abs=5), pytest.approx(before.ended, abs=5))
+    assert words is not None
+    assert words.startswith(f"{folder.ledger_path} was ")
+    assert len(list(folder.path.glob("ledger.sqlite.*"))) == (0 if damage is deleted else 1)
+    # Once.
+    ledger, words = open_ledger(folder)
+    ledger.close()
+    assert words is None
+
+
+def test_a_restart_and_a_stop_work_without_the_ledger(runs: Runs) -> None:
+    program = REPORTING + UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
+    folder = runs.path / "a"
+    before = runs.wait("a", lambda document: document["updates"] == 2)
+    runs.kill(before["supervisor_pid"])
+    runs.wait("a", lambda document: document["supervisor_pid"] is None)
+    for path in folder.glob("ledger.sqlite*"):
+        path.unlink()
+    assert runs.show("a")["alive"]
+    runs.memtop("stop", "a", status=None)
+    document = runs.wait("a", lambda document: document["state"] == "stopped")
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["stopped"]
+    assert any("ledger.sqlite was missing: it was rebuilt" in warning for warning in document["warnings"])
+    runs.wait("a", lambda document: document["supervisor_pid"] is None)
+    garbled(folder / "ledger.sqlite")
+    (runs.root / "go").touch()
+    runs.memtop("restart", "a", "--headless")
+    document = runs.show("a")
+    assert [(attempt["number"], attempt["outcome"]) for attempt in document["attempts"]] == [(1, "stopped"), (2, "finished")]
+    assert any("was damaged (file is not a database; now ledger.sqlite." in warning for warning in document["warnings"])

@@ -22,7 +22,9 @@ from tests.tui.support import (
     screen_text,
 )
 
+ENDING = ("o", "k")
 SCREENS = (
+    ENDING,
     ("g",),
     ("m",),
     ("o",),
@@ -70,6 +72,9 @@ async def test_no_screen_lets_it_through() -> None:
             shown = screen_text(app)
             assert not RAW.search(shown), (keys, RAW.findall(shown))
             assert all(len(row) == 160 for row in shown.splitlines()), keys
+            if keys == ENDING:
+                assert "End this process?" in shown
+                assert all("right" in row for row in shown.splitlines() if "forged row" in row), "a line of its own"
             for _ in range(4):
                 if app.screen is not app.dashboard:
                     await press(pilot, "escape")

@@ -17,6 +17,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Button, Static
 
 from memtop.supervisor import units
+from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.charts import trail
@@ -246,6 +247,6 @@ class EnvironmentDialog(Dialog[None]):
         text = Text(overflow="fold")
         for name, value in sorted(self._variables.items()):
             hidden = is_secret(name, value) and not self._revealed
-            text.append(f"{name}=", "bold")
-            text.append("hidden\n" if hidden else f"{value}\n", "italic" if hidden else "")
+            text.append(f"{clean(name)}=", "bold")
+            text.append("hidden\n" if hidden else f"{clean(value)}\n", "italic" if hidden else "")
         return text if self._variables else Text("the process has no environment variables")

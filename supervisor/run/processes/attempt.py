@@ -22,6 +22,7 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
+from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
 from memtop.supervisor.run.record.output_log import OutputLog
@@ -226,10 +227,6 @@ def reap_children() -> dict[int, int]:
     return ended
 
 
-_PACKAGE = Path(__file__).resolve().parents[3]
-# On PYTHONPATH, its sitecustomize loads the agent into the training process. This is a path and no
-# import, because the supervisor does not import the trainer.
-_AGENT_SITE = _PACKAGE / "train" / "agent" / "site"
 _COMMAND = "command.json"
 # As in shim.py, which imports nothing of memtop. A process or exit file needs less than this.
 _RESERVED, _RESERVED_BYTES = ".reserved", 512
@@ -364,7 +361,7 @@ def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
     inside = environment.get("MEMTOP_ATTEMPT_DIR", os.devnull) + os.sep
     left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES and not value.startswith(inside)}
     if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
-        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(_AGENT_SITE))
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
     return left
 
 
@@ -373,9 +370,9 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, 
     additions = {
         "MEMTOP_RUN": str(folder.path),
         "MEMTOP_ATTEMPT": str(number),
-        "MEMTOP_ATTEMPT_DIR": str(folder.attempt(number)),
+        ATTEMPT_VARIABLE: str(folder.attempt(number)),
         "MEMTOP_SOCKET": str(socket),
-        "PYTHONPATH": os.pathsep.join([str(_AGENT_SITE), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *([inherited] if inherited else [])]),
         "PYTHONUNBUFFERED": "1",
     }
     if not spec.command:

@@ -127,13 +127,17 @@ def default_runs_dir() -> Path:
 def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     """Create the folder of a new run, closed to other users.
 
-    `fresh` moves an existing run with that name aside. Nothing is ever deleted.
+    `fresh` moves an existing run with that name aside. Nothing is ever deleted. UnicodeEncodeError
+    for a path, a command or a setting with bytes that are not UTF-8.
     """
     if not _NAME.fullmatch(spec.name):
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
     if spec.name == LATEST:
         raise UsageError(f"--name {LATEST}: this word means the newest run; choose another name")
     path = runs_dir / spec.name
+    # Everything is stored as UTF-8. Refuse other bytes before anything is created.
+    str(path.absolute()).encode()
+    msgspec.json.encode(spec)
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():

@@ -19,7 +19,6 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, metrics, tiers
@@ -92,17 +91,6 @@ class StoredStep(NamedTuple):
         of_report = [name for name in Metric.__struct_fields__ if name not in ("attempt", "updates")]
         values = {name: getattr(self.report, name) for name in of_report}
         return Metric(attempt=self.attempt, updates=self.updates, **values)
-
-
-def open_for_writing(path: Path) -> Ledger:
-    """The supervisor's ledger, created if there is none.
-
-    Raises RunFolderError if it is damaged or cannot be written.
-    """
-    try:
-        return Ledger(path)
-    except sqlite3.Error as error:
-        raise RunFolderError(f"{path}: cannot be used: {error}") from None
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:

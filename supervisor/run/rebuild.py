@@ -1,0 +1,135 @@
+"""Opens the supervisor's ledger.
+
+One that is lost or damaged is rebuilt from the folders of the attempts, as far as they go: what was
+started, how it ended, what the ranks reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.processes.attempt import ExitFile
+from memtop.supervisor.run.record.folder import RunFolder, StateFile, read_derived
+from memtop.supervisor.run.record.journal import JournalReader, find_journals
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import End, Plan, Step
+
+_REASON = "found in the run's folder"
+
+
+def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
+    """The ledger, created or rebuilt if necessary, and what the person should know about that.
+
+    Raises RunFolderError if it cannot be written.
+    """
+    path = folder.ledger_path
+    try:
+        damage = _damage(path)
+        words = "was missing" if damage is None else f"was damaged ({damage}; now {_moved_aside(path)})"
+        ledger = Ledger(path)
+        if not folder.attempt_numbers() or ledger.attempts():
+            return ledger, None
+        _rebuild(folder, ledger)
+    except (sqlite3.Error, OSError) as error:
+        raise RunFolderError(f"{path}: cannot be used: {error}") from None
+    return ledger, f"{path} {words}: it was rebuilt from {folder.path / 'attempts'}; earlier events and memory history are lost"
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with the file. None if it is whole, or missing."""
+    if path.is_dir() or (path.is_symlink() and not path.exists()):
+        return "not a file"
+    if not path.exists():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
+            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:
+        return None  # it cannot be opened now, which proves nothing
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return None if found == "ok" else " ".join(str(found).split())
+
+
+def _moved_aside(path: Path) -> str:
+    """Rename the ledger and the files that SQLite keeps beside it. Returns the new name."""
+    aside = f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(path.with_name(aside + suffix))
+    return aside
+
+
+def _rebuild(folder: RunFolder, ledger: Ledger) -> None:
+    state, (newest, *older) = folder.state(), folder.attempt_numbers()
+    for number in reversed(older):
+        _add(folder, ledger, number, None, may_run=False)
+    # The end of the newest attempt is handled by the rules, unless they have done so before.
+    handled = state is None or state.run.attempt != newest or state.run.state.final
+    exited = read_derived(folder.attempt(newest) / "exit.json", ExitFile) is not None
+    over = handled and (exited or (state is not None and state.run.attempt == newest))
+    _add(folder, ledger, newest, state, may_run=not over)
+
+
+def _add(folder: RunFolder, ledger: Ledger, number: int, state: StateFile | None, *, may_run: bool) -> None:
+    path = folder.attempt(number)
+    settings = read_derived(path / "settings.json", Settings)
+    started = _first_time(path)
+    # An external command counts its updates from its start.
+    ledger.add_attempt(number, _REASON, settings, started, 0 if settings is None else None)
+    plan, end, step = _add_reports(ledger, number, path)
+    if plan is not None:
+        ledger.update_attempt(number, start_updates=plan.updates)
+    if may_run:
+        return
+    exited = read_derived(path / "exit.json", ExitFile)
+    status = exited.status if exited is not None else None
+    outcome = end.outcome if end is not None else None
+    if state is not None and state.run.attempt == number:
+        outcome = state.run.state.value
+    elif outcome not in ("finished", "stopped", "failed"):
+        outcome = "failed" if status else "stopped" if settings is not None else "finished"
+    ledger.update_attempt(
+        number,
+        ended=exited.ended if exited is not None else started,
+        exit_status=status,
+        outcome=outcome,
+        launched=exited is not None or (path / "process.json").exists(),
+        updates=step.update if step is not None else None,
+        samples_seen=step.samples_seen if step is not None else None,
+        peak_bytes=ledger.highest_peak(number),
+    )
+
+
+def _first_time(path: Path) -> float:
+    """When the attempt was started: its command was written just before."""
+    with contextlib.suppress(OSError):
+        return (path / "command.json").stat().st_mtime
+    return path.stat().st_mtime
+
+
+def _add_reports(ledger: Ledger, number: int, path: Path) -> tuple[Plan | None, End | None, Step | None]:
+    """Store all reports that are left. Returns the first rank's last of these kinds."""
+    plan: Plan | None = None
+    end: End | None = None
+    step: Step | None = None
+    for journal in map(JournalReader, find_journals(path)):
+        while True:
+            reports, until = journal.read_new()
+            if until == journal.offset:
+                break
+            journal.offset = ledger.add_reports(number, journal.rank, reports, until)
+            for report in reports if journal.rank == 0 else ():
+                match report:
+                    case Plan():
+                        plan = report
+                    case End():
+                        end = report
+                    case Step():
+                        step = report
+    return plan, end, step
