@@ -231,6 +231,11 @@ def test_the_doctor_works_in_any_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert "control socket" in capsys.readouterr().out
 
 
+def test_a_message_that_a_full_disk_cannot_take_changes_no_exit_status() -> None:
+    with Path("/dev/full").open("w") as full, Program([sys.executable, "-m", "memtop", "nonsense"], stderr=full) as command:
+        assert command.wait(120) == 2
+
+
 def test_a_terminal_of_another_encoding_gets_question_marks() -> None:
     with terminal("ascii") as screen:
         tell("é\udcff…")

@@ -19,8 +19,13 @@ def print_lines(*lines: str) -> None:
 
 
 def tell(*lines: str) -> None:
-    """Print lines to stderr: messages."""
-    _print(lines, sys.stderr)
+    """Print lines to stderr: messages. The command goes on if a full disk cannot take them."""
+    try:
+        _print(lines, sys.stderr)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return  # there is no other place to say it
 
 
 def print_json(document: Any, **lists: Iterator[Any]) -> None:
