@@ -67,9 +67,9 @@ def open_run(
 ) -> int:
     """Open the dashboard on a run. The exit status reflects the run's failure only if
     `started_here`."""
-    need_terminal()
     if not look.read_only:
         require_own(folder.path)
+    need_terminal()
     from memtop.tui.feed import RunFeed
 
     def sampler() -> Sampler:

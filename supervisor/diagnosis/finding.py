@@ -160,6 +160,8 @@ class Pattern:
         confidence, weight = self.confidence, self.weight
         if _PERHAPS.search(before):
             confidence, weight = min(confidence, UNCERTAIN), min(weight, Weight.LIKELY)
+        elif not figures.known and self.kind in _STATABLE and not _is_stated(view.before(match.start(), _FAR_BEFORE), match[0]):
+            confidence, weight = min(confidence, UNCERTAIN), min(weight, Weight.BROKEN)
         return Finding(self.kind, self.reason, confidence, weight, self.phase, figures, line, last)
 
 
@@ -282,7 +284,7 @@ MOST_OF_A_KIND = 40
 _TRIES = 1000
 """How many candidates at either end are examined: a log can hold a hundred thousand that are
 rejected."""
-_BEFORE = 80
+_BEFORE, _FAR_BEFORE = 80, 400
 """How many characters in front of a match are read to see whether it is meant."""
 
 Candidate = TypeVar("Candidate")
@@ -312,6 +314,32 @@ def both_ends(
     return front + back[::-1]
 
 
+_STATABLE = (Kind.GPU_OOM, Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.DISK_FULL, Kind.SHM_EXHAUSTED)
+_STATING = re.compile(
+    r"error|exception|fatal|fail|abort|panic|terminat|critical|crash|throw|what\(\)|cannot|can't|unable|warn|severe|assert"
+    r"|killed|died|got |ran |\bsays?\b|\breturn(?:s|ed)?\b|result|status|[:=] ?[EF] |^[EF]\d{4} |\[E\]|</?torch_|ENOSPC"
+    r"|could(?: not|n't)|exit code|\b(?:writ(?:e|ing)|open(?:ing)?|copying|saving) \S",
+    re.IGNORECASE,
+)
+_STATING_MATCH = re.compile(r"fail|cannot|can't|unable|error:|errno|tried|OutOfMemoryError", re.IGNORECASE)
+# A quotation within a sentence: `a common error is "CUDA out of memory"`.
+_QUOTATION = re.compile(r"[a-z]{2,},? [\"'`\u201c\u2018](?:\w+(?:Error|Exception):\s*)?$")
+_HAPPENED = re.compile(
+    r"(?i)\b(?:fail\w*|raised?|rais\w+|got|died|crash\w*|abort\w*|threw|throw\w*|with|instance of|exception)\b"
+)
+_HEADING = re.compile(r"#{2,}\s")
+
+
+def _is_stated(before: str, matched: str) -> bool:
+    """Whether a line reports the message as an error that happened, and does not only name it: in a
+    heading, a table, a definition or a sentence about errors."""
+    if _QUOTATION.search(before) and not _HAPPENED.search(before):
+        return False
+    if _STATING.search(before) or (_STATING_MATCH.search(matched) and not matched.isupper()):
+        return True
+    return not before.strip(" \t'\"`*[]()<>-:.") and not _HEADING.match(before)
+
+
 # "This might be caused by ..." is the program's own guess.
 _PERHAPS = re.compile(
     r"\b(?:might|may|could|can|likely|probably|possibly|perhaps|maybe|usually|often)\W{1,2}(?:be |is |are )?"
@@ -333,7 +361,7 @@ _SUPPOSED = re.compile(
     r"\b(?:if|avoid|avoids|prevent|prevents|may|might|can|could|would|when|whenever|in case of|to fix|reduces?|lest|without|"
     r"instead of|help|helps|helpful|except|catch|catches|catching|handle|handles|handling|handler|detects?|check(?:s|ing)? for|"
     r"against|likely|risk(?:s|ing)?|no|not|isinstance|class|def|import|assertRaises|pytest\.raises)\W{0,3}"
-    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|get|see|hit|encounter|getting|of|possible"
+    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|const|get|see|hit|encounter|getting|of|possible"
     r"|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
     re.IGNORECASE,
 )

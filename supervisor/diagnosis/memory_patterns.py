@@ -34,6 +34,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         r"|MemoryAllocation)",
         PINNED,
     ),
+    Pattern(r"(?i:out_?of_?memory).{0,20}?(?:cu(?:da)?|hip)(?:Mem)?HostAlloc", PINNED),
+    Pattern(r"(?P<size>\d+ bytes)\)? of host memory: CUDA_ERROR_OUT_OF_MEMORY", PINNED),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
     Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
@@ -49,7 +51,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"Error 2: out of memory", GPU, 0.85),
     Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
     Pattern(r"== cudaSuccess \(2 vs\. 0\)", GPU),
-    Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85),
+    Pattern(r"cudaErrorMemoryAllocation(?!=\d)", GPU, 0.85),
     Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
     Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
     Pattern(
@@ -61,6 +63,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory", GPU),
     Pattern(r"failed to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer of size (?P<size>\d+)", GPU, 0.95),
     Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
+    Pattern(r"(?:failed|unable) to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer", GPU, 0.85),
     Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
     Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", GPU),
     Pattern(
@@ -90,7 +93,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(r"(?:cu|cl|hip)\w{0,20}?Mem\w{0,20} failed: (?:out of memory|MEM_OBJECT_ALLOCATION_FAILURE)", GPU),
     Pattern(r"\w+ failed: MEM_OBJECT_ALLOCATION_FAILURE", GPU),
-    Pattern(r"\[CUDA\] out of memory|Cuda Runtime \(out of memory\)", GPU),
+    Pattern(r"CUDA: out of memory|\[CUDA\] out of memory|Cuda Runtime \(out of memory\)", GPU),
     Pattern(
         r"CUDA failure 2: out of memory ; GPU=(?P<gpu>\d+)",
         GPU,
@@ -300,6 +303,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
     Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
     Pattern(r"unable to write to file </?torch_\w+>", SHM, 0.85, phase="data"),
+    Pattern(r"failed to extend /dev/shm/nccl-\w+ to (?P<size>\d+ bytes)", SHM, 0.85),
     Pattern(rf"shm\w*\.(?:h|cc|c|py):\d+.{{0,80}}? {_FULL}", SHM),
     Pattern(
         r"(?:failed to|unable to|Error while) (?:creat\w+|extend\w*|attach\w* to|open|allocate) shared memory segment"

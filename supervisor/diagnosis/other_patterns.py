@@ -44,9 +44,15 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.8),
     Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory|container killed due to memory)", KILLED),
     Pattern(r"(?i:notebook|session|kernel) tried to allocate more memory than is available", KILLED, 0.8),
+    Pattern(
+        r"(?i:(?:violat|exceed|surpass|reach)\w{1,5} (?:the |its )?(?:\w{1,12} )?memory limit"
+        r".{0,80}?(?:killed|terminated|evicted))",
+        KILLED,
+        0.8,
+    ),
     Pattern(r"TERM_MEMLIMIT|TERM_SWAP", KILLED, 0.97),
     Pattern(r"OOM[Kk]illed(?!\"?:?\"?(?:false|False|0))", KILLED, 0.95),
-    Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_)", KILLED),
+    Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_|[:=]?0)", KILLED),
     Pattern(r"node was low on resource:? memory", KILLED),
     Pattern(r"killed by (?:the )?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95),
     Pattern(r"sending SIG(?:TERM|KILL) to process \d+.{0,60}?(?:badness|VmRSS|oom_score)", KILLED),
@@ -117,7 +123,7 @@ ENDS: tuple[Pattern, ...] = (
         0.95,
     ),
     other(r"DUE TO NODE FAILURE|NODE_FAIL", "node_failure", 0.95),
-    other(r"CANCELLED AT|TERM_OWNER|TERM_FORCE_OWNER|TERM_ADMIN", "cancelled", 0.8, weight=Weight.TERMINATED),
+    other(r"CANCELLED AT|TERM_OWNER|TERM_FORCE_OWNER|TERM_ADMIN", "cancelled", 0.8, weight=Weight.KILLED),
     other(r"KeyboardInterrupt", "keyboard_interrupt", 0.93, at_start=True),
     other(r"\[\d+\][+-] Interrupt", "keyboard_interrupt", weight=Weight.TERMINATED),
     other(

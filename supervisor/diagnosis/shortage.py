@@ -25,12 +25,14 @@ _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 _SHORT_OF_MEMORY = re.compile(
     rf"(?i)\bout of (?:\w+ ){{0,2}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
-    rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out)"
+    rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
+    rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\bmemory[ _]alloc\w*[ _](?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
     rf"|\bbad allocation\b"
-    rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}\b(?:exceed|reached)|\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
+    rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
+    rf"|(?<!['\"])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
 # A failed allocation of something: a lack of memory if a size stands next to it.
 _ALLOCATION = re.compile(
@@ -53,7 +55,7 @@ _STATES = re.compile(
     r"(?i)error|exception|\bfatal\b|\bfail|\babort|\bpanic|\bterminat|\bcrash|\bcould(?: not|n't)|\bcannot|\bunable|[^\w'\"`]*$"
 )
 _MENTIONS = re.compile(
-    r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|against|handles?"
+    r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
     r"|on oom|in case)\b|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
     # Collectors of garbage and schedulers use the words for what is ordinary to them.
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
@@ -130,7 +132,7 @@ def _read(page: LogText, index: int) -> Finding | None:
     words = _SHORT_OF_MEMORY.search(text)
     allocation = None if words else _ALLOCATION.search(text)
     match = words or allocation
-    if match is None or is_mild(line) or is_supposed(text[: match.start()]):
+    if match is None or text.startswith(("##", "|")) or is_mild(line) or is_supposed(text[: match.start()]):
         return None
     if _MENTIONS.search(text[: match.start()]):
         return None

@@ -164,8 +164,12 @@ class ControlServer:
                 return
             request = msgspec.convert(message, Request)
         except msgspec.ValidationError as error:
-            number = message.get("id") if isinstance(message, dict) else None
-            peer.refuse(number if isinstance(number, int) and abs(number) < 1 << 53 else 0, f"not understood: {error}")
+            found = message.get("id") if isinstance(message, dict) else None
+            number = found if isinstance(found, int) and abs(found) < 1 << 53 else 0
+            peer.refuse(number, f"not understood: {error}")
+            if peer.is_agent:
+                # Whoever waits for the answer must not wait forever.
+                self._on_agent(peer, AgentReply(id=number, message=f"its answer is not understood: {error}"))
             return
         except (msgspec.DecodeError, UnicodeDecodeError):
             peer.refuse(0, "not JSON")

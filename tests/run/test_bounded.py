@@ -9,6 +9,7 @@ import json
 import os
 import sqlite3
 import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from memtop.supervisor.run.record.ledger import EVENTS_STORED, Ledger, Outbox
 from memtop.supervisor.run.record.output_log import OutputLog
 from memtop.supervisor.run.reports import Hello, Report, SettingsChanged, Step
 from memtop.supervisor.wire import Event
+from tests.conftest import UNTIL_GO, Runs
 
 
 def on_disk(path: Path) -> int:
@@ -257,3 +259,26 @@ def test_content_is_read_without_holes(tmp_path: Path) -> None:
         found = b"".join(holes.without_holes(file.fileno(), 10_000))
     assert found.replace(b"\0", b"") == before[:8192] + b"cut" + before[1 << 19 :]
     assert len(found) < len(before) // 2 + 8192 + 3 * 4096
+
+
+def test_a_program_that_prints_very_much_is_not_disturbed(runs: Runs) -> None:
+    program = (
+        "import sys\nfor n in range(130):\n    sys.stdout.write(f'{n:09d}\\n' * 100_000)\nprint('the last line', flush=True)\n"
+    )
+    program += UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
+    warned = runs.wait("a", lambda document: any("in the middle of" in words for words in document["warnings"]))
+    log = Path(warned["log_path"])
+    assert any(words.startswith("the program has printed very much: ") for words in warned["warnings"])
+    assert "warning     the program has printed very much" in runs.memtop("show", "a").stdout
+    # Neither supervisor nor shim is needed for it to go on.
+    runs.kill(warned["supervisor_pid"])
+    runs.kill(json.loads((log.parent / "process.json").read_text())["shim_pid"])
+    (runs.root / "go").touch()
+    runs.wait("a", lambda document: not document["alive"])
+    with log.open("rb") as file:
+        assert file.read(10) == b"000000000\n"
+        assert file.seek(0, 2) == 130 * 100_000 * 10 + len("the last line\n")
+        file.seek(-34, 2)
+        assert file.read() == b"000000129\n" * 2 + b"the last line\n"
+    assert on_disk(log) < (output_log.HEAD_BYTES + output_log.TAIL_BYTES + output_log.STEP_BYTES) * 1.5

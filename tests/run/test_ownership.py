@@ -19,10 +19,12 @@ from pathlib import Path
 import pytest
 
 from memtop import cli
+from memtop.cli import dashboard
 from memtop.cli.common import run_folders
-from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path
+from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, list_runs, write_json
 from memtop.supervisor.run.record.ownership import why_not_own
@@ -166,6 +168,50 @@ def test_another_users_run_can_be_looked_at(here: Runs, capsys: pytest.CaptureFi
     assert cli.run(["runs"]) == 0
     assert "unreadable" in capsys.readouterr().out
     folder.state_path.unlink()
+
+
+def test_the_dashboard_opens_another_users_run_only_to_look(here: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = planted(here, here.path)
+    living = identify(os.getpid())
+    assert living is not None
+    write_json(folder.attempt(1) / "process.json", ProcessFile(living.pid, living.started_ticks, 1, 1))
+    folder.path.chmod(0o770)
+    with pytest.raises(RunFolderError, match="other users may write"):
+        dashboard.open_run(folder)
+    opened: list[RunFolder] = []
+    monkeypatch.setattr(dashboard, "open_run", lambda run, look, **_: opened.append(run) or 0)
+    with pytest.raises(UsageError, match="needs a terminal"):
+        # The machine, since no run may be opened.
+        dashboard.open_dashboard(here.path, None, dashboard.WatchOptions())
+    dashboard.open_dashboard(here.path, None, dashboard.WatchOptions(read_only=True))
+    folder.path.chmod(0o700)
+    dashboard.open_dashboard(here.path, None, dashboard.WatchOptions())
+    assert [run.path for run in opened] == [folder.path, folder.path]
+
+
+def test_a_folder_exchanged_after_the_check_executes_nothing(here: Runs) -> None:
+    """Where others may write the folder of all runs, they may rename two runs at any moment."""
+    folder = planted(here, here.path)
+    folder.spec_path.chmod(0o646)
+    with pytest.raises(RunFolderError, match=r"run\.json: is not yours alone"):
+        folder.spec(own=True)
+    attempt = folder.attempt(1)
+    command = {"argv": ["touch", str(here.root / "mark")], "cwd": "/", "environment": {}}
+    (attempt / "command.json").write_text(json.dumps(command))
+    (attempt / "command.json").chmod(0o646)
+    starts = [sys.executable, "-I", "-S", shim.__file__, str(attempt)]
+    done = subprocess.run(starts, capture_output=True, text=True, check=False)
+    assert (done.returncode, "command.json: is not yours alone" in done.stderr) == (1, True)
+    assert not (here.root / "mark").exists()
+
+
+def test_a_file_system_that_changes_owners_is_named(here: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("true",), cwd="/", memtop_version="0")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4242)
+        with pytest.raises(RunFolderError, match="does not store owners or permissions: choose another --runs-dir"):
+            create_run(here.path, spec, fresh=False)
+    assert not (here.path / "a").exists()
 
 
 def test_your_own_run_restarts_and_nothing_in_its_folder_is_imported(here: Runs) -> None:
@@ -343,6 +389,7 @@ def test_a_supervisor_gets_the_variables_of_people_and_none_of_a_run() -> None:
     site = Path(cli.__file__).resolve().parents[2] / "train/agent/site"
     of_a_run = {"MEMTOP_RUN": "/r/a", "MEMTOP_ATTEMPT": "1", "MEMTOP_ATTEMPT_DIR": "/r/a/1", "MEMTOP_SOCKET": "/s/1"}
     inside = {**of_people, **of_a_run, "MEMTOP_ON_OOM": "stop", "PYTHONPATH": f"{site}:/p:q"}
+    inside |= {"TORCHELASTIC_ERROR_FILE": "/r/a/1/error.json", "PET_LOG_DIR": "/r/a/1/ranks"}
     assert outside_any_run(inside) == of_people
 
 
@@ -353,9 +400,10 @@ def test_a_living_run_without_its_lock_is_not_moved_aside(here: Runs, capsys: py
         assert found is not None
         write_json(folder.attempt(1) / "process.json", ProcessFile(found.pid, found.started_ticks, found.pid, 0))
         assert not folder.lock_path.exists()
-        assert cli.run(["train", "--name", "a", "--fresh", "--detach", "--", "true"]) == 1
-        assert "run 'a' is in use: `memtop stop a` first" in capsys.readouterr().err
+        status = cli.run(["train", "--name", "a", "--fresh", "--detach", "--", "true"])
         program.kill()
+    assert status == 1
+    assert "run 'a' is in use: `memtop stop a` first" in capsys.readouterr().err
     assert [run.name for run in list_runs(here.path)] == ["a"]
 
 

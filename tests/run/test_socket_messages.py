@@ -6,10 +6,11 @@ import asyncio
 import json
 import tempfile
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from memtop.supervisor.run.events import AgentAnswer
 from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer
 from memtop.supervisor.wire import Answer, Outcome, Request
 
@@ -67,3 +68,42 @@ def test_what_is_not_understood_is_refused(line: bytes, words: str) -> None:
     assert [one["outcome"] for one in refused] == ["refused"]
     assert str(refused[0]["message"]).startswith(words), refused
     assert (last["id"], last["message"]) == (5, "understood")
+
+
+async def asked(folder: Path, answer: str) -> list[AgentAnswer]:
+    """What the rank answers to a command, as the supervisor understands it."""
+    agents, connected = Agents(), asyncio.Event()
+
+    def on_agent(peer: Peer, message: FromAgent) -> None:
+        if agents.receive(peer, message, 1) is not None:
+            connected.set()
+
+    server = ControlServer(folder / "s", on_request=AsyncMock(), on_agent=on_agent, on_gone=Mock())
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_unix_connection(folder / "s")
+        writer.write(AGENT)
+        await connected.wait()
+        calling = asyncio.create_task(agents.call("free_cache", {0}))
+        command = json.loads(await reader.readline())
+        writer.write(answer.replace("ID", str(command["id"])).encode() + b"\n")
+        found = await calling
+        writer.close()
+    finally:
+        await server.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "ok", "words"),
+    [
+        ('{"type": "answer", "id": ID, "ok": true, "message": "freed", "result": {"after": {"rss_bytes": 5}}}', True, "freed"),
+        ('{"type": "answer", "id": ID, "ok": "yes"}', False, "its answer is not understood: Expected `bool`"),
+        ('{"type": "answer", "id": ID, "ok": true, "result": {"a": [1]}}', False, "its answer is not understood: Expected"),
+    ],
+)
+def test_every_answer_of_a_rank_ends_the_wait_for_it(answer: str, ok: bool, words: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        (found,) = asyncio.run(asyncio.wait_for(asked(Path(folder), answer), 60))
+    assert found.ok is ok
+    assert found.message.startswith(words)

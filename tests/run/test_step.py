@@ -229,6 +229,26 @@ def test_what_a_program_leaves_behind_is_named() -> None:
     assert brain.model.reason.startswith("its main program ended; ended what it left behind: pid 10 (worker), pid 11")
 
 
+@pytest.mark.parametrize("reported_end", [False, True])
+def test_a_run_whose_rank_was_ended_in_the_background_has_not_finished(reported_end: bool) -> None:
+    brain = training(settings=None)
+    brain.report({"type": "hello", "rank": 0, "pid": 11, "offers": []})
+    if reported_end:
+        brain.report({"type": "end", "outcome": "finished", "saved": True})
+    brain.tell(ProgramEnded(ended=brain.now, status=0))
+    brain.tell(LeftoversFound(name="SIGTERM", processes=(NamedProcess(10, "bash"), NamedProcess(11, "python"))))
+    brain.tell(LeftoversCleared(log=LogEnd(lines=("step 7",)), states=brain.model.states))
+    if reported_end:
+        assert brain.model.phase is Phase.FINISHED
+        return
+    found = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary="nothing is known")
+    brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
+    assert brain.model.phase is Phase.FAILED
+    assert brain.model.reason is not None
+    assert brain.model.reason.startswith("its main program ended while pid 11 (python) still trained in the background")
+    assert brain.asked(Launch) == []
+
+
 def test_a_finished_program_that_waits_for_space_is_not_ended() -> None:
     brain = training()
     words = "finished update 7, waiting for space"

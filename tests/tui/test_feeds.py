@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memtop.supervisor import wire
-from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
 from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import view as view_module
@@ -206,6 +206,16 @@ async def test_the_history_of_a_run_that_is_over_is_read_again_only_if_it_change
     (tmp_path / "ledger.sqlite").write_text("a last event")
     assert [type(m) for m in await take(stream, 6)] == whole
     assert [type(m) for m in await take(stream, 3)] == whole[3:]
+
+
+async def test_a_supervisor_that_cannot_be_understood_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Garbled(FakeClient):
+        async def receive(self) -> wire.Message | None:
+            raise RunFolderError("what its supervisor sent cannot be read")
+
+    Supervisors(monkeypatch, Garbled(), FakeClient(running(gpu())))
+    messages = await take(run_feed().messages(), 4)
+    assert messages[:3] == [Connected(), Disconnected("what its supervisor sent cannot be read"), Connected()]
 
 
 async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:

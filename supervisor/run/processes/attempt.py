@@ -356,9 +356,10 @@ def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a run has added to it.
 
     A program of a run may start another run. With these variables, its supervisor would count as a
-    part of the first run, and end with it.
+    part of the first run, and end with it. Its error files would be those of the first run.
     """
-    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES}
+    inside = environment.get("MEMTOP_ATTEMPT_DIR", os.devnull) + os.sep
+    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES and not value.startswith(inside)}
     if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
         left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
     return left

@@ -50,10 +50,10 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     )
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
-    if phase is Phase.FINISHED and model.left_over:
-        # A program that has put itself into the background ends here, too.
-        reason = f"its main program ended; ended what it left behind: {explain.names(model.left_over)}"
     verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
+    if phase is Phase.FINISHED and model.left_over:
+        verdict = _with_leftovers(model, event)
+        phase = verdict.phase
     if phase is not Phase.FAILED:
         return _conclude(replace(model, verdict=verdict), None, None)
     stalled = model.stalled is not None
@@ -67,6 +67,24 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
         settings=model.settings,
     )
     return emit(replace(model, attempt=replace(attempt, stage=AttemptStage.EXAMINING), verdict=verdict), examine)
+
+
+def _with_leftovers(model: Model, event: LeftoversCleared) -> AttemptVerdict:
+    """The main program ended well, and memtop ended what it left behind. If that was still
+    training, the run has not finished.
+    """
+    end = model.progress.end
+    ranks = {rank.pid for rank in model.progress.ranks.values()}
+    trained = [one for one in model.left_over if one.pid in ranks]
+    if not trained or (end is not None and end.outcome == "finished"):
+        words = f"its main program ended; ended what it left behind: {explain.names(model.left_over)}"
+        return AttemptVerdict(phase=Phase.FINISHED, reason=words)
+    words = (
+        f"its main program ended while {explain.names(trained)} still trained in the background, and was ended: "
+        "let the main program wait for it"
+    )
+    diagnosis = {"summary": words, "evidence": list(event.log.lines)}
+    return AttemptVerdict(phase=Phase.FAILED, reason=words, diagnosis=diagnosis)
 
 
 def examined(model: Model, event: Examined) -> Model:
