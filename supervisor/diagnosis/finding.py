@@ -317,7 +317,8 @@ def both_ends(
 _STATABLE = (Kind.GPU_OOM, Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.DISK_FULL, Kind.SHM_EXHAUSTED)
 _STATING = re.compile(
     r"error|exception|fatal|fail|abort|panic|terminat|critical|crash|throw|what\(\)|cannot|can't|unable|warn|severe|assert"
-    r"|killed|died|got |ran |\bsays?\b|\breturn(?:s|ed)?\b|result|status|[:=] ?[EF] |^[EF]\d{4} |\[E\]|</?torch_|ENOSPC",
+    r"|killed|died|got |ran |\bsays?\b|\breturn(?:s|ed)?\b|result|status|[:=] ?[EF] |^[EF]\d{4} |\[E\]|</?torch_|ENOSPC"
+    r"|could(?: not|n't)|exit code|\b(?:writ(?:e|ing)|open(?:ing)?|copying|saving) \S",
     re.IGNORECASE,
 )
 _STATING_MATCH = re.compile(r"fail|cannot|can't|unable|error:|errno|tried|OutOfMemoryError", re.IGNORECASE)
