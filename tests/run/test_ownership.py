@@ -307,6 +307,29 @@ def test_a_server_of_another_user_gets_no_request(here: Runs) -> None:
         assert server.stdout.readline() == "b''\n", "it was sent a request"
 
 
+AGENT = """
+import sys
+from memtop.train.agent.journal import Link
+Link(sys.argv[1], sys.argv[2], {"type": "agent"}, print).start()
+sys.stdin.read()
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "received"), [(OTHER, "b''\n"), (os.getuid(), "b'{'\n")])
+def test_an_agent_speaks_only_with_the_owner_of_the_runs_folder(here: Runs, owner: int, received: str) -> None:
+    folder = planted(here, here.path)
+    path = str(socket_path(folder.path))
+    listens = [sys.executable, "-I", "-S", "-c", LISTENS, path, str(owner)]
+    agent = [sys.executable, "-c", AGENT, path, str(folder.attempt(1))]
+    with subprocess.Popen(listens, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listens\n"
+        with subprocess.Popen(agent, stdin=subprocess.PIPE) as program:
+            assert server.stdout.readline() == received
+            program.kill()
+
+
 @needs_root
 def test_the_advice_about_a_squatted_socket_folder_can_be_followed(
     here: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
