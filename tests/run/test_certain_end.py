@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,14 @@ import pytest
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes import attempt as attempt_module
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt
 from memtop.supervisor.run.processes.members import alive
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
-from memtop.supervisor.wire import Phase, StateUpdate, Subscribe
+from memtop.supervisor.wire import Phase, StateUpdate, Stop, Subscribe
 from memtop.tui.feed import Disconnected, RunFeed
 from tests.conftest import Runs, wait_for_file
 from tests.run.test_supervisor import hasty
@@ -185,3 +187,19 @@ async def test_a_stopped_supervisor_is_named_with_what_to_do(runs: Runs, monkeyp
     assert "run a: stopped" in said
     assert advice not in said, "it is said once"
     await viewer.close()
+
+
+def test_a_supervisor_that_does_not_even_accept_a_request_is_given_up(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    folder = create_run(tmp_path, spec, fresh=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        path = client.socket_path(folder.path)
+        silent.bind(str(path))
+        silent.listen()
+        with pytest.raises(RefusedError, match="its supervisor has not answered for 0 s: see /"):
+            client.ask(folder, lambda number: Stop(id=number))
