@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.cli import run
-from memtop.cli.output import json_text, tell
+from memtop.cli.output import json_text, print_lines, tell
 from memtop.supervisor.clean import LONGEST, clean
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
@@ -122,6 +122,16 @@ def terminal(encoding: str = "utf-8") -> Iterator[Screen]:
             yield screen
         finally:
             screen.close()
+
+
+@given(st.lists(OUTSIDE, max_size=4))
+def test_whatever_is_printed_reaches_the_terminal_as_that_many_harmless_lines(texts: list[str]) -> None:
+    with terminal() as screen:
+        print_lines(*texts)
+        tell(*texts)
+        shown = screen.read().decode()
+    assert not RAW.search(shown)
+    assert shown.count("\n") == 2 * len(texts)
 
 
 @pytest.fixture

@@ -39,6 +39,9 @@ class Place(str, Enum):
     PBS = "pbs"
     SGE = "sge"
     LSF = "lsf"
+    HTCONDOR = "htcondor"
+    YARN = "yarn"
+    DASK = "dask"
     RAY = "ray"
     KUBERNETES = "kubernetes"
     COLAB = "colab"
@@ -63,6 +66,8 @@ _LABELS = {
     Place.WINDOWS: "Windows",
     Place.MACOS: "macOS",
     Place.SLURM: "Slurm",
+    Place.HTCONDOR: "HTCondor",
+    Place.DASK: "Dask",
     Place.RAY: "Ray",
     Place.KUBERNETES: "Kubernetes",
     Place.COLAB: "Google Colab",
@@ -81,6 +86,9 @@ MANAGED = frozenset(
         Place.PBS,
         Place.SGE,
         Place.LSF,
+        Place.HTCONDOR,
+        Place.YARN,
+        Place.DASK,
         Place.RAY,
         Place.KUBERNETES,
         Place.COLAB,
@@ -123,7 +131,7 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
         *("desiredGPUmemoryutilization", "KVcacheisneeded", "storedinKVcache", "storedintheKVcache"),
     ),
     Place.SGLANG: ("sglang", "mem-fraction-static", "mem_fraction_static"),
-    Place.OLLAMA: ("ollama", "OLLAMA_", "Ollama"),
+    Place.OLLAMA: ("ollama", "OLLAMA_", "Ollama", "llamarunner", "modelrequiresmoresystemmemory"),
     Place.LLAMA_CPP: (
         *("ggml_", "llama_model_load", "llama_init_from", "llama_context", "llama_new_context", "llama_kv_cache", "llama.cpp"),
         *("llama-server", "llama-cli", "common_init_from"),
@@ -137,7 +145,7 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
         *("jaxlib", "jax/_src", "jax._src", "jax.numpy", "importjax", "JaxRuntimeError", "XlaRuntimeError"),
         *("XLA_PYTHON_CLIENT", "XLA_CLIENT_MEM", "flax/"),
     ),
-    Place.TENSORFLOW: ("tensorflow", "OP_REQUIRES", "keras/", "OOMwhenallocatingtensor", "ResourceExhaustedError"),
+    Place.TENSORFLOW: ("tensorflow", "OP_REQUIRES", "keras/", "OOMwhenallocatingtensor"),
     Place.WSL: ("/usr/lib/wsl/", "microsoft-standard", "WSL2", "/mnt/c/Users/", "wsl.exe"),
     Place.WINDOWS: (
         *('File"C:\\', 'File"D:\\', 'File"E:\\', 'File"F:\\', "C:\\Users\\", "c:\\users\\", "C:\\Program", "C:\\Windows"),
@@ -151,6 +159,9 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     Place.PBS: ("PBS:job", "=>>PBS", "PBS_JOBID", "PBS_O_", "PBSJobId", "pbs_mom"),
     Place.SGE: ("SGE_ROOT", "SGE_TASK", "SGE_O_", "SGE_JOB", "h_vmem", "sge_shepherd", "GridEngine"),
     Place.LSF: ("TERM_MEMLIMIT", "LSFmemory", "LSFSystem", "LSB_", ".lsbatch"),
+    Place.HTCONDOR: ("Jobhasgoneovermemorylimit", "condor_starter", "_CONDOR_", "HTCondor"),
+    Place.YARN: ("YarnScheduler", "YarnAllocator", "killedbyYARN", "org.apache.hadoop.yarn"),
+    Place.DASK: ("distributed.nanny", "distributed.scheduler", "distributed.worker_memory"),
     Place.RAY: (
         *(
             "ray.exceptions",
@@ -223,6 +234,7 @@ _VARIABLES: dict[str, Place] = {
     "PBS_JOBID": Place.PBS,
     "SGE_TASK_ID": Place.SGE,
     "LSB_JOBID": Place.LSF,
+    "_CONDOR_SCRATCH_DIR": Place.HTCONDOR,
     "KUBERNETES_SERVICE_HOST": Place.KUBERNETES,
     "COLAB_RELEASE_TAG": Place.COLAB,
     "KAGGLE_KERNEL_RUN_TYPE": Place.KAGGLE,

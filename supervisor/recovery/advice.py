@@ -22,6 +22,7 @@ About = Literal[
     "limit",
     "machine",
     "address_space",
+    "unproven",
     "who_killed",
     "shm",
     "pinned",

@@ -287,7 +287,8 @@ def _option(words: Sequence[str], names: Sequence[str]) -> _Option | None:
 def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:
     host = None if command is None else command.host
     if diagnosis.confidence < SURE:
-        yield from advice("who_killed", diagnosis.environment)
+        killed = diagnosis.kind is Kind.HOST_OOM_KILLED
+        yield from advice("who_killed" if killed else "unproven", diagnosis.environment)
         return
     if diagnosis.reason in _HEAPS:
         yield _larger_heap(*_HEAPS[diagnosis.reason])

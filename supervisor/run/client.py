@@ -38,9 +38,10 @@ _LITTLE_SPACE = 1 << 20
 _START_SECONDS = 30.0
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
-# The supervisor answers each request at once, if only to accept it.
-_ANSWER_SECONDS = 30.0
-_LOOK_SECONDS = 2.0
+ANSWER_SECONDS = 30.0
+"""A supervisor that has not even accepted a request by then is given up."""
+LOOK_SECONDS = 2.0
+"""How often a command looks at a supervisor that says nothing."""
 _LEAVE_SECONDS = 10.0
 
 
@@ -101,7 +102,7 @@ class AsyncRunClient:
         """
         while True:
             try:
-                line = await asyncio.wait_for(self._reader.readline(), _LOOK_SECONDS)
+                line = await asyncio.wait_for(self._reader.readline(), LOOK_SECONDS)
             except asyncio.TimeoutError:
                 refuse_stopped(self._folder, self._pid)
             except ConnectionError:
@@ -147,16 +148,16 @@ def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
     """
     begun: float | None = time.monotonic()
     rest = b""
-    connection.settimeout(_LOOK_SECONDS)
+    connection.settimeout(LOOK_SECONDS)
     while True:
         try:
             received = connection.recv(1 << 16)
         except TimeoutError:
             refuse_stopped(folder, peer_of(connection).pid)
-            if begun is not None and time.monotonic() - begun > _ANSWER_SECONDS:
+            if begun is not None and time.monotonic() - begun > ANSWER_SECONDS:
                 raise RefusedError(
-                    f"run {folder.name!r}: its supervisor has not answered for {_ANSWER_SECONDS:.0f} s: "
-                    f"see {folder.supervisor_log}"
+                    f"run {folder.name!r}: its supervisor has not answered for {time.monotonic() - begun:.0f} s: "
+                    f"see {folder.supervisor_log}; it may still do what you asked for"
                 ) from None
             continue
         if not received:
@@ -275,7 +276,7 @@ def _connected(folder: RunFolder) -> socket.socket:
     failure = None
     for path in _sockets(folder):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(_ANSWER_SECONDS)
+        connection.settimeout(ANSWER_SECONDS)
         try:
             connection.connect(path)
         except OSError as error:

@@ -7,6 +7,7 @@ five times a second, metric rows and events at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -119,6 +120,7 @@ class ControlServer:
         self._on_agent = on_agent
         self._on_gone = on_gone
         self._server: asyncio.Server | None = None
+        self._inode: int | None = None
 
     async def start(self) -> None:
         # We hold the run's lock, so an existing socket belongs to a supervisor that has died.
@@ -128,13 +130,17 @@ class ControlServer:
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot create a socket: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
         self.path.chmod(0o600)
+        self._inode = self.path.stat().st_ino
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
         for peer in list(self.peers):
             peer._writer.close()
-        self.path.unlink(missing_ok=True)
+        # A run that was deleted and created anew has the same path, and another supervisor.
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(writer)

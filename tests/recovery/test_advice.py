@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memtop.supervisor.diagnosis.environment import Place, of_process, together
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.diagnosis.diagnose import diagnose
+from memtop.supervisor.diagnosis.environment import MANAGED, Place, of_process, together
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from memtop.supervisor.recovery.advice import advice, refusals, table
 from memtop.supervisor.recovery.external import MEMORY_BUDGET, ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
@@ -186,6 +187,25 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("bsub -M", "rusage[mem="),
         ("sudo", "sbatch", "num_workers"),
     ),
+    "htcondor": (
+        "Job was evicted. Job has gone over memory limit of 2048 megabytes. Peak usage: 2059 megabytes.\n" + KILLED_BY_KERNEL,
+        {Place.HTCONDOR},
+        ("request_memory = 64GB",),
+        ("sudo", "num_workers"),
+    ),
+    "yarn": (
+        "ERROR YarnScheduler: Lost executor 3: Container killed by YARN for exceeding memory limits. 5.5 GB of 5.5 GB "
+        "physical memory used.",
+        {Place.YARN},
+        ("spark.executor.memoryOverhead",),
+        ("sudo", "num_workers", "docker"),
+    ),
+    "dask": (
+        "distributed.nanny.memory - WARNING - Worker tcp://1:2 (pid=3) exceeded 95% memory budget. Restarting...",
+        {Place.DASK},
+        ("memory_limit=",),
+        ("sudo", "num_workers"),
+    ),
     "kubernetes": (
         "    Last State:     Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n",
         {Place.KUBERNETES},
@@ -250,6 +270,35 @@ def test_the_advice_of_each_environment(name: str) -> None:
     said = words(remedies_for_command(found))
     assert [part for part in offered if part not in said] == []
     assert [part for part in absent if part in said] == []
+
+
+# What a piece of advice says, and the places of which one must be known for it.
+NEEDS: dict[str, set[Place]] = {
+    "PYTORCH_": {Place.PYTORCH},
+    "ZeRO": {Place.PYTORCH},
+    "PYTORCH_CUDA_ALLOC_CONF": {Place.CUDA, Place.PYTORCH},
+    "PYTORCH_HIP_ALLOC_CONF": {Place.ROCM},
+    "PYTORCH_MPS_": {Place.MPS},
+    "XLA_": {Place.JAX},
+    "TF_": {Place.TENSORFLOW},
+    "vllm": {Place.VLLM},
+    "sglang": {Place.SGLANG},
+    "sacct": {Place.SLURM},
+    "qsub": {Place.PBS, Place.SGE},
+    "bsub": {Place.LSF},
+    "kubectl": {Place.KUBERNETES},
+}
+UNFIT = {"sudo": {*MANAGED, Place.WINDOWS, Place.MACOS}, "export": {Place.WINDOWS}, "ulimit": {Place.WINDOWS, Place.MACOS}}
+
+
+def test_no_known_log_gets_advice_of_another_environment() -> None:
+    for log in [*logs.read("failure_logs.jsonl"), *logs.read("more_logs.jsonl")]:
+        found = diagnose([log.data], Evidence(exit_status=log.exit_code))
+        here, said = set(found.environment), words(remedies_for_command(found))
+        assert [part for part, places in NEEDS.items() if part in said and not here & places] == [], log.id
+        assert [part for part, places in UNFIT.items() if part in said and here & places] == [], log.id
+        if (found.requested_bytes or 0) > (found.total_bytes or 1 << 60):
+            assert "half the batch" not in said, log.id
 
 
 NEAR_MISSES = (
@@ -322,6 +371,11 @@ def test_a_limit_of_address_space_is_named_as_its_scheduler_does() -> None:
         said = words(remedies_for_command(replace(limited, environment=(place,))))
         assert option in said
         assert "fallocate" not in said
+
+
+def test_words_about_memory_alone_are_to_be_measured_and_no_kill_is_looked_for() -> None:
+    suspected = died(Kind.HOST_OOM_ALLOC, confidence=0.4, environment=())
+    assert ids(remedies_for_command(suspected)) == ["watch"]
 
 
 # --- a device that is not full --------------------------------------------------------------------

@@ -6,21 +6,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt
+from memtop.supervisor.run.processes import attempt as attempt_module
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt
 from memtop.supervisor.run.processes.members import alive
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
-from memtop.supervisor.wire import Phase, StateUpdate, Subscribe
+from memtop.supervisor.wire import Phase, StateUpdate, Stop, Subscribe
 from memtop.tui.feed import Disconnected, RunFeed
 from tests.conftest import Runs, wait_for_file
 from tests.run.test_supervisor import hasty
@@ -48,18 +52,20 @@ def test_a_program_that_ends_well_on_a_full_disk_has_finished(runs: Runs, small_
     assert (document["state"], document["exit_status"], len(document["attempts"])) == ("finished", 0, 1)
 
 
-def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path) -> None:
+def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone" / "exit.json"
     assert not write_json(str(gone), {"status": 3}, seconds=0)
     shim = subprocess.Popen(["sleep", "600"])
     attempt = RunningAttempt(RunFolder(tmp_path), 1, shim.pid)
     shim.kill()
     shim.wait()
+    clock = SimpleNamespace(monotonic=lambda: 5.0, time=lambda: 1.0)
+    monkeypatch.setattr(attempt_module, "time", clock)
+    assert attempt.ended() is None, "the file may just be written"
+    clock.monotonic = lambda: 10.0
     for status, known in ((-9, UNKNOWN_STATUS), (3, 3)):
         attempt.note_reaped({shim.pid: status})
-        while (ended := attempt.ended()) is None:
-            pass
-        assert ended.status == known
+        assert attempt.ended() == ExitFile(known, 1.0)
 
 
 # Loses the marker, ignores what can be ignored, and tells its pid.
@@ -183,10 +189,17 @@ async def test_a_stopped_supervisor_is_named_with_what_to_do(runs: Runs, monkeyp
     await viewer.close()
 
 
-def test_a_run_that_a_program_has_started_goes_on_after_it(runs: Runs) -> None:
-    inner = [sys.executable, "-m", "memtop", "train", "--name", "inner", "--detach", "--", "sleep", "600"]
-    done = runs.memtop("train", "--name", "outer", "--", *inner)
-    assert "left behind" not in done.stderr
-    document = runs.show("inner")
-    assert (document["state"], document["alive"], runs.show("outer")["state"]) == ("starting", True, "finished")
-    assert "SIGINT sent to pid" in runs.memtop("stop", "inner").stdout
+def test_a_supervisor_that_does_not_even_accept_a_request_is_given_up(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    folder = create_run(tmp_path, spec, fresh=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        path = client.socket_path(folder.path)
+        silent.bind(str(path))
+        silent.listen()
+        with pytest.raises(RefusedError, match="its supervisor has not answered for 0 s: see /"):
+            client.ask(folder, lambda number: Stop(id=number))

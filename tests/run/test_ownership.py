@@ -26,7 +26,7 @@ from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, list_runs, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.server import Agents, ControlServer
 from memtop.supervisor.run.view import known_runs
@@ -147,6 +147,20 @@ def test_no_run_is_created_through_a_link(here: Runs, capsys: pytest.CaptureFixt
         assert "runs/a: is a link, and memtop creates no run there" in capsys.readouterr().err
     assert not (here.root / "nowhere").exists()
     assert not list((here.root / "there").iterdir())
+
+
+@needs_root
+def test_latest_is_your_newest_run(here: Runs) -> None:
+    mine = planted(here, here.path)
+    newer = here.path / "newer"
+    shutil.copytree(mine.path, newer)
+    (newer / "run.json").write_text((mine.spec_path).read_text().replace('"created": 1.0', '"created": 2.0'))
+    assert find_run("latest", here.path).path == newer
+    os.chown(newer, OTHER, OTHER)
+    assert find_run("latest", here.path).path == mine.path
+    # Root may look at the runs of a user.
+    os.chown(mine.path, OTHER, OTHER)
+    assert find_run("latest", here.path).path == newer
 
 
 @needs_root
@@ -305,6 +319,29 @@ def test_a_server_of_another_user_gets_no_request(here: Runs) -> None:
         with pytest.raises(RunFolderError, match="nobody listens there, not your supervisor of run 'a'"):
             ask(folder, lambda number: Stop(id=number))
         assert server.stdout.readline() == "b''\n", "it was sent a request"
+
+
+AGENT = """
+import sys
+from memtop.train.agent.journal import Link
+Link(sys.argv[1], sys.argv[2], {"type": "agent"}, print).start()
+sys.stdin.read()
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "received"), [(OTHER, "b''\n"), (os.getuid(), "b'{'\n")])
+def test_an_agent_speaks_only_with_the_owner_of_the_runs_folder(here: Runs, owner: int, received: str) -> None:
+    folder = planted(here, here.path)
+    path = str(socket_path(folder.path))
+    listens = [sys.executable, "-I", "-S", "-c", LISTENS, path, str(owner)]
+    agent = [sys.executable, "-c", AGENT, path, str(folder.attempt(1))]
+    with subprocess.Popen(listens, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listens\n"
+        with subprocess.Popen(agent, stdin=subprocess.PIPE) as program:
+            assert server.stdout.readline() == received
+            program.kill()
 
 
 @needs_root

@@ -107,3 +107,25 @@ def test_every_answer_of_a_rank_ends_the_wait_for_it(answer: str, ok: bool, word
         (found,) = asyncio.run(asyncio.wait_for(asked(Path(folder), answer), 60))
     assert found.ok is ok
     assert found.message.startswith(words)
+
+
+async def closed_after_its_path_was_taken(path: Path) -> bool:
+    """Whether the second server can still be reached."""
+    first, second = (ControlServer(path, on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock()) for _ in range(2))
+    await first.start()
+    await second.start()
+    await first.close()
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.close()
+    except OSError:
+        return False
+    finally:
+        await second.close()
+    return not path.exists()
+
+
+def test_a_server_removes_only_its_own_socket() -> None:
+    """A run may be deleted and created anew while its first supervisor is about to leave."""
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        assert asyncio.run(closed_after_its_path_was_taken(Path(folder) / "s"))

@@ -147,6 +147,6 @@ def test_an_absent_supervisor_uses_no_descriptors(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(journal, "time", SimpleNamespace(sleep=wait))
     monkeypatch.setattr(journal, "socket", SimpleNamespace(socket=made, AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM))
     before = open_sockets()
-    journal.Link(str(tmp_path / "missing.sock"), {}, lambda message: None).start()
+    journal.Link(str(tmp_path / "missing.sock"), str(tmp_path), {}, lambda message: None).start()
     assert enough.wait(60)
     assert counted == [before]

@@ -3,11 +3,17 @@ dashboard."""
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
+from rich.segment import Segment
+from textual.color import Color
 
 from memtop.supervisor import wire
 from memtop.tui.feed import LogLines
-from tests.test_clean import HOSTILE, RAW
+from memtop.tui.filters import CleanFilter
+from memtop.tui.line import cropped, line, plain
+from tests.test_clean import HOSTILE, OUTSIDE, RAW
 from tests.tui.support import (
     CONFIGURATIONS,
     DIAGNOSIS,
@@ -39,6 +45,16 @@ SCREENS = (
     ("question_mark",),
 )
 """The keys that open each screen or dialog."""
+
+
+@given(st.lists(OUTSIDE, min_size=1, max_size=4))
+def test_no_drawn_line_lets_it_through(texts: list[str]) -> None:
+    segments = CleanFilter().apply([Segment(text) for text in texts], Color(0, 0, 0))
+    for shown in (*(segment.text for segment in segments), *(plain(line((text, "text"))) for text in texts)):
+        assert not RAW.search(shown)
+        assert "\n" not in shown
+    for number, text in enumerate(texts):
+        assert "\n" not in cropped(text, 5 * number)
 
 
 async def test_no_screen_lets_it_through() -> None:

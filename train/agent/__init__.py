@@ -155,7 +155,7 @@ class Agent:
             }
         )
         greeting = {"type": "agent", "attempt": self.attempt, "rank": number, "pid": self._pid}
-        self._link = Link(self._socket, greeting, self._receive)
+        self._link = Link(self._socket, folder, greeting, self._receive)
         self._journal = journal
 
     def offer(self, *names: str) -> None:

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -268,17 +269,25 @@ def _finite(value: Any) -> Any:
 
 FIRST_WAIT_SECONDS = 0.2
 LONGEST_WAIT_SECONDS = 5.0
+LONGEST_LINE = 1 << 20
 
 
 class Link:
-    """Sends a greeting at each connection; calls `receive` for every message, in its thread."""
+    """Sends a greeting at each connection; calls `receive` for every message, in its thread.
 
-    def __init__(self, path: str | None, greeting: dict[str, Any], receive: Callable[[dict[str, Any]], None]) -> None:
+    It takes commands only from the owner of the attempt's folder: the folder of the socket may be
+    removed while the program runs, and another user may make one with its name.
+    """
+
+    def __init__(
+        self, path: str | None, folder: str, greeting: dict[str, Any], receive: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._greeting = greeting
         self._receive = receive
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._path = path
+        self._folder = folder
         self._running = False
 
     def start(self) -> None:
@@ -306,7 +315,7 @@ class Link:
     def _run(self, path: str) -> None:
         wait = FIRST_WAIT_SECONDS
         while True:
-            connection = _connected(path)
+            connection = _connected(path, self._folder)
             if connection is None:
                 time.sleep(wait)
                 wait = min(wait * 2, LONGEST_WAIT_SECONDS)
@@ -323,7 +332,10 @@ class Link:
     def _read(self, connection: socket.socket) -> None:
         try:
             with connection.makefile("rb") as stream:
-                for line in stream:
+                while True:
+                    line = stream.readline(LONGEST_LINE)
+                    if not line:
+                        return
                     message = json.loads(line.decode())
                     if isinstance(message, dict):
                         self._receive(message)
@@ -332,14 +344,17 @@ class Link:
             return
 
 
-def _connected(path: str) -> socket.socket | None:
-    """A connection, or None if no supervisor listens now."""
+def _connected(path: str, folder: str) -> socket.socket | None:
+    """A connection, or None if no process of the folder's owner listens now."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError:
         return None
     try:
         connection.connect(path)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.stat(folder).st_uid:
+            raise PermissionError(path)
     except OSError:
         # Attempts repeat while the supervisor is away, so an open socket would use up the program's
         # descriptors.
