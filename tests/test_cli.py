@@ -226,21 +226,22 @@ def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     (runs.path / "b/run.json").write_text("{")
     (runs.path / "c/ledger.sqlite").write_bytes(b"no database" * 1000)
     listed = {row["name"]: row for row in json.loads(runs.memtop("runs", "--json").stdout)}
-    assert listed["a"] == {
-        "name": "a",
-        "folder": str(runs.path / "a"),
-        "error": f"{runs.path}/a/state.json: cannot be decoded: Input data was truncated",
+    # A damaged state.json counts as missing: the ledger says how the run ended.
+    assert listed["a"]["state"] == "finished"
+    assert listed["b"] == {
+        "name": "b",
+        "folder": str(runs.path / "b"),
+        "error": f"{runs.path}/b/run.json: cannot be decoded: Input data was truncated",
     }
-    assert listed["b"]["error"].startswith(f"{runs.path}/b/run.json: cannot be decoded: ")
     assert listed["c"]["state"] == "finished"
     table = runs.memtop("runs").stdout
-    assert f"a                    unreadable: {runs.path}/a/state.json: cannot be decoded" in table
+    assert f"b                    unreadable: {runs.path}/b/run.json: cannot be decoded" in table
     assert "c                    finished" in table
     once = runs.memtop("watch", "--once")
-    assert "a                    unreadable: " in once.stdout
+    assert "b                    unreadable: " in once.stdout
     assert once.stderr == ""
     assert len(json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]) == 3
-    for command, name, file in (("show", "a", "state.json"), ("stop", "a", "state.json"), ("show", "c", "ledger.sqlite")):
+    for command, name, file in (("restart", "b", "run.json"), ("show", "c", "ledger.sqlite")):
         done = runs.memtop(command, name, status=1)
         assert done.stderr.startswith(f"memtop: {runs.path}/{name}/{file}: cannot be "), done.stderr
         assert len(done.stderr.splitlines()) == 1

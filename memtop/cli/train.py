@@ -33,6 +33,7 @@ from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.wire import Change
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
@@ -110,8 +111,11 @@ def train(
         memtop_version=__version__,
     )
     if fresh and (where / spec.name).is_dir():
-        make_room(RunFolder(where / spec.name))
-        refuse_living(RunFolder(where / spec.name))
+        old = RunFolder(where / spec.name)
+        if (problem := why_not_own(old.path)) is not None:
+            raise RunFolderError(f"--fresh: {problem}; --name chooses another name")
+        make_room(old)
+        refuse_living(old)
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.diagnosis import allocator
-from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Finding, Weight
+from memtop.supervisor.diagnosis.finding import NO_FIGURES, UNCERTAIN, Figures, Finding, Weight
 from memtop.supervisor.diagnosis.log import read
 from memtop.supervisor.diagnosis.text import LogText, Piece
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
@@ -31,7 +31,7 @@ def from_records(evidence: Evidence) -> Finding | None:
 def _of_record(record: OomRecord) -> Finding:
     cause = read(_page(f"{record.error}: {record.message}")).cause
     kind, figures, phase = _kind_of_class(record.error), NO_FIGURES, "unknown"
-    if cause is not None and cause.kind is not Kind.NOT_MEMORY:
+    if cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.confidence > UNCERTAIN:
         kind, figures, phase = cause.kind, cause.figures, cause.phase or "unknown"
     if kind.of_gpu:
         kind, figures = _measured(kind, figures, record)

@@ -157,9 +157,16 @@ ENDS: tuple[Pattern, ...] = (
     ),
     other(
         r"double free or corruption|(?:malloc|free|realloc|munmap_chunk)\(\): (?:corrupted|invalid|memory corruption|unaligned)"
-        r"|corrupted (?:size vs\. prev_size|double-linked list)|stack smashing detected",
+        r"|corrupted (?:size vs\. prev_size|double-linked list)|stack smashing detected|free detected in tcache",
         "aborted",
         weight=Weight.BROKEN,
+    ),
+    other(r"Illegal instruction(?:\(core dumped\)|: 4)|SIGILL", "illegal_instruction", weight=Weight.BROKEN),
+    other(
+        r"terminate called after throwing an instance of|Assertion ['`\"].{1,200}? failed|\] Check failed: \w",
+        "aborted",
+        0.6,
+        weight=Weight.TERMINATED,
     ),
     other(
         r"Segmentation fault|SIGSEGV|signal 11|(?:exitcode:?|return code =) -11"

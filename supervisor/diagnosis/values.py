@@ -216,6 +216,7 @@ REASONS = {
     "finished": "the program ended successfully",
     "gpu_lost": "the GPU failed or was lost",
     "grpc_limit": "a message or a quota exceeded its limit; that is no limit of memory",
+    "illegal_instruction": "the program used an instruction that this processor does not have",
     "illegal_memory_access": "a GPU kernel accessed memory outside its allocation: this is a bug, not a lack of memory",
     "import_error": "a module could not be imported",
     "inotify_limit": "the limit of watched files was reached; the disk is not full",

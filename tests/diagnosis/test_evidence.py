@@ -173,6 +173,8 @@ def test_a_record_adds_what_its_message_does_not_print() -> None:
         ),
         ("torch.AcceleratorError", "CUDA error: out of memory", Kind.GPU_OOM),
         ("torch.OutOfMemoryError", "", Kind.GPU_OOM),
+        # Words of no pattern: the class decides.
+        ("frob.OutOfMemoryError", "not enough memory for a block of 3 GiB", Kind.GPU_OOM),
     ],
 )
 def test_records_of_every_class(error: str, message: str, kind: Kind) -> None:

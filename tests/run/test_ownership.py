@@ -26,7 +26,7 @@ from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, list_runs, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.server import Agents, ControlServer
 from memtop.supervisor.run.view import known_runs
@@ -147,6 +147,20 @@ def test_no_run_is_created_through_a_link(here: Runs, capsys: pytest.CaptureFixt
         assert "runs/a: is a link, and memtop creates no run there" in capsys.readouterr().err
     assert not (here.root / "nowhere").exists()
     assert not list((here.root / "there").iterdir())
+
+
+@needs_root
+def test_latest_is_your_newest_run(here: Runs) -> None:
+    mine = planted(here, here.path)
+    newer = here.path / "newer"
+    shutil.copytree(mine.path, newer)
+    (newer / "run.json").write_text((mine.spec_path).read_text().replace('"created": 1.0', '"created": 2.0'))
+    assert find_run("latest", here.path).path == newer
+    os.chown(newer, OTHER, OTHER)
+    assert find_run("latest", here.path).path == mine.path
+    # Root may look at the runs of a user.
+    os.chown(mine.path, OTHER, OTHER)
+    assert find_run("latest", here.path).path == newer
 
 
 @needs_root

@@ -215,13 +215,15 @@ def list_runs(runs_dir: Path) -> list[RunFolder]:
 def find_run(reference: str, runs_dir: Path) -> RunFolder:
     """The run with that name or at that path.
 
-    `latest` is the newest run. Raises UsageError or RunFolderError.
+    `latest` is the caller's newest run, or the newest of all if the caller has none. Raises
+    UsageError or RunFolderError.
     """
     if reference == LATEST:
         runs = list_runs(runs_dir)
         if not runs:
             raise RunFolderError(f"no runs in {runs_dir}: start one with `memtop train`, or set --runs-dir")
-        return runs[-1]
+        own = [run for run in runs if run.path.stat().st_uid == os.geteuid()]
+        return (own or runs)[-1]
     for path in (runs_dir / reference, Path(reference)):
         if (path / "run.json").is_file():
             if is_foreign_link(path):

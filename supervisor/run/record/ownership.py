@@ -28,7 +28,7 @@ def require_own(folder: Path) -> None:
     """Raise RunFolderError if the run in this folder is not the caller's alone."""
     problem = why_not_own(folder)
     if problem is not None:
-        raise RunFolderError(f"run {folder.name!r}: {problem}")
+        raise RunFolderError(problem)
 
 
 def why_not_own(folder: Path) -> str | None:
