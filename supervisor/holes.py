@@ -24,7 +24,7 @@ def remove(path: Path, start: int, end: int, marker: bytes = b"") -> bool:
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         arguments = ctypes.c_int(descriptor), ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE)
-        if libc.fallocate64(*arguments, ctypes.c_int64(start), ctypes.c_int64(end - start)) == 0:
+        if libc.fallocate(*arguments, ctypes.c_int64(start), ctypes.c_int64(end - start)) == 0:
             os.pwrite(descriptor, marker[: end - start], start)
             return True
         number = ctypes.get_errno()

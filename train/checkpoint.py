@@ -353,7 +353,7 @@ def best_loss(state_dir: Path) -> float | None:
         return msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest).evaluation_loss
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise BadInputError(f"{folder / MANIFEST_NAME}: cannot be read: {error}; move {folder} aside") from None
 
 

@@ -110,7 +110,7 @@ def _decode(path: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise BrokenStateError(f"{path}: missing, so the save was cut short") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise BrokenStateError(f"{path}: cannot be read: {error}") from None
     if manifest.format != 2:
         raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 2")

@@ -99,7 +99,7 @@ def _of_error_file(text: str) -> tuple[float, str]:
     """The time (seconds) and the text: the traceback, then the message."""
     try:
         document: Any = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return float("inf"), text[:_LONGEST]
     message = document.get("message", "") if isinstance(document, dict) else document
     stack, time = "", float("inf")

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import socket
+import sqlite3
 import struct
 import time
 from collections.abc import Awaitable, Callable
@@ -319,8 +320,10 @@ class Publisher:
         """
         self._flush_rows()
         peer.send(StateUpdate(run=state, machine=machine))
-        peer.send(MetricRows(rows=tuple(self._ledger.metrics(history)), reset_from=0))
-        peer.send(EventRows(rows=tuple(self._ledger.events())))
+        # A ledger that was damaged while it is open is rebuilt by the next supervisor.
+        with contextlib.suppress(sqlite3.DatabaseError):
+            peer.send(MetricRows(rows=tuple(self._ledger.metrics(history)), reset_from=0))
+            peer.send(EventRows(rows=tuple(self._ledger.events())))
         peer.send(ConfigurationRows(rows=self._configurations()))
         if history:
             for key, index, times, columns in self._ledger.recorder.history.dump():

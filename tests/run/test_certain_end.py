@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
@@ -21,7 +23,7 @@ from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes import attempt as attempt_module
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt
-from memtop.supervisor.run.processes.members import alive
+from memtop.supervisor.run.processes.members import alive, family, named
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.wire import Phase, StateUpdate, Stop, Subscribe
@@ -117,6 +119,32 @@ def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> N
     assert identify(pid) is None
     assert f"SIGKILL to what the program left behind: pid {pid} (python" in done.stderr
     assert f"finished (its main program ended; ended what it left behind: pid {pid} (python" in done.stderr
+
+
+# A background process without a parent, one of another run, and the program itself.
+SESSION = "(sleep 600 &); (MEMTOP_RUN=/other sleep 600 &); echo; exec sleep 600"
+
+
+def test_the_session_of_a_program_whose_shim_was_killed_is_its_own(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    with subprocess.Popen(["sh", "-c", SESSION], env=environment, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        program, reader = identify(process.pid), identify(os.getpid())
+        assert program is not None
+        deadline = time.monotonic() + 60
+        found: list[ProcessId] = []
+        names: list[str] = []
+        while names != ["sleep", "sleep"] and time.monotonic() < deadline:  # the shells begin at any time
+            found = family(tmp_path, 1, shim=None, program=program, known=())
+            names = [named(one).name for one in found]
+        os.killpg(process.pid, signal.SIGKILL)
+    assert program in found
+    assert names == ["sleep", "sleep"], "without that of another run"
+    # A process that has ended, or whose pid another process has now, is in nobody's family.
+    assert reader is not None
+    others = (program, replace(reader, started_ticks=1))
+    assert family(tmp_path, 1, shim=None, program=program, known=others) == []
 
 
 # --- after the end --------------------------------------------------------------------------------

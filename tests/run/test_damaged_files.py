@@ -8,13 +8,18 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from memtop.cli import run as memtop
 from memtop.supervisor.run.rebuild import open_ledger
-from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
+from memtop.supervisor.run.record.ledger import Ledger, Outbox
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.server import Publisher
 from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.wire import Event, Phase, RunState, StateUpdate
 from tests.conftest import UNTIL_GO, Runs, make_runs, wait_for_file
 
 REPORTING = """
@@ -186,3 +191,53 @@ def test_a_restart_and_a_stop_work_without_the_ledger(runs: Runs) -> None:
     document = runs.show("a")
     assert [(attempt["number"], attempt["outcome"]) for attempt in document["attempts"]] == [(1, "stopped"), (2, "finished")]
     assert any("was damaged (file is not a database; now ledger.sqlite." in warning for warning in document["warnings"])
+
+
+def test_a_ledger_that_is_damaged_while_it_is_open_ends_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger:
+        ledger.add_attempt(1, "start", None, 1.0)
+        ledger.add_reports(1, 0, [Step(update=n, time=1.0, sample_digest="d" * 64) for n in range(500)], 1)
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + bytes(range(256)) * ((len(content) - 4096) // 256))
+    ledger = Ledger(path)
+    outbox = Outbox(ledger)
+    assert outbox.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts")).id < 0
+    assert not outbox.add_reports(1, 0, [Step(update=501)], 2)
+    outbox.update_attempt(1, {"updates": 501})
+    outbox.retry()
+    assert outbox.problem is not None
+    assert outbox.problem.startswith(f"{path}: damaged: database disk image is malformed; the next supervisor")
+    peer = Mock()
+    state = RunState(name="a", folder="a", state=Phase.TRAINING, created=1.0)
+    Publisher(ledger, Mock()).greet(peer, 0, state, None)
+    assert isinstance(peer.send.call_args_list[0].args[0], StateUpdate)
+    assert peer.subscribed
+    outbox.write(ledger.close)
+    # The next supervisor.
+    folder = RunFolder(tmp_path)
+    folder.attempt(1).mkdir(parents=True)
+    create = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    write_json(folder.spec_path, create)
+    ledger, words = open_ledger(folder)
+    with closing(ledger):
+        assert words is not None
+        assert [row.number for row in ledger.attempts()] == [1]
+
+
+def test_a_living_supervisor_needs_none_of_its_files(runs: Runs) -> None:
+    program = REPORTING + UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
+    folder = runs.path / "a"
+    before = runs.wait("a", lambda document: document["updates"] == 2)
+    for name in ("attempts/0001/process.json", "attempts/0001/exit.json", "attempts/0001/ranks.json"):
+        (folder / name).write_bytes(b"\0" * 100)
+    for path in folder.glob("ledger.sqlite*"):
+        path.unlink()
+    for name in ("state.json", "attempts/0001/output.log"):
+        a_folder(folder / name)
+    runs.wait("a", lambda document: document["supervisor_pid"] == before["supervisor_pid"])
+    (runs.root / "go").touch()
+    document = runs.wait("a", lambda document: document["state"] != "training")
+    assert (document["state"], document["exit_status"]) == ("finished", 0)
+    assert "Traceback" not in (folder / "supervisor.log").read_text()

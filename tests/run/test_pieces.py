@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -453,6 +454,32 @@ def test_complete_and_broken_checkpoints_are_distinguished(tmp_path: Path) -> No
     assert half is not None
     assert half.problem is not None
     assert "manifest.json is missing" in half.problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        '"updates": 1' + "0" * 40,
+        '"updates": -1',
+        '"saved_at": 1e300',
+        '"samples_seen": "8"',
+        '"files": [{"name": "a\\u0000b", "size_bytes": 4}]',
+        '"files": [{"name": "' + "x" * 2000 + '", "size_bytes": 4}]',
+        '"files": [{"name": "weights", "size_bytes": 99999999999999999999}]',
+        '"more": ' + "[" * 3000 + "]" * 3000,
+    ],
+)
+def test_a_manifest_with_impossible_values_is_an_incomplete_state(tmp_path: Path, change: str) -> None:
+    path = saved(tmp_path / "train_latest_state", 7) / "manifest.json"
+    path.write_text(path.read_text()[:-1] + f", {change}}}")
+    found = read_checkpoint(path.parent)
+    assert found is not None
+    assert not found.complete
+    assert found.problem is not None
+    assert "\n" not in found.problem
+    # It can be shown and written.
+    msgspec.json.encode(found)
+    assert newest_checkpoint(path.parent) == found
 
 
 def test_the_state_before_is_offered_when_the_newest_is_broken(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def model_config(settings: Settings) -> dict[str, Any] | None:
     if config is None and isinstance(path, str):
         try:
             config = msgspec.json.decode((Path(path) / "config.json").read_bytes())
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # no such folder, or it cannot be read
     return config if isinstance(config, dict) else None
 

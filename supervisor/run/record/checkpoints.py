@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.run.reports import Count, Time, Word
 from memtop.supervisor.wire import Checkpoint
 
 # Errors of file systems that have no hard links, or none between two of their parts.
@@ -29,14 +30,14 @@ _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EN
 
 
 class _File(msgspec.Struct):
-    name: str
-    size_bytes: int
+    name: Word
+    size_bytes: Count
 
 
 class _Manifest(msgspec.Struct):
-    updates: int
-    samples_seen: int
-    saved_at: float
+    updates: Count
+    samples_seen: Count
+    saved_at: Time
     files: list[_File]
 
 
@@ -49,7 +50,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         manifest = msgspec.json.decode(manifest_path.read_bytes(), type=_Manifest)
     except FileNotFoundError:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was interrupted")
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path}: cannot be decoded: {error}")
     problem = next((p for p in (_problem(folder, file) for file in manifest.files) if p), None)
     return Checkpoint(
@@ -87,6 +88,8 @@ def _problem(folder: Path, file: _File) -> str | None:
         found = path.stat().st_size
     except OSError as error:
         return f"{path}: {error.strerror}"
+    except ValueError:
+        return f"{folder / 'manifest.json'}: {file.name!r} is no name of a file"
     return None if found == file.size_bytes else f"{path}: {found} bytes, but the manifest lists {file.size_bytes}"
 
 

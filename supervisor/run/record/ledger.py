@@ -419,6 +419,10 @@ class Outbox:
         except sqlite3.OperationalError as error:
             self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
             return False
+        except sqlite3.DatabaseError as error:
+            # Reports stay in the journals, and decisions in state.json.
+            self.problem = f"{self.ledger.path}: damaged: {error}; the next supervisor rebuilds it"
+            return False
         self.problem = None
         return True
 
