@@ -7,8 +7,8 @@ programs. `Program` is a `subprocess.Popen` for `python -m MODULE`, `python -c C
 
 * It has already imported the libraries of others, but none of memtop's own modules.
 * The kernel and the program see what they see after a real start: process ID, parent, session and
-  group, signal handlers, exit status, descriptors, working directory, `/proc/PID/environ` and
-  `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard streams and `sitecustomize`.
+  group, umask, signal handlers, exit status, descriptors, working directory, `/proc/PID/environ`
+  and `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard streams and `sitecustomize`.
 * It starts its own Python programs the same way: `memtop` its supervisor, the supervisor its shim,
   the shim the trainer, torchrun its ranks. The code that starts them is the product's.
 
@@ -109,6 +109,8 @@ class Request(NamedTuple):
     prepare: str
     """Python code that the new process runs before it becomes the program: limits that its children
     inherit."""
+    mask: int
+    """The umask."""
 
 
 class Starter:
@@ -163,7 +165,7 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     pipes = [values[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     ignored = tuple(sorted(_ignored() - {signal.SIGPIPE, signal.SIGXFSZ}))
     cwd = os.fspath(values["cwd"] or Path.cwd())
-    request = Request(tuple(map(str, argv)), environment, cwd, bool(values["start_new_session"]), ignored, prepare)
+    request = Request(tuple(map(str, argv)), environment, cwd, bool(values["start_new_session"]), ignored, prepare, _mask())
     self.pid = starter.start(request, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
     self._child_created = True  # type: ignore[attr-defined]
     names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -268,6 +270,12 @@ def _ignored() -> set[signal.Signals]:
     return {number for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
 
 
+def _mask() -> int:
+    """The umask of this process."""
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return int(next(row for row in rows if row.startswith("Umask:")).split()[1], 8)
+
+
 def _become(request: Request) -> NoReturn:
     """Be the program that `exec` would have put in this process's place, and end as it ends."""
     global _starter
@@ -288,6 +296,7 @@ def _become(request: Request) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
     os.chdir(request.cwd)
+    os.umask(request.mask)
     os.environ.clear()
     os.environ.update(environment)
     _show(argv, environment)
@@ -303,7 +312,7 @@ def _execvpe(file: str, argv: Sequence[str], environment: Mapping[str, str]) -> 
         with contextlib.suppress(OSError):
             if fcntl.fcntl(int(path.name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 os.close(int(path.name))
-    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, tuple(_ignored()), ""))
+    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, tuple(_ignored()), "", _mask()))
 
 
 def _fork_starter() -> socket.socket:
