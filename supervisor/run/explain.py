@@ -139,6 +139,11 @@ _ABSENCES = {
 }
 
 
+def program_stopped(pid: int | None) -> str:
+    """What to do about a program that a signal has stopped."""
+    return f"the program (pid {pid}) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT {pid}` lets it continue"
+
+
 def not_heard(found: NotHeard) -> str:
     """Why a program has reported nothing, and what to do."""
     who = "" if found.process is None else f"{names([found.process])} "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
-from memtop.supervisor.monitor.processes.proc import ProcessId
+from memtop.supervisor.monitor.processes.proc import ProcessId, is_stopped
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
@@ -82,10 +82,12 @@ class Sensors:
             members = self._members(model)
             self._trends.read(time.time(), members, anonymous_bytes([member.pid for member in members]))
         waits_for_disk = model.restart is not None and model.restart.waiting.disk_bytes is not None
+        trainer = attempt.trainer if alive and attempt is not None else None
         return Tick(
             watched=watched,
             alive=alive,
-            trainer_pid=attempt.trainer.pid if alive and attempt is not None and attempt.trainer is not None else None,
+            trainer_pid=trainer.pid if trainer is not None else None,
+            stopped=trainer is not None and is_stopped(trainer.pid),
             trends=self._trends.trends,
             own_trends=self._trends.own,
             trend_news=tuple(self._trends.news()),

@@ -125,8 +125,7 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
 
 
 def _tick(model: Model, event: Tick) -> Model:
-    model = commands.resume(_observed(model, event))
-    model = _warn_of_silence(model, event)
+    model = _warn_of_program(commands.resume(_observed(model, event)), event)
     attempt = model.attempt
     if attempt is None or model.launching is not None:
         return model
@@ -145,8 +144,9 @@ def _tick(model: Model, event: Tick) -> Model:
     return trials.tick(model)
 
 
-def _warn_of_silence(model: Model, event: Tick) -> Model:
-    """Warn of a program that cannot report; once for each reason."""
+def _warn_of_program(model: Model, event: Tick) -> Model:
+    """Warn of a program that is stopped, or that cannot report."""
+    model = warn(model, "stopped", explain.program_stopped(model.trainer_pid) if model.stopped else None)
     text = None if event.not_heard is None else explain.not_heard(event.not_heard)
     if model.warnings.get("silent") == text:
         return model
@@ -159,6 +159,7 @@ def _observed(model: Model, event: Tick) -> Model:
         model.watched is event.watched
         and model.alive is event.alive
         and model.trainer_pid == event.trainer_pid
+        and model.stopped is event.stopped
         and model.trends is event.trends
         and model.own_trends is event.own_trends
         and model.disk_free == event.disk_free
@@ -170,6 +171,7 @@ def _observed(model: Model, event: Tick) -> Model:
         watched=event.watched,
         alive=event.alive,
         trainer_pid=event.trainer_pid,
+        stopped=event.stopped,
         trends=event.trends,
         own_trends=event.own_trends,
         disk_free=event.disk_free,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,10 @@ def test_it_is_looked_for_once_a_minute_and_only_in_silent_programs_of_users(tmp
         write_json(folder.attempt(1) / "process.json", ProcessFile(process.pid, process.started_ticks, 1, 0))
         sensors.follow(RunningAttempt(folder, 1, None), 1.0, new=False)
         assert [look(0.0), look(59.0), look(60.0)] == [None, None, Absence.ENVIRONMENT]
+        assert not sensors.tick(watched=False, alive=True).stopped
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert sensors.tick(watched=False, alive=True).stopped
     # The process is gone, which is seen a minute later.
     assert [look(119.0), look(120.0)] == [Absence.ENVIRONMENT, Absence.NO_PYTHON]
     model[0] = replace(silent, progress=replace(silent.progress, heard=1))

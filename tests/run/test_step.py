@@ -51,7 +51,18 @@ from memtop.supervisor.run.rules.attempts import foreseen
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.stop_ladder import begin as begin_ladder
-from memtop.supervisor.wire import Change, Outcome, Phase, Proposal, Restart, Stop, Trend, TrendKind, TrendSubject
+from memtop.supervisor.wire import (
+    Change,
+    CheckpointNow,
+    Outcome,
+    Phase,
+    Proposal,
+    Restart,
+    Stop,
+    Trend,
+    TrendKind,
+    TrendSubject,
+)
 from tests.run.brain import GIB, HALF, MIB, RUN, SETTINGS, Brain, states, training
 from tests.run.reported import heard
 
@@ -200,6 +211,19 @@ def test_a_stop_says_what_it_did_and_answers_even_if_the_program_survives_it() -
     assert [answer.outcome for answer in survivor.answers()[-2:]] == [Outcome.ACCEPTED, Outcome.FAILED]
     end(survivor, -9)
     assert (survivor.model.phase, survivor.model.warnings) == (Phase.STOPPED, {})
+
+
+def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
+    brain = training(agents=frozenset({0}))
+    brain.tick(stopped=True, trainer_pid=5)
+    words = "the program (pid 5) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5` lets it continue"
+    assert run_state(brain.model).warnings == (words,)
+    brain.tell(Requested(client=1, request=CheckpointNow(id=3), states=brain.model.states))
+    assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.REFUSED, words)
+    brain.tick(trainer_pid=5)
+    assert brain.model.warnings == {}
+    brain.tell(Requested(client=1, request=CheckpointNow(id=4), states=brain.model.states))
+    assert brain.answers()[-1].outcome is Outcome.ACCEPTED
 
 
 def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:

@@ -30,7 +30,6 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO, fixed in the ker
 _STAT_BYTES = 2048
 _COMM_CHARACTERS = 15
 _DEAD_STATES = (b"Z", b"X", b"x")
-_STOPPED_STATES = (b"T", b"t")
 _GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
 
 
@@ -129,12 +128,12 @@ def is_alive(process: ProcessId, proc_root: Path | str = PROC) -> bool:
 
 
 def is_stopped(pid: int, proc_root: Path | str = PROC) -> bool:
-    """Whether a signal or a debugger has stopped this process: SIGSTOP, Ctrl-Z."""
+    """Whether a signal has stopped this process: SIGSTOP, Ctrl-Z."""
     try:
         stat = _read_bytes(f"{proc_root}/{pid}/stat")
     except OSError:
         return False
-    return stat[stat.rindex(b")") + 2 :][:1] in _STOPPED_STATES
+    return stat[stat.rindex(b")") + 2 :][:1] == b"T"
 
 
 def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
