@@ -56,7 +56,7 @@ _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
-_MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
+_MILD = re.compile(r"^[Ww]arning:|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
 # Failures that always end the program, whatever other ranks or buffers print after them.

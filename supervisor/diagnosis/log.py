@@ -167,7 +167,8 @@ def _placed(page: LogText, finding: Finding) -> Finding:
         finding = replace(finding, figures=shortage.figures_of(page, finding))
     if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
         finding = replace(finding, kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6)
-    if finding.kind is Kind.NOT_MEMORY and finding.weight is Weight.ERROR and is_mild(page.lines[finding.line]):
+    light = finding.weight is Weight.ERROR or finding.reason == "memlock_limit"
+    if finding.kind is Kind.NOT_MEMORY and light and is_mild(page.lines[finding.line]):
         finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
 

@@ -115,6 +115,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.6,
     ),
+    Pattern(r"Dst tensor is not initialized", GPU, 0.6),
     Pattern(r"No executable batch size found, reached zero", GPU, 0.85),
     # Inference engines and loaders refuse to start with the budget that they were given.
     Pattern(r"No available memory for the cache blocks", GPU, 0.85, reason=_BUDGET),
@@ -142,7 +143,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(
         r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
-        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM for model",
+        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM for model|memory capacity is unbalanced",
         GPU,
         reason=_BUDGET,
     ),
@@ -178,7 +179,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         0.95,
     ),
     Pattern(
-        r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible"
+        r"Attempting to (?:allocate|reserve) (?P<size>SIZE|[\d.]{1,12}[KMGT]).{0,40}? That was not possible"
         r"(?:\. There are (?P<free>SIZE|[\d.]{1,12}[KMGT]) free)?",
         GPU,
         0.95,
@@ -215,6 +216,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
 HOST_MEMORY: tuple[Pattern, ...] = (
     # InfiniBand registers memory that must stay in place: the limit is `ulimit -l`.
     other(r"ibv_\w+ failed.{0,40}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
+    other(r"failed to mlock .{0,80}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
@@ -224,6 +226,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
         r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)", HOST, 0.95, phase="load"
     ),
     Pattern(r"ggml_aligned_malloc: insufficient memory \(attempted to allocate (?P<size>SIZE)\)", HOST, 0.95),
+    Pattern(r"failed to allocate CPU\w{0,8}? buffer of size (?P<size>\d+)", HOST, 0.95),
     Pattern(r"cpu_buffer_type_alloc_buffer: failed to allocate buffer of size (?P<size>\d+)", HOST, 0.95),
     Pattern(r"Allowed memory size of (?P<allowed>\d+ bytes) exhausted \(tried to allocate (?P<size>\d+ bytes)\)", HOST, 0.95),
     Pattern(r"out of memory allocating (?P<size>\d+ bytes) after a total of", HOST, 0.95),
@@ -234,6 +237,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"VK_ERROR_OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", HOST),
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
     Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
+    Pattern(r"\[WinError 1450\]|out of heap space|NVRTC_ERROR_OUT_OF_MEMORY", HOST, 0.85),
+    Pattern(r"Could not reserve enough space for (?P<size>SIZE) object heap", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
     Pattern(r"os error 12\)", HOST),
     Pattern(
@@ -241,7 +246,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
         r"(?: failed)?:?(?: retry:)?(?: Resource)? Cannot allocate memory",
         HOST,
     ),
-    Pattern(r"Cannot allocate memory(?:\(12\)|\(errno=?:?12\))?", HOST, 0.85),
+    Pattern(r"(?i:cannot allocate memory)(?:\(12\)|\(errno=?:?12\))?", HOST, 0.85),
     Pattern(r"(?<!rmm)std::bad_alloc(?!:out_of_memory)", HOST, 0.85),
     # Java and node limit their heaps themselves, however much memory the host has.
     Pattern(r"java\.lang\.OutOfMemoryError:? (?:Java heap space|GC overhead limit exceeded)", HOST, 0.95, reason="java_heap"),
@@ -312,6 +317,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
         0.85,
     ),
     Pattern(rf"{_FULL}.{{0,160}}? -> '?/dev/shm", SHM, 0.95),
+    Pattern(r"Usage of EmptyDir volume \"(?:d?shm|shared)", SHM, 0.85),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
@@ -339,6 +345,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(r"(?:finished|stopped at) update \d+, not saved: \d+ MiB needed", DISK, phase="save"),
     Pattern(r"PytorchStreamWriter failed", DISK, 0.7, phase="save"),
     Pattern(r"inline_container.{0,30}? unexpected pos \d+ vs \d+", DISK, 0.7, phase="save"),
+    Pattern(r"Usage of EmptyDir volume|had condition: \[DiskPressure|OutOfDiskError|(?i:too much disk space)", DISK, 0.85),
     Pattern(r"(?:ephemeral|local ephemeral|emptyDir).{0,40}?(?:storage|usage).{0,40}? exceeds", DISK, 0.85),
     Pattern(r"node was low on resource: ephemeral-storage", DISK),
 )

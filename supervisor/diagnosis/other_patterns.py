@@ -22,7 +22,7 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?i:detected [1-9]\d* oom[-_]?kill events?)", KILLED, 0.97),
     Pattern(r"(?i:task \d+:? out of memory|tasks have been oom killed)", KILLED, 0.95),
     Pattern(
-        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? "
+        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its|cgroup|hard|soft|container|process)? "
         r"(?:memory|vmem|mem) (?:limit|usage limit|request))",
         KILLED,
         0.93,
@@ -51,7 +51,12 @@ ENDS: tuple[Pattern, ...] = (
         0.8,
     ),
     Pattern(r"TERM_MEMLIMIT|TERM_SWAP", KILLED, 0.97),
-    Pattern(r"OOM[Kk]illed(?!\"?:?\"?(?:false|False|0))", KILLED, 0.95),
+    Pattern(
+        r"(?i:exceeded (?:the |its )?(?:max(?:imum)?|allowed|available) (?:amount of )?memory)|had condition: \[MemoryPressure",
+        KILLED,
+        0.8,
+    ),
+    Pattern(r"OOM-?[Kk]illed(?!\"?:?\"?(?:false|False|0))", KILLED, 0.95),
     Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_|[:=]?0)", KILLED),
     Pattern(r"node was low on resource:? memory", KILLED),
     Pattern(r"killed by (?:the )?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95),
@@ -88,7 +93,7 @@ ENDS: tuple[Pattern, ...] = (
     _sigkill(r"return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
-        r"|signal:? 9|terminated by SIGKILL|code=killed, status=9"
+        r"|signal:? 9|terminated by SIGKILL|died of signal 9|code=killed, status=9"
     ),
     _sigkill(
         r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)"
@@ -117,7 +122,7 @@ ENDS: tuple[Pattern, ...] = (
     ),
     other(r"(?i:spot instance (?:interruption|termination|reclaim))", "preempted"),
     other(
-        r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:walltime .{0,24}? exceeded"
+        r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:(?:walltime|cput) .{0,24}? exceeded"
         r"|exceeded (?:its )?wall-?(?:clock)?time)|DeadlineExceeded(?!:)",
         "time_limit",
         0.95,

@@ -29,7 +29,7 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
-    rf"|\bmemory[ _]alloc\w*[ _](?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
+    rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
     rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
     rf"|(?<!['\"])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
@@ -69,7 +69,7 @@ _REQUESTED = re.compile(
     rf"|(?i:\b(?:buffer|block|tensor|array|chunk) of) {_PRINTED}"
 )
 _FREE = re.compile(
-    rf"(?i:\b(?:free|available)(?: memory| size)*\W{{1,4}}(?:is |only |of )*){_PRINTED}"
+    rf"(?i:\b(?:free|available)(?:(?: \w+){{0,2}} memory| size)*\W{{1,4}}(?:is |only |of )*){_PRINTED}"
     rf"|{_PRINTED} (?:is |are )?(?i:free|available)\b"
 )
 _TOTAL = re.compile(rf"{_PRINTED} (?:in )?(?i:total|capacity)\b")
