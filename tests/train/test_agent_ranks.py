@@ -21,9 +21,9 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_", "PMI_", "PMIX_", "MPI_
 
 
 def journals(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """All reports, by the number in the file's name."""
+    """All reports, by the number in the file's name. A successor begins with an empty line."""
     return {
-        int(path.stem[len("rank-") :]): [json.loads(line) for line in path.read_text().splitlines()]
+        int(path.stem[len("rank-") :]): [json.loads(line) for line in path.read_text().splitlines() if line]
         for path in sorted(folder.glob("rank-*.jsonl"))
     }
 
