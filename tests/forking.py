@@ -104,6 +104,7 @@ class Request(NamedTuple):
     environment: dict[str, str]
     cwd: str
     own_session: bool
+    umask: int
     ignored: tuple[int, ...]
     """The signals that the new process ignores."""
     prepare: str
@@ -163,7 +164,9 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     pipes = [values[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     ignored = tuple(sorted(_ignored() - {signal.SIGPIPE, signal.SIGXFSZ}))
     cwd = os.fspath(values["cwd"] or Path.cwd())
-    request = Request(tuple(map(str, argv)), environment, cwd, bool(values["start_new_session"]), ignored, prepare)
+    own_session, umask = bool(values["start_new_session"]), os.umask(0)
+    os.umask(umask)
+    request = Request(tuple(map(str, argv)), environment, cwd, own_session, umask, ignored, prepare)
     self.pid = starter.start(request, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
     self._child_created = True  # type: ignore[attr-defined]
     names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -287,6 +290,7 @@ def _become(request: Request) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
+    os.umask(request.umask)
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -303,7 +307,8 @@ def _execvpe(file: str, argv: Sequence[str], environment: Mapping[str, str]) -> 
         with contextlib.suppress(OSError):
             if fcntl.fcntl(int(path.name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 os.close(int(path.name))
-    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, tuple(_ignored()), ""))
+    umask = os.umask(0)
+    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, umask, tuple(_ignored()), ""))
 
 
 def _fork_starter() -> socket.socket:
