@@ -25,7 +25,7 @@ from memtop.cli import runs as runs_command
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
-from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.record.folder import RunFolder, find_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event
 from tests.forking import LONG, Program
@@ -162,10 +162,11 @@ class Runs:
     def end_everything(self) -> None:
         """End supervisors and trainers that a test left running: only those whose run lies in this
         folder."""
-        for state_path in self.path.glob("*/state.json"):
+        for spec_path in self.path.glob("*/run.json"):
+            folder = RunFolder(spec_path.parent)
             # Again until there is none: one that is about to end may just have started another.
             deadline = time.monotonic() + 120
-            while doomed := self._living(state_path):
+            while doomed := self._living(folder):
                 assert time.monotonic() < deadline, doomed
                 for identity in doomed:
                     try:
@@ -174,12 +175,14 @@ class Runs:
                         print(f"already gone: {gone}")
                 time.sleep(0.05)
 
-    def _living(self, state_path: Path) -> list[ProcessId]:
-        """The processes of a run, its supervisor first."""
-        state = json.loads(state_path.read_text())
-        found = identify(state["run"]["supervisor_pid"] or 0)
-        is_supervisor = found is not None and found.started_ticks == state["supervisor_started_ticks"] and is_alive(found)
-        return [*([found] if found and is_supervisor else []), *run_processes(str(state_path.parent))]
+    def _living(self, folder: RunFolder) -> list[ProcessId]:
+        """The processes of a run, its supervisor first, if it has come so far as to write who it
+        is."""
+        state = folder.state()
+        found = identify((state.run.supervisor_pid if state is not None else None) or 0)
+        is_supervisor = found is not None and state is not None and found.started_ticks == state.supervisor_started_ticks
+        supervisor = [found] if found is not None and is_supervisor and is_alive(found) else []
+        return [*supervisor, *run_processes(str(folder.path))]
 
 
 def wait_for_file(path: Path, seconds: float = 120) -> None:

@@ -7,8 +7,8 @@ programs. `Program` is a `subprocess.Popen` for `python -m MODULE`, `python -c C
 
 * It has already imported the libraries of others, but none of memtop's own modules.
 * The kernel and the program see what they see after a real start: process ID, parent, session and
-  group, umask, signal handlers, exit status, descriptors, working directory, `/proc/PID/environ`
-  and `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard streams and `sitecustomize`.
+  group, signal handlers, exit status, descriptors, working directory, `/proc/PID/environ` and
+  `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard streams and `sitecustomize`.
 * It starts its own Python programs the same way: `memtop` its supervisor, the supervisor its shim,
   the shim the trainer, torchrun its ranks. The code that starts them is the product's.
 
@@ -104,13 +104,12 @@ class Request(NamedTuple):
     environment: dict[str, str]
     cwd: str
     own_session: bool
+    umask: int
     ignored: tuple[int, ...]
     """The signals that the new process ignores."""
     prepare: str
     """Python code that the new process runs before it becomes the program: limits that its children
     inherit."""
-    mask: int
-    """The umask."""
 
 
 class Starter:
@@ -165,7 +164,9 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     pipes = [values[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     ignored = tuple(sorted(_ignored() - {signal.SIGPIPE, signal.SIGXFSZ}))
     cwd = os.fspath(values["cwd"] or Path.cwd())
-    request = Request(tuple(map(str, argv)), environment, cwd, bool(values["start_new_session"]), ignored, prepare, _mask())
+    own_session, umask = bool(values["start_new_session"]), os.umask(0)
+    os.umask(umask)
+    request = Request(tuple(map(str, argv)), environment, cwd, own_session, umask, ignored, prepare)
     self.pid = starter.start(request, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
     self._child_created = True  # type: ignore[attr-defined]
     names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -270,12 +271,6 @@ def _ignored() -> set[signal.Signals]:
     return {number for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
 
 
-def _mask() -> int:
-    """The umask of this process."""
-    rows = Path("/proc/self/status").read_text().splitlines()
-    return int(next(row for row in rows if row.startswith("Umask:")).split()[1], 8)
-
-
 def _become(request: Request) -> NoReturn:
     """Be the program that `exec` would have put in this process's place, and end as it ends."""
     global _starter
@@ -295,8 +290,8 @@ def _become(request: Request) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
+    os.umask(request.umask)
     os.chdir(request.cwd)
-    os.umask(request.mask)
     os.environ.clear()
     os.environ.update(environment)
     _show(argv, environment)
@@ -312,7 +307,8 @@ def _execvpe(file: str, argv: Sequence[str], environment: Mapping[str, str]) -> 
         with contextlib.suppress(OSError):
             if fcntl.fcntl(int(path.name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 os.close(int(path.name))
-    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, tuple(_ignored()), "", _mask()))
+    umask = os.umask(0)
+    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, umask, tuple(_ignored()), ""))
 
 
 def _fork_starter() -> socket.socket:

@@ -110,7 +110,8 @@ def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
             # pattern is more special.
             if known is None or _worth(finding) > _worth(known):
                 best[finding.line] = finding
-    likely = shortage.find(page, best)
+    explained = {line for finding in best.values() for line in range(finding.line, finding.last_line + 1)}
+    likely = shortage.find(page, explained)
     best = {line: finding for line, finding in best.items() if not shortage.is_listed(page, finding)}
     for finding in [*likely, *_python_errors(page, best)]:
         best.setdefault(finding.line, finding)

@@ -128,12 +128,10 @@ class JournalWriter:
         try:
             for number in itertools.chain((rank,), range(world_size, world_size + MAX_EXTRA)):
                 path = os.path.join(self._folder, "rank-%d.jsonl" % number)
-                descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 if _locked(descriptor):
                     self.number, self._descriptor = number, descriptor
-                    if os.fstat(descriptor).st_size:
-                        # The process that wrote it before may have been killed within a line.
-                        self._rest = b"\n"
+                    self._rest = _end_of_line(descriptor)
                     return True
                 os.close(descriptor)
         except OSError:
@@ -197,6 +195,12 @@ class JournalWriter:
             time.sleep(PERIOD_SECONDS)
             if self._queue or self._rest:
                 self.flush()
+
+
+def _end_of_line(descriptor: int) -> bytes:
+    """What ends the last line, if the process that wrote it was killed within it."""
+    size = os.fstat(descriptor).st_size
+    return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
 def _locked(descriptor: int) -> bool:
