@@ -96,7 +96,7 @@ def _train(folder: Path, settings: Settings) -> Change:
     about = {"split": [settings.batch, settings.accumulation, settings.world_size], "asked": str(settings.zero)}
     if done.returncode != 0:
         return {**about, "failed": (done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}
-    reports = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+    reports = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines() if line]
     (plan,) = [report for report in reports if report["type"] == "plan"]
     steps = [report for report in reports if report["type"] == "step"]
     peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]

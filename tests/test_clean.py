@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.cli import run
-from memtop.cli.output import json_text, print_lines, tell
+from memtop.cli.output import json_text, print_lines, print_message
 from memtop.supervisor.clean import LONGEST, clean
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
@@ -128,7 +128,7 @@ def terminal(encoding: str = "utf-8") -> Iterator[Screen]:
 def test_whatever_is_printed_reaches_the_terminal_as_that_many_harmless_lines(texts: list[str]) -> None:
     with terminal() as screen:
         print_lines(*texts)
-        tell(*texts)
+        print_message(*texts)
         shown = screen.read().decode()
     assert not RAW.search(shown)
     assert shown.count("\n") == 2 * len(texts)
@@ -248,5 +248,5 @@ def test_a_message_that_a_full_disk_cannot_take_changes_no_exit_status() -> None
 
 def test_a_terminal_of_another_encoding_gets_question_marks() -> None:
     with terminal("ascii") as screen:
-        tell("é\udcff…")
+        print_message("é\udcff…")
         assert screen.read() == b"???\n"

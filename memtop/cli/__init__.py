@@ -15,7 +15,7 @@ import sys
 import click
 
 from memtop import __version__
-from memtop.cli.output import print_lines, tell
+from memtop.cli.output import print_lines, print_message
 from memtop.supervisor.errors import MemtopError, UsageError
 
 COMMANDS = {
@@ -114,7 +114,7 @@ def _drop_output() -> None:
 
 
 def _complain(message: str, status: int) -> int:
-    tell(f"memtop: {message}")
+    print_message(f"memtop: {message}")
     return status
 
 

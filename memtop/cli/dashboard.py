@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from memtop.cli.common import find_run, living_runs
-from memtop.cli.output import tell
+from memtop.cli.output import print_message
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
@@ -134,7 +134,7 @@ def _show(feed: Feed, interval: float, *, started_here: bool = False, silent: bo
     with _closes_on_sigterm():
         result = run_dashboard(feed, interval=interval)
     if result.message and not silent:
-        tell(f"memtop: {result.message}")
+        print_message(f"memtop: {result.message}")
     return 0 if result.action == "ended" and not started_here else result.exit_status
 
 

@@ -13,7 +13,7 @@ import click
 
 from memtop.cli.common import find_run
 from memtop.cli.options import PATH, RUN_HELP, run_argument, runs_dir_option
-from memtop.cli.output import print_lines, tell
+from memtop.cli.output import print_lines, print_message
 from memtop.supervisor.errors import MemtopError, UsageError
 
 
@@ -63,6 +63,6 @@ def _printed(command: Sequence[str]) -> int:
         assert child.stdout is not None
         assert child.stderr is not None
         for line in child.stderr:
-            tell(line.rstrip("\n"))
+            print_message(line.rstrip("\n"))
         print_lines(*child.stdout.read().splitlines())
     return child.returncode

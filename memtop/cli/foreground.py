@@ -9,7 +9,7 @@ import sys
 import time
 
 from memtop.cli.common import proposal_lines
-from memtop.cli.output import print_lines, tell
+from memtop.cli.output import print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -218,7 +218,7 @@ class _Follower:
 
     @staticmethod
     def _print(text: str) -> None:
-        tell(f"memtop: {text}")
+        print_message(f"memtop: {text}")
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from memtop.cli.output import tell
+from memtop.cli.output import print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
@@ -76,7 +76,7 @@ def _visible(machine: MachineSnapshot) -> frozenset[int]:
         found = frozenset(gpu.index for gpu in machine.gpus if gpu.visible_index is not None)
     else:
         found = known & _numbers(variable, reason)
-        tell(f"memtop: --gpus visible: taken as the driver's numbers: {reason}")
+        print_message(f"memtop: --gpus visible: taken as the driver's numbers: {reason}")
     if not found:
         raise UsageError(_none_visible("--gpus visible", machine))
     return found

@@ -18,7 +18,7 @@ def print_lines(*lines: str) -> None:
     _print(lines, sys.stdout)
 
 
-def tell(*lines: str) -> None:
+def print_message(*lines: str) -> None:
     """Print lines to stderr: messages. The command goes on if a full disk cannot take them."""
     try:
         _print(lines, sys.stderr)

@@ -11,7 +11,7 @@ import msgspec
 
 from memtop.cli.common import living_runs
 from memtop.cli.options import json_option
-from memtop.cli.output import print_json, print_lines, tell
+from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset
@@ -47,7 +47,7 @@ def presets(name: str | None, as_json: bool) -> int:
         for look in looks:
             print_lines(*(_full(look) if name else _lines(look)))
     if not name:
-        tell("(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)")
+        print_message("(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)")
     return 0
 
 

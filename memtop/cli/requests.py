@@ -21,7 +21,7 @@ from memtop.cli.options import (
     run_argument,
     runs_dir_option,
 )
-from memtop.cli.output import print_lines, tell
+from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
@@ -86,7 +86,7 @@ def final_answer(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
 
 
 def _report(answer: object) -> None:
-    tell(str(getattr(answer, "message", answer)))
+    print_message(str(getattr(answer, "message", answer)))
 
 
 @click.command(epilog=RUN_HELP)
@@ -132,14 +132,14 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         client.revive(folder.path)
     try:
         answer = final_answer(folder, lambda number: Restart(id=number, change=change))
-        tell(answer.message)
+        print_message(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
         warning = risk_of(folder, change)
         client.start_supervisor(folder, change)
         for line in (again, f"memtop: {warning}" if warning else None):
             if line:
-                tell(line)
+                print_message(line)
     return stay(folder, begun, headless=headless, detach=detach)
 
 

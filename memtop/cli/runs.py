@@ -11,7 +11,7 @@ import msgspec
 
 from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
-from memtop.cli.output import print_json, print_lines, tell
+from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
@@ -30,7 +30,7 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
     if as_json:
         print_json([summary(state) for state in states])
     elif not states:
-        tell(f"no runs in {where}")
+        print_message(f"no runs in {where}")
     else:
         print_lines(*(run_line(state) for state in states))
     return 0

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from memtop.cli.options import WHOLE, json_option, runs_dir_option
-from memtop.cli.output import print_json, print_lines, tell
+from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.nvml import errors as codes
@@ -54,7 +54,7 @@ def list_or_end(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
         return _end([_chosen(pid, machine) for pid in kill], machine, as_json)
     # Without usable GPUs an empty JSON list is complete.
     for reason in [] if as_json and _no_usable_gpu(machine) else why_incomplete(machine):
-        tell(reason)
+        print_message(reason)
     status = 1 if _nothing_listed(machine) else 0
     rows = sorted(_rows(machine), key=lambda row: (not row[1].stray, row[0], row[1].pid))
     if as_json:

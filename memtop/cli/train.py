@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
-from memtop.cli.output import tell
+from memtop.cli.output import print_message
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -150,7 +150,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        tell(f"memtop: {reason}; --preset NAME chooses another")
+        print_message(f"memtop: {reason}; --preset NAME chooses another")
     return settings
 
 

@@ -14,7 +14,7 @@ from memtop.cli import dashboard
 from memtop.cli.common import Unreadable, find_run, run_folders, run_line, state_of, summary
 from memtop.cli.gpus import watched
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
-from memtop.cli.output import print_json, print_lines, tell
+from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
@@ -168,12 +168,12 @@ def _show_or_stream(options: Options) -> int:
     endpoint = Endpoint(host, port)
     if not is_loopback(host):
         warning = f"anyone who can reach {host} can read the names of commands and users"
-        tell(f"memtop: --prometheus {options.prometheus}: {warning}")
+        print_message(f"memtop: --prometheus {options.prometheus}: {warning}")
     try:
         if screen:
             return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid, endpoint=endpoint)
         shown = f"[{host}]" if ":" in host else host
-        tell(f"memtop: metrics at http://{shown}:{port}/metrics; stop with SIGINT or SIGTERM")
+        print_message(f"memtop: metrics at http://{shown}:{port}/metrics; stop with SIGINT or SIGTERM")
         return stream(options.runs_dir, folder, look, form=options.form, count=count, endpoint=endpoint)
     finally:
         endpoint.close()
@@ -230,7 +230,7 @@ def _revived(folder: RunFolder) -> RunState | Unreadable:
         revive(folder.path)
     except MemtopError as error:
         # Print the other runs too, and what is known about this one.
-        tell(f"memtop: run {folder.name}: {error}")
+        print_message(f"memtop: run {folder.name}: {error}")
         return state
     return state_of(folder)
 

@@ -84,6 +84,6 @@ def run_trainer(folder: Path, settings: Settings) -> Launched:
     done = start(settings, [*launcher(settings), *trainer], surroundings, folder)
     if done.returncode != 0:
         raise AssertionError(f"{settings.zero}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
-    reports = [json.loads(line) for line in (attempt / "rank-0.jsonl").read_text().splitlines()]
+    reports = [json.loads(line) for line in (attempt / "rank-0.jsonl").read_text().splitlines() if line]
     (plan,) = [report for report in reports if report["type"] == "plan"]
     return Launched(state, plan["strategy"], [report["loss"] for report in reports if report["type"] == "step"])

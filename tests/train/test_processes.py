@@ -66,7 +66,7 @@ def python(
 
 
 def reports(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines() if line]
 
 
 def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), agent: bool = True) -> subprocess.Popen[str]:
