@@ -61,7 +61,7 @@ from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, inherited_allocator, launch
 from memtop.supervisor.run.processes.members import named, send
 from memtop.supervisor.run.record import checkpoints
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.sensors import Sensors
@@ -104,6 +104,8 @@ class Performer:
         me = identify(os.getpid())
         self._started_ticks = me.started_ticks if me else None
         self._state_problem: str | None = None
+        self._saved: StateFile | None = None
+        """What state.json contains; None if it could not be written."""
 
     def perform(self, effect: Effect, model: Model) -> Occurrence | None:
         """Carry out one effect; return the event that follows at once, if any.
@@ -160,17 +162,26 @@ class Performer:
         self.intake = Intake(self.attempt.folder, number, self._outbox, self._publisher.add_steps)
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
 
-    def save_state(self, model: Model) -> WriteChecked | None:
+    def save_state(self, model: Model, *, decided: bool = True) -> WriteChecked | None:
         """Write state.json; an event where it can be written and could not before, or the other way
         round.
+
+        A decision (`decided`) is on the disk when this returns. Otherwise the file only gets newer
+        values: it is not written if there are none, or if it contains a change to restart with,
+        which a power cut could erase. It is written without fsync, which would block the event
+        loop for seconds while the program writes a checkpoint.
         """
         self._publisher.state_file_written()
         if model.alive and model.trainer_pid is None and self.attempt is not None and self.attempt.trainer is not None:
             # Reports may come in before the first tick has seen the program.
             model = replace(model, trainer_pid=self.attempt.trainer.pid)
-        problem = None
+        state, saved, problem = state_file(model, str(self._socket), self._started_ticks), self._saved, None
+        if not decided and saved is not None and (saved == state or saved.restarts):
+            return None
+        self._saved = None
         try:
-            write_json(self._folder.state_path, state_file(model, str(self._socket), self._started_ticks))
+            write_json(self._folder.state_path, state, sync=decided or saved is None)
+            self._saved = state
         except RunFolderError as error:
             problem = str(error)
         if problem == self._state_problem:

@@ -1,7 +1,7 @@
 """Opens the supervisor's ledger.
 
 One that is lost or damaged is rebuilt from the folders of the attempts, as far as they go: what was
-started, how it ended, what the ranks reported.
+started, how it ended, what the ranks reported. Attempts that it lacks are added in the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import sqlite3
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
@@ -22,6 +23,14 @@ from memtop.supervisor.run.reports import End, Plan, Step
 _REASON = "found in the run's folder"
 
 
+class _Found(NamedTuple):
+    """The last of these that the first rank reported, among the reports that the ledger lacked."""
+
+    plan: Plan | None
+    end: End | None
+    step: Step | None
+
+
 def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
     """The ledger, created or rebuilt if necessary, and what the person should know about that.
 
@@ -32,11 +41,16 @@ def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
         damage = _damage(path)
         words = "was missing" if damage is None else f"was damaged ({damage}; now {_moved_aside(path)})"
         ledger = Ledger(path)
-        if not folder.attempt_numbers() or ledger.attempts():
+        known = {attempt.number for attempt in ledger.attempts()}
+        missing = [number for number in sorted(folder.attempt_numbers()) if number not in known]
+        if not missing:
             return ledger, None
-        _rebuild(folder, ledger)
+        with ledger.transaction():
+            _rebuild(folder, ledger, missing)
     except (sqlite3.Error, OSError) as error:
         raise RunFolderError(f"{path}: cannot be used: {error}") from None
+    if known:
+        return ledger, f"{path} lacked attempts ({', '.join(map(str, missing))}): added from {folder.path / 'attempts'}"
     return ledger, f"{path} {words}: it was rebuilt from {folder.path / 'attempts'}; earlier events and memory history are lost"
 
 
@@ -65,10 +79,21 @@ def _moved_aside(path: Path) -> str:
     return aside
 
 
-def _rebuild(folder: RunFolder, ledger: Ledger) -> None:
-    state, (newest, *older) = folder.state(), folder.attempt_numbers()
-    for number in reversed(older):
-        _add(folder, ledger, number, None, may_run=False)
+def _rebuild(folder: RunFolder, ledger: Ledger, missing: list[int]) -> None:
+    """Add the missing attempts, oldest first.
+
+    Part of the caller's transaction, so that a supervisor that is killed leaves no half of them.
+    """
+    state, newest = folder.state(), folder.attempt_numbers()[0]
+    for attempt in ledger.attempts():
+        if attempt.ended is None and attempt.number < missing[-1]:
+            # The ledger lacks its end, too.
+            _close(folder, ledger, attempt.number, None, _add_reports(ledger, attempt.number, folder.attempt(attempt.number)))
+    for number in missing:
+        if number != newest:
+            _add(folder, ledger, number, None, may_run=False)
+    if newest not in missing:
+        return
     # The end of the newest attempt is handled by the rules, unless they have done so before.
     handled = state is None or state.run.attempt != newest or state.run.state.final
     exited = read_derived(folder.attempt(newest) / "exit.json", ExitFile) is not None
@@ -82,26 +107,31 @@ def _add(folder: RunFolder, ledger: Ledger, number: int, state: StateFile | None
     started = _first_time(path)
     # An external command counts its updates from its start.
     ledger.add_attempt(number, _REASON, settings, started, 0 if settings is None else None)
-    plan, end, step = _add_reports(ledger, number, path)
-    if plan is not None:
-        ledger.update_attempt(number, start_updates=plan.updates)
-    if may_run:
-        return
+    found = _add_reports(ledger, number, path)
+    if found.plan is not None:
+        ledger.update_attempt(number, start_updates=found.plan.updates)
+    if not may_run:
+        _close(folder, ledger, number, state, found)
+
+
+def _close(folder: RunFolder, ledger: Ledger, number: int, state: StateFile | None, found: _Found) -> None:
+    path, end, step = folder.attempt(number), found.end, found.step
+    (attempt,) = (attempt for attempt in ledger.attempts() if attempt.number == number)
     exited = read_derived(path / "exit.json", ExitFile)
     status = exited.status if exited is not None else None
     outcome = end.outcome if end is not None else None
     if state is not None and state.run.attempt == number:
         outcome = state.run.state.value
     elif outcome not in ("finished", "stopped", "failed"):
-        outcome = "failed" if status else "stopped" if settings is not None else "finished"
+        outcome = "failed" if status else "stopped" if attempt.settings is not None else "finished"
     ledger.update_attempt(
         number,
-        ended=exited.ended if exited is not None else started,
+        ended=exited.ended if exited is not None else attempt.started,
         exit_status=status,
         outcome=outcome,
         launched=exited is not None or (path / "process.json").exists(),
-        updates=step.update if step is not None else None,
-        samples_seen=step.samples_seen if step is not None else None,
+        updates=step.update if step is not None else attempt.updates,
+        samples_seen=step.samples_seen if step is not None else attempt.samples_seen,
         peak_bytes=ledger.highest_peak(number),
     )
 
@@ -113,12 +143,13 @@ def _first_time(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _add_reports(ledger: Ledger, number: int, path: Path) -> tuple[Plan | None, End | None, Step | None]:
-    """Store all reports that are left. Returns the first rank's last of these kinds."""
+def _add_reports(ledger: Ledger, number: int, path: Path) -> _Found:
+    """Store all reports that the ledger lacks."""
     plan: Plan | None = None
     end: End | None = None
     step: Step | None = None
     for journal in map(JournalReader, find_journals(path)):
+        journal.offset, _ = ledger.journal_offsets(number, journal.rank)
         while True:
             reports, until = journal.read_new()
             if until == journal.offset:
@@ -132,4 +163,4 @@ def _add_reports(ledger: Ledger, number: int, path: Path) -> tuple[Plan | None, 
                         end = report
                     case Step():
                         step = report
-    return plan, end, step
+    return _Found(plan, end, step)

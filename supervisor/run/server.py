@@ -312,23 +312,27 @@ class Publisher:
         """A configuration has begun or ended."""
         self._reconfigured = True
 
-    def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> None:
+    def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> str | None:
         """Start a subscription: send the state, the newest metric rows and events, and the
         machine's last hour.
 
-        With `history` 0 neither metric rows nor the last hour are sent.
+        With `history` 0 neither metric rows nor the last hour are sent. Returns why there are no
+        rows, None if there are.
         """
         self._flush_rows()
         peer.send(StateUpdate(run=state, machine=machine))
-        # A ledger that was damaged while it is open is rebuilt by the next supervisor.
-        with contextlib.suppress(sqlite3.DatabaseError):
+        problem = None
+        try:
             peer.send(MetricRows(rows=tuple(self._ledger.metrics(history)), reset_from=0))
             peer.send(EventRows(rows=tuple(self._ledger.events())))
+        except sqlite3.DatabaseError as error:
+            problem = f"{self._ledger.path}: cannot be read, so dashboards show no earlier updates and events: {error}"
         peer.send(ConfigurationRows(rows=self._configurations()))
         if history:
             for key, index, times, columns in self._ledger.recorder.history.dump():
                 peer.send(HistoryRows(key=key, gpu_index=index, label=label_of(index), times=times, columns=columns))
         peer.subscribed = True
+        return problem
 
     def tick(self, state: Callable[[], RunState], machine: MachineSnapshot | None) -> None:
         if not any(peer.subscribed for peer in self._server.peers):
@@ -345,7 +349,7 @@ class Publisher:
     def state_file_due(self) -> bool:
         """Whether state.json is old.
 
-        Urgent changes are written at once, see `Supervisor.save_state`.
+        Urgent changes are written at once, see `Performer.save_state`.
         """
         return time.monotonic() - self._file_written >= _STATE_FILE_SECONDS
 

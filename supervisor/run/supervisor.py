@@ -189,6 +189,7 @@ class Supervisor:
             self._sensors.look()
             self._trim_log(attempt)
             self._read_reports()
+            self._check("reports", self._performer.intake.problem if self._performer.intake is not None else None)
             alive = attempt.alive()
             ended = attempt.ended() if model.attempt.stage is AttemptStage.RUNNING and not alive else None
             if ended is not None:
@@ -203,15 +204,19 @@ class Supervisor:
         self._publish()
 
     def _trim_log(self, attempt: RunningAttempt) -> None:
-        words = attempt.log.trim()
-        if words != self.model.warnings.get("log"):
-            self.handle(WriteChecked(topic="log", problem=words))
+        self._check("log", attempt.log.trim())
+
+    def _check(self, topic: str, problem: str | None) -> None:
+        """Warn of a problem, or take the warning back; nothing if that has been done."""
+        if problem != self.model.warnings.get(topic):
+            self.handle(WriteChecked(topic=topic, problem=problem))
 
     def _pay(self) -> None:
         """Write what the ledger could not store before: the disk may have space again."""
-        if self._performer.intake is not None:
-            self._performer.intake.store()
-        self._outbox.retry()
+        if self._outbox.due:
+            if self._performer.intake is not None:
+                self._performer.intake.store()
+            self._outbox.retry()
         if self._outbox.problem != self._ledger_problem:
             self._ledger_problem = self._outbox.problem
             self.handle(WriteChecked(topic="ledger", problem=self._ledger_problem))
@@ -220,12 +225,9 @@ class Supervisor:
         machine = self.model.sample.machine if self.model.sample is not None else None
         self._publisher.tick(lambda: run_state(self.model), machine)
         if self._publisher.state_file_due():
-            self._save_state()
-
-    def _save_state(self) -> None:
-        checked = self._performer.save_state(self.model)
-        if checked is not None:
-            self.handle(checked)
+            checked = self._performer.save_state(self.model, decided=False)
+            if checked is not None:
+                self.handle(checked)
 
     # --- reports and samples ----------------------------------------------------------------------
 
@@ -260,7 +262,7 @@ class Supervisor:
                 # Only dashboards request history.
                 peer.has_screen = history > 0
                 machine = self.model.sample.machine if self.model.sample is not None else None
-                self._publisher.greet(peer, history, run_state(self.model), machine)
+                self._check("history", self._publisher.greet(peer, history, run_state(self.model), machine))
             case Status():
                 machine = self.model.sample.machine if self.model.sample is not None else None
                 peer.send(StateUpdate(run=run_state(self.model), machine=machine))

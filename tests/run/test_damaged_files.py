@@ -4,6 +4,7 @@ wrong. What memtop can write again counts as missing."""
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -13,10 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from memtop.cli import run as memtop
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run import rebuild
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
+from memtop.supervisor.run.record.journal import Intake, find_journals
 from memtop.supervisor.run.record.ledger import Ledger, Outbox
-from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.reports import Saved, SaveFailed, Step
 from memtop.supervisor.run.server import Publisher
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Event, Phase, RunState, StateUpdate
@@ -170,6 +174,42 @@ def test_a_lost_ledger_is_rebuilt_and_the_run_goes_on(ended: Path, tmp_path: Pat
     assert words is None
 
 
+def test_attempts_that_a_ledger_lacks_are_added_all_or_none(
+    ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(shutil.copytree(ended, tmp_path / "a"))
+    for number in (2, 3):
+        shutil.copytree(folder.attempt(1), folder.attempt(number))
+
+    def numbers() -> list[int]:
+        with closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
+            return [attempt.number for attempt in ledger.attempts()]
+
+    def full_disk(path: Path) -> list[Path]:
+        if path == folder.attempt(3):
+            raise sqlite3.OperationalError("database or disk is full")
+        return find_journals(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "find_journals", full_disk)
+        with pytest.raises(RunFolderError, match="disk is full"):
+            open_ledger(folder)
+    assert numbers() == [1]
+    with closing(sqlite3.connect(folder.ledger_path)) as other:
+        # A power cut took the end of the first attempt, too.
+        other.execute("UPDATE attempts SET ended = NULL, outcome = NULL")
+        other.commit()
+    ledger, words = open_ledger(folder)
+    with closing(ledger):
+        assert [(found.number, found.outcome, found.exit_status) for found in ledger.attempts()[:2]] == [
+            (1, "finished", 0),
+            (2, "finished", 0),
+        ]
+    assert numbers() == [1, 2, 3]
+    assert words is not None
+    assert "lacked attempts (2, 3): added from" in words
+
+
 def test_a_restart_and_a_stop_work_without_the_ledger(runs: Runs) -> None:
     program = REPORTING + UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
     runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
@@ -210,7 +250,10 @@ def test_a_ledger_that_is_damaged_while_it_is_open_ends_nothing(tmp_path: Path) 
     assert outbox.problem.startswith(f"{path}: damaged: database disk image is malformed; the next supervisor")
     peer = Mock()
     state = RunState(name="a", folder="a", state=Phase.TRAINING, created=1.0)
-    Publisher(ledger, Mock()).greet(peer, 0, state, None)
+    problem = Publisher(ledger, Mock()).greet(peer, 0, state, None)
+    assert problem is not None
+    assert "dashboards show no earlier updates" in problem
+    assert (outbox.damaged, outbox.due) == (True, False)
     assert isinstance(peer.send.call_args_list[0].args[0], StateUpdate)
     assert peer.subscribed
     outbox.write(ledger.close)
@@ -223,6 +266,40 @@ def test_a_ledger_that_is_damaged_while_it_is_open_ends_nothing(tmp_path: Path) 
     with closing(ledger):
         assert words is not None
         assert [row.number for row in ledger.attempts()] == [1]
+
+
+def test_a_write_that_failed_is_tried_again_after_some_seconds(tmp_path: Path) -> None:
+    Ledger(tmp_path / "ledger.sqlite").close()
+    now = [100.0]
+    with closing(Ledger(tmp_path / "ledger.sqlite", read_only=True)) as full:
+        outbox = Outbox(full, lambda: now[0])
+        assert outbox.due
+        assert not outbox.add_reports(1, 0, [], 1)
+        assert (outbox.due, outbox.damaged) == (False, False)
+        now[0] += 5
+        assert outbox.due
+
+
+def test_a_journal_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    journal = tmp_path / "rank-0.jsonl"
+    journal.mkdir()
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        intake = Intake(tmp_path, 1, Outbox(ledger), lambda number, steps: None)
+        intake.read(Mock())
+        assert intake.problem == f"{journal}: cannot be read: Is a directory; what this rank reports is not seen"
+        journal.rmdir()
+        intake.read(Mock())
+        assert intake.problem is None
+
+
+def test_kept_reports_have_the_order_in_which_they_were_reported(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        failed = SaveFailed(time=2.0, message="disk full")
+        many = [Saved(time=float(number)) for number in range(10, 70)]
+        ledger.add_reports(1, 0, [Saved(time=1.0), failed, Saved(time=3.0)], 1)
+        assert [report.time for report in ledger.kept_reports(1, 0, 1)] == [1.0, 2.0, 3.0]
+        ledger.add_reports(1, 0, many, 2)
+        assert ledger.kept_reports(1, 0, 2) == [failed, *many[10:]]
 
 
 def test_a_living_supervisor_needs_none_of_its_files(runs: Runs) -> None:

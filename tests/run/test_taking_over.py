@@ -4,6 +4,7 @@ began."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run.effects import AddEvent, AskRanks, CloseUnstarted, DropRows, GiveUp, Launch, Signal
 from memtop.supervisor.run.events import AgentConnected, Command, Launched, Reported, Requested
+from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
+from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
@@ -58,9 +61,9 @@ from memtop.supervisor.run.supervisor import Supervisor
 
 plain = Performer.save_state
 
-def save_state(self, model):
+def save_state(self, model, **how):
     if model.number == 0:
-        return plain(self, model)
+        return plain(self, model, **how)
     os.kill(os.getpid(), signal.SIGKILL)
 
 Performer.save_state = save_state
@@ -446,6 +449,32 @@ def test_steps_that_come_with_their_plan_are_shown(tmp_path: Path) -> None:
     sent = b"".join(call.args[0] for call in peer.send_encoded.call_args_list)
     (rows,) = [json.loads(line) for line in sent.splitlines() if json.loads(line)["type"] == "metrics"]
     assert (rows["reset_from"], [one["update"] for one in rows["rows"]]) == (1, [1])
+
+
+def test_only_decisions_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    folder = RunFolder(tmp_path)
+    names = ("outbox", "publisher", "agents", "sensors", "post", "read_reports")
+    performer = Performer(folder, Mock(), socket=tmp_path / "socket", **{name: Mock() for name in names})
+    model = taken_over(row(), records=BEGUN.records).model
+
+    def save(model: Model, *, decided: bool) -> tuple[bool, int]:
+        """Whether the file was written, and how often fsync was called."""
+        before = folder.state_path.stat().st_ino if folder.state_path.exists() else None
+        synced.clear()
+        assert performer.save_state(model, decided=decided) is None
+        return folder.state_path.stat().st_ino != before, len(synced)
+
+    assert save(model, decided=False) == (True, 1), "the file of the last supervisor may contain a decision"
+    assert save(model, decided=False) == (False, 0)
+    later = replace(model, warnings={"log": "long"})
+    assert save(later, decided=False) == (True, 0)
+    assert save(later, decided=True) == (True, 1)
+    pending = replace(later, pending=Change(max_updates=5))
+    assert save(pending, decided=True) == (True, 1)
+    assert save(replace(pending, warnings={}), decided=False) == (False, 0)
+    assert save(later, decided=True) == (True, 1)
 
 
 def test_a_split_within_the_program_is_neither_a_restart_nor_a_success() -> None:

@@ -348,11 +348,11 @@ def _content(path: Path, *, own: bool) -> bytes:
         return file.read()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace the file in one step, and make it last: whatever happens to the machine, readers see
-    the old or the new content, never a part of it.
+def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
+    """Replace the file in one step: readers see the old or the new content, never a part of it.
 
-    A folder in its place is renamed.
+    `sync`: wait until the content is on the disk (fsync), so that this also holds after a power
+    cut. On a busy disk that takes seconds. A folder in its place is renamed.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -360,7 +360,8 @@ def write_json(path: Path, value: Any) -> None:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         if path.is_dir() and not path.is_symlink():
             path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         new.replace(path)

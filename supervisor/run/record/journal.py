@@ -35,6 +35,8 @@ class JournalReader:
         written."""
         self.forgotten = 0
         """Bytes at the beginning whose space was given back to the disk."""
+        self.problem: str | None = None
+        """Why the file could not be read the last time; None if it could, or is missing."""
         self.pieces: deque[int] = deque()
         """Ends of the stored pieces that are not forgotten yet."""
 
@@ -64,9 +66,14 @@ class JournalReader:
                     block = file.read(_CHUNK_BYTES)
                     start += len(block) - len(block.lstrip(b"\0"))
                     block = block.lstrip(b"\0")
-        except OSError:
-            # Removed, or cannot be read now. It is read when it can be.
+        except FileNotFoundError:
+            self.problem = None
             return [], start
+        except OSError as error:
+            # It is read when it can be.
+            self.problem = f"{self.path}: cannot be read: {error.strerror}; what this rank reports is not seen"
+            return [], start
+        self.problem = None
         if until is not None:
             block = block[: max(0, until - start)]
         end = block.rfind(b"\n") + 1
@@ -117,8 +124,15 @@ class Intake:
                     act(journal.rank, report)
                 at = end
 
+    @property
+    def problem(self) -> str | None:
+        """Why the first journal that cannot be read cannot be read."""
+        return next((journal.problem for journal in self._journals.values() if journal.problem is not None), None)
+
     def store(self) -> None:
-        """Give the ledger what it could not take when it was read."""
+        """Give the ledger what it could not take when it was read, if it can be written."""
+        if self._outbox.damaged:
+            return
         for journal in self._journals.values():
             self._store_rest(journal)
 
@@ -132,11 +146,12 @@ class Intake:
 
     def _read_on(self, journal: JournalReader, act: Act) -> bool:
         """The next piece. False if there was none."""
-        self._store_rest(journal)
+        if self._outbox.due:
+            self._store_rest(journal)
         reports, end = journal.read_new()
         if end == journal.offset:
             return False
-        if journal.stored == journal.offset:
+        if journal.stored == journal.offset and self._outbox.due:
             self._store(journal, reports, end)
         journal.offset = end
         for report in reports:

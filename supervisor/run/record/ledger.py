@@ -6,11 +6,12 @@ in the `Outbox` for the next write.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sqlite3
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +134,7 @@ class Ledger:
             self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{metrics.SCHEMA}{tiers.SCHEMA}COMMIT;")
         self._recorder: tiers.Recorder | None = None
         self._unthinned = 0
+        self._in_transaction = False
 
     @property
     def is_new(self) -> bool:
@@ -146,6 +148,19 @@ class Ledger:
         finally:
             self._db.close()
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything that is written inside is stored, or nothing is. Inner ones join the outer."""
+        if self._in_transaction:
+            yield
+            return
+        self._in_transaction = True
+        try:
+            with self._db:
+                yield
+        finally:
+            self._in_transaction = False
+
     # --- attempts ---
 
     def add_attempt(
@@ -158,7 +173,7 @@ class Ledger:
         change: Change = Change(),  # noqa: B008 - a frozen value
     ) -> None:
         text = None if settings is None else msgspec.json.encode(settings).decode()
-        with self._db:
+        with self.transaction():
             self._db.execute(
                 "INSERT INTO attempts (number, reason, settings, started, start_updates, change) VALUES (?, ?, ?, ?, ?, ?)",
                 (number, reason, text, started, start_updates, msgspec.json.encode(change).decode()),
@@ -172,7 +187,7 @@ class Ledger:
         if "diagnosis" in values and values["diagnosis"] is not None:
             values["diagnosis"] = msgspec.json.encode(values["diagnosis"]).decode()
         columns = ", ".join(f"{name} = ?" for name in values)
-        with self._db:
+        with self.transaction():
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
 
     def attempts(self) -> list[Attempt]:
@@ -192,7 +207,7 @@ class Ledger:
     def save_configuration(self, record: configurations.ConfigurationRecord) -> None:
         """Raises sqlite3.OperationalError on a full disk."""
         row = (record.configuration.number, msgspec.json.encode(record).decode())
-        with self._db:
+        with self.transaction():
             self._db.execute("INSERT OR REPLACE INTO configurations VALUES (?, ?)", row)
 
     def configurations(self) -> list[configurations.ConfigurationRecord]:
@@ -217,7 +232,7 @@ class Ledger:
         reports = list(reports)
         steps = [report for report in reports if isinstance(report, Step)] if rank == 0 else []
         self._unthinned += len(steps)
-        with self._db:
+        with self.transaction():
             metrics.add(self._db, attempt, steps)
             if self._unthinned >= _THIN_EVERY:
                 metrics.thin(self._db)
@@ -230,14 +245,17 @@ class Ledger:
         return offset
 
     def _keep(self, attempt: int, rank: int, offset: int, reports: list[Report]) -> None:
-        by_kind: dict[str, deque[Report]] = {}
-        for report in reports:
+        """Store the newest of each kind in the order in which they were reported."""
+        rows: list[tuple[object, ...]] = []
+        counts: Counter[str] = Counter()
+        for report in reversed(reports):
             kind = type(report).__name__
-            by_kind.setdefault(kind, deque(maxlen=_KEPT_OF_A_KIND)).append(report)
-        for kind, newest in by_kind.items():
+            counts[kind] += 1
+            if counts[kind] <= _KEPT_OF_A_KIND:
+                rows.append((attempt, rank, kind, offset, msgspec.json.encode(report).decode()))
+        self._db.executemany("INSERT INTO kept (attempt, rank, kind, offset, report) VALUES (?, ?, ?, ?, ?)", reversed(rows))
+        for kind in counts:
             key = (attempt, rank, kind)
-            rows = [(*key, offset, msgspec.json.encode(report).decode()) for report in newest]
-            self._db.executemany("INSERT INTO kept (attempt, rank, kind, offset, report) VALUES (?, ?, ?, ?, ?)", rows)
             self._db.execute(
                 "DELETE FROM kept WHERE id IN (SELECT id FROM kept WHERE (attempt, rank, kind) = (?, ?, ?)"
                 " ORDER BY id DESC LIMIT -1 OFFSET ?)",
@@ -246,7 +264,7 @@ class Ledger:
 
     def forget_journal(self, attempt: int, rank: int, until: int) -> None:
         """The journal before this offset is not needed any more."""
-        with self._db:
+        with self.transaction():
             sql = "UPDATE journals SET forgotten = ? WHERE attempt = ? AND rank = ?"
             self._db.execute(sql, (until, attempt, rank))
 
@@ -285,7 +303,7 @@ class Ledger:
 
     def add_event(self, event: Event) -> Event:
         """Store an event. Returns it with the number that the ledger assigned."""
-        with self._db:
+        with self.transaction():
             cursor = self._db.execute(
                 "INSERT INTO events (time, attempt, kind, message, data) VALUES (?, ?, ?, ?, ?)",
                 (event.time, event.attempt, event.kind, event.message, msgspec.json.encode(event.data).decode()),
@@ -350,14 +368,19 @@ class Ledger:
 
 # If more events wait, the oldest are dropped.
 _EVENTS_KEPT = 1000
+_RETRY_SECONDS = 5.0
 
 
 class Outbox:
     """`problem`: why the last write to the ledger failed; None if it succeeded."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.ledger = ledger
         self.problem: str | None = None
+        self.damaged = False
+        """Nothing is stored any more: the next supervisor reads the journals again."""
+        self._monotonic = monotonic
+        self._retry_at = float("-inf")
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._attempts: dict[int, dict[str, Any]] = {}
         self._records: dict[int, ConfigurationRecord] = {}
@@ -396,6 +419,11 @@ class Outbox:
         """
         return self.write(lambda: self.ledger.add_reports(attempt, rank, reports, offset))
 
+    @property
+    def due(self) -> bool:
+        """Whether it makes sense to write again: some seconds after a write failed."""
+        return not self.damaged and self._monotonic() >= self._retry_at
+
     def forget_journal(self, attempt: int, rank: int, until: int) -> bool:
         return self.write(lambda: self.ledger.forget_journal(attempt, rank, until))
 
@@ -418,12 +446,15 @@ class Outbox:
             write()
         except sqlite3.OperationalError as error:
             self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
+            self._retry_at = self._monotonic() + _RETRY_SECONDS
             return False
         except sqlite3.DatabaseError as error:
             # Reports stay in the journals, and decisions in state.json.
             self.problem = f"{self.ledger.path}: damaged: {error}; the next supervisor rebuilds it"
+            self.damaged = True
             return False
-        self.problem = None
+        if not self.damaged:
+            self.problem = None
         return True
 
     def _write_attempt(self, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""The updates in the ledger: the newest exactly; the older, the coarser.
+"""The updates in the ledger. The newest updates are exact; older ones are merged into means.
 
 A run that reports a thousand updates a second, or runs for a year, must not fill the disk. The
 newest 50,000 updates of a run are exact. Older ones are merged ten at a time, again and again:

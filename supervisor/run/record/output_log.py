@@ -46,4 +46,4 @@ class OutputLog:
         if not self._trimmed:
             return None
         removed = units.size(self._trimmed - HEAD_BYTES - TAIL_BYTES)
-        return f"the program has printed very much: {removed} in the middle of {self._path} were removed"
+        return f"to save disk space, memtop removed {removed} from the middle of {self._path}; search it with grep -a"
