@@ -266,7 +266,7 @@ def test_a_program_that_prints_very_much_is_not_disturbed(runs: Runs) -> None:
     )
     program += UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
     runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
-    warned = runs.wait("a", lambda document: any("in the middle of" in words for words in document["warnings"]))
+    warned = runs.wait("a", lambda document: any("from the middle of" in words for words in document["warnings"]))
     log = Path(warned["log_path"])
     assert any(words.startswith("to save disk space, memtop removed ") for words in warned["warnings"])
     assert "warning     to save disk space, memtop removed " in runs.memtop("show", "a").stdout
