@@ -226,6 +226,24 @@ def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
     assert brain.answers()[-1].outcome is Outcome.ACCEPTED
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_stopped_program_is_continued_once_before_it_is_ended(asked: bool) -> None:
+    brain = training(agents=frozenset({0} if asked else ()))
+    brain.model = replace(brain.model, progress=replace(brain.model.progress, offers=frozenset({"stop"})))
+    if not asked:
+        brain.tick(stopped=True, trainer_pid=5)
+    stop(brain)
+    found: list[str] = []
+    for after in (0.2, 0.2, 60.0, 40.0):
+        sent = [one for one in brain.tick(after, stopped=True, trainer_pid=5) if isinstance(one, Signal)]
+        for signal in sent:
+            found.append(signal.name)
+            brain.tell(Signalled(name=signal.name, processes=(NamedProcess(5, "python"),)))
+    assert found == (["SIGCONT", "SIGTERM", "SIGKILL"] if asked else ["SIGCONT", "SIGINT", "SIGTERM", "SIGKILL"])
+    assert "the program was stopped (SIGSTOP or Ctrl-Z): SIGCONT sent to pid 5 (python)" in brain.messages("stop")
+    assert brain.model.signalled == "SIGKILL sent to pid 5 (python)"
+
+
 def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:
     brain = training(settings=None)
     stop(brain)
@@ -250,7 +268,8 @@ def test_what_a_program_leaves_behind_is_named() -> None:
     brain.tell(LeftoversCleared(log=LogEnd(), states=brain.model.states))
     assert brain.model.phase is Phase.FINISHED
     assert brain.model.reason is not None
-    assert brain.model.reason.startswith("its main program ended; ended what it left behind: pid 10 (worker), pid 11")
+    words = "the main program ended; memtop ended the processes that it left behind: pid 10 (worker), pid 11"
+    assert brain.model.reason.startswith(words)
 
 
 @pytest.mark.parametrize("reported_end", [False, True])
@@ -269,7 +288,7 @@ def test_a_run_whose_rank_was_ended_in_the_background_has_not_finished(reported_
     brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
     assert brain.model.phase is Phase.FAILED
     assert brain.model.reason is not None
-    assert brain.model.reason.startswith("its main program ended while pid 11 (python) still trained in the background")
+    assert brain.model.reason.startswith("the main program ended while pid 11 (python) was still training, so memtop")
     assert brain.asked(Launch) == []
 
 
