@@ -123,7 +123,7 @@ def _fraction(diagnosis: Diagnosis, allowed: int, free: int) -> Remedy:
         "memory_fraction",
         f"a larger memory fraction: the program may use only {size(allowed)}",
         f"{size(free)} were free: the program, or a library that it uses, limits itself to a share of the GPU",
-        "torch.cuda.set_per_process_memory_fraction(1.0)" if Place.PYTORCH in diagnosis.environment else None,
+        "in the program: torch.cuda.set_per_process_memory_fraction(1.0)" if Place.PYTORCH in diagnosis.environment else None,
     )
 
 
