@@ -283,8 +283,7 @@ def _model(model: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
         # A configuration replaces a path: the weights are then initialized at random.
         present = model.get("config", {})
         value = _finite(f"model.{rest}", _scalar(text))
-        _refuse_another_kind(f"model.{rest}", value, present.get(key))
-        return {"config": {**present, key: value}}
+        return {"config": {**present, key: _of_kind(f"model.{rest}", value, present.get(key))}}
     raise _unknown_part("model", rest)
 
 
@@ -314,11 +313,15 @@ def _scalar(text: str) -> Any:
     return text if isinstance(value, dict) else value
 
 
-def _refuse_another_kind(key: str, value: Any, present: Any) -> None:
-    """SettingsError if the recipe's value for a key of the model is of another kind. Only
-    transformers knows all rules, and it takes seconds to load."""
-    if value is None or present is None or isinstance(present, list | str):
-        return
+def _of_kind(key: str, value: Any, present: Any) -> Any:
+    """The value; SettingsError if the recipe's value for a key of the model is of another kind.
+    1e3 counts as a whole number. Only transformers knows all rules, and it takes seconds to load.
+    """
+    # A token's id may be 0, and several tokens can end a text.
+    if value is None or present is None or isinstance(present, list | str) or key.endswith(("_id", "_ids")):
+        return value
+    if isinstance(present, int) and isinstance(value, float) and value.is_integer():
+        value = int(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(present, bool):
         wanted, fits = "true or false", isinstance(value, bool)
@@ -329,6 +332,7 @@ def _refuse_another_kind(key: str, value: Any, present: Any) -> None:
         wanted, fits = "a number", is_number
     if not fits:
         raise SettingsError(key, repr(value), f"give {wanted}")
+    return value
 
 
 def _finite(key: str, value: Any) -> Any:

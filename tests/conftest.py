@@ -22,9 +22,9 @@ import pytest
 from hypothesis import settings
 
 from memtop.cli import runs as runs_command
-from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
+from memtop.supervisor.monitor.processes.proc import ProcessId, command_words, identify, is_alive
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
-from memtop.supervisor.monitor.processes.table import run_processes
+from memtop.supervisor.monitor.processes.table import all_pids, run_processes
 from memtop.supervisor.run.record.folder import RunFolder, find_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event
@@ -176,13 +176,14 @@ class Runs:
                 time.sleep(0.05)
 
     def _living(self, folder: RunFolder) -> list[ProcessId]:
-        """The processes of a run, its supervisor first, if it has come so far as to write who it
-        is."""
-        state = folder.state()
-        found = identify((state.run.supervisor_pid if state is not None else None) or 0)
-        is_supervisor = found is not None and state is not None and found.started_ticks == state.supervisor_started_ticks
-        supervisor = [found] if found is not None and is_supervisor and is_alive(found) else []
-        return [*supervisor, *run_processes(str(folder.path))]
+        """The processes of a run, its supervisors first."""
+        state, wanted = folder.state(), {"memtop.supervisor", str(folder.path)}
+        written = identify((state.run.supervisor_pid if state is not None else None) or 0)
+        # state.json may be missing or damaged. A supervisor that a test forked has another command.
+        found = [identify(pid) for pid in all_pids() if wanted <= set(command_words(pid) or ())]
+        if written is not None and state is not None and written.started_ticks == state.supervisor_started_ticks:
+            found.append(written)
+        return [*{one for one in found if one is not None and is_alive(one)}, *run_processes(str(folder.path))]
 
 
 def wait_for_file(path: Path, seconds: float = 120) -> None:

@@ -116,6 +116,7 @@ def test_the_standard_preset_reverts_the_others() -> None:
         ({"assignments": {"model.config.hidden_size": "-3"}}, "model.config.hidden_size -3: give a whole number from 1"),
         ({"assignments": {"model.config.hidden_size": "1.5"}}, "model.config.hidden_size 1.5: give a whole number from 1"),
         ({"assignments": {"model.config.hidden_size": "true"}}, "model.config.hidden_size True: give a whole number from 1"),
+        ({"assignments": {"model.config.hidden_size": "0.0"}}, "model.config.hidden_size 0: give a whole number from 1"),
         ({"assignments": {"model.config.tie_word_embeddings": "1"}}, "tie_word_embeddings 1: give true or false"),
         ({"assignments": {"model.config.attention_dropout": "x"}}, "model.config.attention_dropout 'x': give a number"),
         ({"assignments": {"model.config.x": "[1, [1e999]]"}}, "model.config.x inf: is too large a number"),
@@ -134,6 +135,24 @@ def test_wrong_values_are_refused_in_one_line_with_field_and_value(edit: dict[st
 def test_set_takes_any_other_setting_with_its_type() -> None:
     edited = edit_settings(BASE, assignments={"learning_rate": "1e-4", "workers": "2", "gradient_checkpointing": "true"})
     assert (edited.learning_rate, edited.workers, edited.gradient_checkpointing) == (1e-4, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("pad_token_id", "0", 0),
+        ("eos_token_id", "[1, 2]", [1, 2]),
+        ("bad_words_ids", "[[3]]", [[3]]),
+        ("hidden_size", "1e3", 1000),
+        ("hidden_size", "64.0", 64),
+        ("attention_dropout", "0", 0),
+    ],
+)
+def test_a_valid_value_of_the_model_is_taken(key: str, text: str, value: object) -> None:
+    known = {"pad_token_id": 258, "eos_token_id": 257, "bad_words_ids": 1, "hidden_size": 64, "attention_dropout": 0.1}
+    before = replace(BASE, model={"config": known})
+    taken = edit_settings(before, assignments={f"model.config.{key}": text}).model["config"][key]
+    assert (taken, type(taken)) == (value, type(value))
 
 
 def test_max_updates_includes_the_updates_done() -> None:

@@ -203,7 +203,8 @@ class OomCard(Dialog[Remedy]):
         elif remedy.command:
             self.app.copy_to_clipboard(remedy.command)
             self._say(
-                f"memtop does not run this; copied to the clipboard if the terminal allows it: {_in_one_line(remedy.command)}",
+                "memtop does not run this command. It copied it to the clipboard, if your terminal allows that: "
+                f"{_in_one_line(remedy.command)}",
                 "edge",
             )
         else:

@@ -42,14 +42,26 @@ class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: About
     title: str
     why: str
-    commands: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    file: str = ""
+    lines: tuple[str, ...] = ()
+    """What a person writes into `file`."""
+    variables: tuple[str, ...] = ()
+    """Environment variables, as NAME=VALUE."""
     places: tuple[Place, ...] = ()
+    needs: tuple[Place, ...] = ()
     not_in: tuple[str, ...] = ()
     changes: bool = False
 
     def fits(self, environment: Sequence[Place]) -> bool:
         here = set(environment)
-        return (not self.places or bool(here & set(self.places))) and not here & self._elsewhere
+        return (not self.places or bool(here & set(self.places))) and here >= set(self.needs) and not here & self._elsewhere
+
+    def to_type(self, environment: Sequence[Place]) -> str | None:
+        """What a person writes and types, one item per line; None if there is nothing."""
+        written = [f"in {self.file}: {text}" for text in self.lines]
+        variables = [set_variable(text, environment) for text in self.variables]
+        return "\n".join([*written, *self.commands, *variables]) or None
 
     @property
     def _elsewhere(self) -> frozenset[Place]:
@@ -70,13 +82,22 @@ def table() -> tuple[Advice, ...]:
         raise PresetFileError(f"{_FILE}: {error}") from None
 
 
+def set_variable(assignment: str, environment: Sequence[Place]) -> str:
+    """The command that sets an environment variable, given as NAME=VALUE; on Windows one for each
+    of its shells."""
+    if Place.WINDOWS not in environment:
+        return f"export {assignment}"
+    name, _, value = assignment.partition("=")
+    return f"in cmd.exe: set {assignment}\nin PowerShell: $env:{name} = '{value}'"
+
+
 def advice(about: About, environment: Sequence[Place]) -> Iterator[Remedy]:
     """What fits the environment, each id once, as remedies that only a person can apply."""
     given: set[str] = set()
     for one in table():
         if one.about == about and one.id not in given and one.fits(environment):
             given.add(one.id)
-            yield to_do(one.id, one.title, one.why, "\n".join(one.commands) or None, keeps_math=not one.changes)
+            yield to_do(one.id, one.title, one.why, one.to_type(environment), keeps_math=not one.changes)
 
 
 # --- a GPU that is not full ----------------------------------------------------------------------
@@ -102,7 +123,7 @@ def _fraction(diagnosis: Diagnosis, allowed: int, free: int) -> Remedy:
         "memory_fraction",
         f"a larger memory fraction: the program may use only {size(allowed)}",
         f"{size(free)} were free: the program, or a library that it uses, limits itself to a share of the GPU",
-        "torch.cuda.set_per_process_memory_fraction(1.0)" if Place.PYTORCH in diagnosis.environment else None,
+        "in the program: torch.cuda.set_per_process_memory_fraction(1.0)" if Place.PYTORCH in diagnosis.environment else None,
     )
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.environment import ENGINES, FRAMEWORKS, MANAGED, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
-from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals
+from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals, set_variable
 from memtop.supervisor.recovery.configuration import TRAINED_BYTES
 from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, strays, why_allocator, with_expandable_segments
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory, more_host_memory
@@ -206,7 +206,7 @@ def _expandable(diagnosis: Diagnosis, command: ExternalCommand | None) -> Remedy
         resumable="none",
         forecast_unknown=_UNFORESEEN,
         speed=1.0,
-        # torch up to 2.9 reads the first name only; newer versions prefer the second.
+        # torch 2.9 and newer reads PYTORCH_ALLOC_CONF; PYTORCH_CUDA_ALLOC_CONF still works there.
         command=f"export PYTORCH_CUDA_ALLOC_CONF={options} PYTORCH_ALLOC_CONF={options}",
     )
     if command is None:
@@ -291,7 +291,7 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         yield from advice("who_killed" if killed else "unproven", diagnosis.environment)
         return
     if diagnosis.reason in _HEAPS:
-        yield _larger_heap(*_HEAPS[diagnosis.reason])
+        yield _larger_heap(diagnosis.environment, *_HEAPS[diagnosis.reason])
         return
     if beyond_all_memory(diagnosis, host) is not None:
         return  # no setting makes that request fit
@@ -340,20 +340,20 @@ def _less_host_memory(diagnosis: Diagnosis, command: ExternalCommand | None) -> 
     yield _option_of("host_level", "data read in pieces or memory-mapped", "instead of whole files in memory")
 
 
-# The program, the option that sets its limit, and a command that sets it for the program and its
-# children.
+# The program, the option that sets its limit, and an environment variable that sets it for the
+# program and its children.
 _HEAPS = {
-    "java_heap": ("Java", "-Xmx; for Spark --driver-memory and --executor-memory", "export JAVA_TOOL_OPTIONS=-Xmx8g"),
-    "node_heap": ("node", "--max-old-space-size, in MiB", "export NODE_OPTIONS=--max-old-space-size=8192"),
+    "java_heap": ("Java", "-Xmx; for Spark --driver-memory and --executor-memory", "JAVA_TOOL_OPTIONS=-Xmx8g"),
+    "node_heap": ("node", "--max-old-space-size, in MiB", "NODE_OPTIONS=--max-old-space-size=8192"),
 }
 
 
-def _larger_heap(program: str, option: str, command: str) -> Remedy:
+def _larger_heap(environment: Sequence[Place], program: str, option: str, variable: str) -> Remedy:
     why = (
         f"{program} limits its heap itself ({option}), so swap and smaller batches do not help; "
         "the command sets 8 GiB: leave enough for the rest of the host"
     )
-    return _option_of("heap_limit", f"a larger heap for {program}", why, command=command)
+    return _option_of("heap_limit", f"a larger heap for {program}", why, command=set_variable(variable, environment))
 
 
 def _shm(diagnosis: Diagnosis) -> Iterator[Remedy]:

@@ -80,7 +80,7 @@ def strays(diagnosis: Diagnosis) -> Remedy:
     return to_do(
         "strays",
         f"end the other processes on the GPU, or wait for them: they hold {held}{pids}",
-        "they hold more than the run could save; memtop ends only the processes you choose, never another user's",
+        "they hold more than the run could free; memtop ends only the processes you choose, never another user's",
         "memtop strays",
     )
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
-from memtop.supervisor.monitor.processes.proc import is_stopped
+from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive, is_stopped
 from memtop.supervisor.monitor.processes.signals import user_name
 from memtop.supervisor.run.processes.attempt import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
@@ -34,7 +34,8 @@ _LINE_LIMIT = 64 << 20
 _ANSWER_LIMIT = 1 << 20
 _TOO_LONG = "a line of more than {} MiB"
 _LITTLE_SPACE = 1 << 20
-"""A supervisor that ends at its start with less free disk space ended for that."""
+"""If a supervisor ends at its start without an error in its log, and less disk space is free, the
+disk is full."""
 _START_SECONDS = 30.0
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
@@ -43,6 +44,7 @@ ANSWER_SECONDS = 30.0
 LOOK_SECONDS = 2.0
 """How often a command looks at a supervisor that says nothing."""
 _LEAVE_SECONDS = 10.0
+_RETRY_SECONDS = 0.05
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -209,6 +211,7 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
     except OSError as error:
         raise RunFolderError(f"{folder.supervisor_log}: cannot be written: {error.strerror}") from None
     with log:
+        begins = log.tell()
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -221,7 +224,7 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if (status := process.poll()) is not None:
-            raise _start_error(folder, status)
+            raise _start_error(folder, status, begins)
         file = folder.state()
         if file is not None and file.run.supervisor_pid == process.pid and Path(file.socket).exists():
             return process.pid
@@ -276,23 +279,60 @@ def _connected(folder: RunFolder) -> socket.socket:
     failure = None
     for path in _sockets(folder):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(ANSWER_SECONDS)
         try:
-            connection.connect(path)
+            _connect(folder, connection, path)
+            _check_peer(folder, connection, path)
         except OSError as error:
             connection.close()
             failure = failure or error
-        else:
-            peer = peer_of(connection)
-            if (owner := peer.uid) == os.geteuid():
-                refuse_stopped(folder, peer.pid)
-                return connection
+        except MemtopError:
             connection.close()
-            raise RunFolderError(
-                f"{path}: {user_name(owner)} listens there, not your supervisor of run {folder.name!r}: "
-                f"memtop sends it nothing; `memtop show {folder.name}` shows the run"
-            )
+            raise
+        else:
+            return connection
     raise _no_supervisor(folder, failure)
+
+
+def _connect(folder: RunFolder, connection: socket.socket, path: str) -> None:
+    """Connect. RefusedError if a supervisor listens but does not accept connections.
+
+    The kernel keeps about a hundred connections for it, and refuses the next one at once.
+    """
+    connection.settimeout(ANSWER_SECONDS)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            connection.connect(path)
+        except BlockingIOError:
+            refuse_stopped(folder, _supervisor_pid(folder))
+            if time.monotonic() > deadline:
+                raise RefusedError(
+                    f"run {folder.name!r}: its supervisor has accepted no connection for {ANSWER_SECONDS:.0f} s: "
+                    f"see {folder.supervisor_log}"
+                ) from None
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return
+
+
+def _check_peer(folder: RunFolder, connection: socket.socket, path: str) -> None:
+    """RunFolderError if another user listens, RefusedError if that process is stopped."""
+    peer = peer_of(connection)
+    if peer.uid != os.geteuid():
+        raise RunFolderError(
+            f"{path}: {user_name(peer.uid)} listens there, not your supervisor of run {folder.name!r}: "
+            f"memtop sends it nothing; `memtop show {folder.name}` shows the run"
+        )
+    refuse_stopped(folder, peer.pid)
+
+
+def _supervisor_pid(folder: RunFolder) -> int:
+    """The living supervisor in state.json. 0 if there is none."""
+    file = folder.state()
+    if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
+        return 0
+    pid = file.run.supervisor_pid
+    return pid if is_alive(ProcessId(pid, file.supervisor_started_ticks)) else 0
 
 
 def _decoded(folder: RunFolder, line: bytes) -> Message:
@@ -316,14 +356,17 @@ def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:
     )
 
 
-def _start_error(folder: RunFolder, status: int) -> MemtopError:
-    free = shutil.disk_usage(folder.path).free
-    if free < _LITTLE_SPACE and status != UsageError.exit_status:
-        # The log may lack the reason, because there was no space for it either.
-        return RunFolderError(f"{folder.path}: the disk is full: {free >> 10} KiB free; free some space, or set --runs-dir")
-    lines = folder.supervisor_log.read_text(errors="replace").strip().splitlines()
+def _start_error(folder: RunFolder, status: int, begins: int) -> MemtopError:
+    """Why the supervisor did not start. Its words begin at byte `begins` of supervisor.log."""
+    with folder.supervisor_log.open("rb") as log:
+        log.seek(begins)
+        lines = log.read().decode(errors="replace").strip().splitlines()
     try:
         message = str(json.loads(lines[-1])["error"])
     except (IndexError, ValueError, KeyError, TypeError):
+        # A full disk has no space for the reason either. Some file systems report 0 bytes always.
+        free = shutil.disk_usage(folder.path).free
         message = f"the supervisor ended with status {status} while starting: see {folder.supervisor_log}"
+        if free < _LITTLE_SPACE and status != UsageError.exit_status:
+            message = f"{folder.path}: the disk is full: {free >> 10} KiB free; free some space, or set --runs-dir"
     return UsageError(message) if status == UsageError.exit_status else RunFolderError(message)

@@ -184,7 +184,9 @@ class Absence(str, Enum):
     """Why a user's program has reported nothing."""
 
     ENVIRONMENT = "environment"
-    """It has lost the environment: `env -i`, sudo."""
+    """It has lost the environment: `env -i`."""
+    OTHER_USER = "other_user"
+    """It runs as root or another user, so that its environment cannot be read: sudo."""
     PYTHONPATH = "pythonpath"
     """It has a PYTHONPATH of its own."""
     ISOLATED = "isolated"

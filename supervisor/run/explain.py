@@ -131,11 +131,13 @@ def describe_status(status: int | None) -> str:
 
 
 _ABSENCES = {
-    Absence.ENVIRONMENT: "was started with another environment (env -i, sudo): pass on MEMTOP_* and PYTHONPATH",
+    Absence.ENVIRONMENT: "was started with another environment (env -i): pass on MEMTOP_* and PYTHONPATH",
+    Absence.OTHER_USER: "runs as root or another user (sudo), so memtop cannot read its reports: start it without sudo",
     Absence.PYTHONPATH: "was started with a PYTHONPATH of its own: append the old one (PYTHONPATH=.:$PYTHONPATH)",
     Absence.ISOLATED: "was started with -I, -E or -S, so that Python loads nothing of memtop: leave the option out",
     Absence.NO_PYTHON: "memtop sees no Python process of it; one in a container or on another machine cannot report",
-    Absence.NO_UPDATE: "memtop is loaded in it and has seen no update: it still loads, or it uses no torch optimizer",
+    Absence.NO_UPDATE: "memtop runs in the program but has seen no update yet. The program is still loading, or it uses no "
+    "torch optimizer.",
 }
 
 
@@ -146,6 +148,8 @@ def program_stopped(pid: int | None) -> str:
 
 def not_heard(found: NotHeard) -> str:
     """Why a program has reported nothing, and what to do."""
+    if found.absence is Absence.NO_UPDATE:
+        return _ABSENCES[found.absence]
     who = "" if found.process is None else f"{names([found.process])} "
     return f"the program has reported nothing so far, so updates and loss are not known: {who}{_ABSENCES[found.absence]}"
 

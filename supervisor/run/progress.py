@@ -65,7 +65,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     save_seconds: float | None = None
     """How long the newest save took."""
     last_heard: float | None = None
-    """When rank 0 wrote its newest report, on the monotonic clock."""
+    """When rank 0 wrote its newest report, on the monotonic clock; None if the report has no
+    `clock`.
+    """
+    last_time: float | None = None
+    """When rank 0 wrote its newest report, in seconds since the epoch."""
     evaluated: int | None = None
     """The update of the newest evaluation."""
     saved: int | None = None
@@ -81,9 +85,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     def after(self, rank: int, report: Report) -> Progress:
         """The progress after this report."""
         progress = replace(self, heard=self.heard + 1)
-        if rank == 0 and report.clock is not None:
-            pause = report.clock - self.last_heard if self.step is not None and self.last_heard is not None else 0.0
-            progress = replace(progress, last_heard=report.clock, longest_pause=max(self.longest_pause, pause))
+        if rank == 0:
+            # Programs that write journal lines themselves may give the time only.
+            pause = _seconds(self.last_heard, report.clock)
+            pause = _seconds(self.last_time, report.time) if pause is None else pause
+            longest = max(self.longest_pause, pause or 0.0) if self.step is not None else self.longest_pause
+            progress = replace(progress, last_heard=report.clock, last_time=report.time, longest_pause=longest)
         match report:
             case Step():
                 return progress._after_step(rank, report)
@@ -217,3 +224,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MEMORY = ("time", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
+
+
+def _seconds(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before

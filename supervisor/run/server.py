@@ -1,4 +1,5 @@
-"""The control socket: accepts connections of dashboards, commands and agents of the same user.
+"""The control socket: accepts connections of dashboards, commands and agents of the same user,
+and of root: the agents of a program under the user's own sudo connect as root.
 
 It sends commands to the agents, and news to the subscribers: the state at least once and at most
 five times a second, metric rows and events at once.

@@ -64,6 +64,8 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     """When the next rung is due, on the monotonic clock."""
     waits: Waits
+    continued: bool = False
+    """SIGCONT was sent to a program that a signal had stopped."""
     asking: bool = False
     """The program was asked and has not answered."""
     interrupted_until: float = 0.0

@@ -36,7 +36,7 @@ from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
-from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer, Publisher
+from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, FromAgent, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
@@ -287,8 +287,13 @@ class Supervisor:
 
     def _on_agent(self, peer: Peer, message: FromAgent) -> None:
         rank = self._agents.receive(peer, message, self.model.number)
-        if rank is not None and self._performer.attempt is not None:
-            record_rank(self._performer.attempt.folder, peer.pid)
+        attempt = self._performer.attempt
+        if attempt is None:
+            return
+        if isinstance(message, AgentGreeting) and message.attempt == self.model.number:
+            # Also a second peer of a rank: it speaks for the rank when the first leaves.
+            record_rank(attempt.folder, peer.pid)
+        if rank is not None:
             self.handle(AgentConnected(rank))
 
     def _on_gone(self, peer: Peer) -> None:

@@ -3,13 +3,14 @@ what is not."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.environment import MANAGED, Place, of_process, together
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
-from memtop.supervisor.recovery.advice import advice, refusals, table
+from memtop.supervisor.recovery.advice import About, advice, refusals, table
 from memtop.supervisor.recovery.external import MEMORY_BUDGET, ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.values import Remedy
@@ -88,8 +89,8 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         "allocate 19.59GiB\njaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate "
         "21034434560 bytes.",
         {Place.JAX},
-        ("XLA_CLIENT_MEM_FRACTION=.95", "XLA_PYTHON_CLIENT_PREALLOCATE=false", "half the batch"),
-        ("ALLOC_CONF", "ZeRO", "LoRA"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION=.95", "XLA_PYTHON_CLIENT_PREALLOCATE=false", "half the batch"),
+        ("XLA_CLIENT_MEM_FRACTION=", "ALLOC_CONF", "ZeRO", "LoRA"),
     ),
     "tensorflow": (
         "tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with "
@@ -121,8 +122,8 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
     "ollama": (
         'time=2026-02-02T10:00:00.000Z level=INFO source=server.go:110 msg="starting runner" cmd=/usr/bin/ollama\n' + LLAMA,
         {Place.CUDA, Place.OLLAMA},
-        ("OLLAMA_CONTEXT_LENGTH", "num_gpu", "OLLAMA_KV_CACHE_TYPE=q8_0"),
-        ("half the batch", "ALLOC_CONF", "--ctx-size"),
+        ("OLLAMA_CONTEXT_LENGTH", "/set parameter num_gpu", "OLLAMA_KV_CACHE_TYPE=q8_0"),
+        ("export", "half the batch", "ALLOC_CONF", "--ctx-size"),
     ),
     "unknown program": (
         "Error: CUDA out of memory.\nrender: not enough GPU memory to continue",
@@ -133,7 +134,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
     "windows gpu": (
         TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
         {Place.CUDA, Place.PYTORCH, Place.WINDOWS},
-        ("set PYTORCH_CUDA_ALLOC_CONF=", "half the batch"),
+        ("in cmd.exe: set PYTORCH_CUDA_ALLOC_CONF=", "in PowerShell: $env:PYTORCH_CUDA_ALLOC_CONF = '", "half the batch"),
         ("export", "expandable"),
     ),
     "windows host": (
@@ -147,7 +148,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         'Linux 5.15.167.4-microsoft-standard-WSL2\nTraceback (most recent call last):\n  File "/home/me/load.py", line 3, in '
         "<module>\nnumpy._core._exceptions._ArrayMemoryError: Unable to allocate 11.4 GiB for an array with shape (3, 4)",
         {Place.WSL},
-        ("memory=24GB", "wsl --shutdown"),
+        ("in %UserProfile%\\.wslconfig: memory=24GB", "\nwsl --shutdown"),
         ("sudo", "docker"),
     ),
     "macos host": (
@@ -190,7 +191,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
     "htcondor": (
         "Job was evicted. Job has gone over memory limit of 2048 megabytes. Peak usage: 2059 megabytes.\n" + KILLED_BY_KERNEL,
         {Place.HTCONDOR},
-        ("request_memory = 64GB",),
+        ("in the submit file: request_memory = 64GB",),
         ("sudo", "num_workers"),
     ),
     "yarn": (
@@ -287,18 +288,33 @@ NEEDS: dict[str, set[Place]] = {
     "qsub": {Place.PBS, Place.SGE},
     "bsub": {Place.LSF},
     "kubectl": {Place.KUBERNETES},
+    "nvidia-smi": {Place.CUDA, Place.WINDOWS},
+    "rocm-smi": {Place.ROCM},
 }
 UNFIT = {"sudo": {*MANAGED, Place.WINDOWS, Place.MACOS}, "export": {Place.WINDOWS}, "ulimit": {Place.WINDOWS, Place.MACOS}}
 
 
 def test_no_known_log_gets_advice_of_another_environment() -> None:
-    for log in [*logs.read("failure_logs.jsonl"), *logs.read("more_logs.jsonl")]:
-        found = diagnose([log.data], Evidence(exit_status=log.exit_code))
+    known = [*logs.read("failure_logs.jsonl"), *logs.read("more_logs.jsonl")]
+    others = (logs.DATA / "other_programs.jsonl").read_bytes().splitlines()
+    texts = [(log.id, log.data, log.exit_code) for log in known]
+    texts += [(text[:60], text.encode(), None) for text in (msgspec.json.decode(row)["text"] for row in others)]
+    for name, data, exit_code in texts:
+        found = diagnose([data], Evidence(exit_status=exit_code))
         here, said = set(found.environment), words(remedies_for_command(found))
-        assert [part for part, places in NEEDS.items() if part in said and not here & places] == [], log.id
-        assert [part for part, places in UNFIT.items() if part in said and here & places] == [], log.id
+        assert [part for part, places in NEEDS.items() if part in said and not here & places] == [], name
+        assert [part for part, places in UNFIT.items() if part in said and here & places] == [], name
         if (found.requested_bytes or 0) > (found.total_bytes or 1 << 60):
-            assert "half the batch" not in said, log.id
+            assert "half the batch" not in said, name
+
+
+@pytest.mark.parametrize("device", [Place.CUDA, Place.ROCM, Place.NPU, Place.MPS])
+@pytest.mark.parametrize("system", [Place.WINDOWS, Place.MACOS])
+def test_variables_of_pytorch_need_pytorch_and_are_set_as_the_system_does(device: Place, system: Place) -> None:
+    assert [*advice("allocator", (device, system))] == []
+    said = words(tuple(advice("allocator", (device, Place.PYTORCH, system))))
+    assert ("export" not in said) is (system is Place.WINDOWS or not said)
+    assert ("$env:PYTORCH_" in said) is (system is Place.WINDOWS)
 
 
 NEAR_MISSES = (
@@ -426,8 +442,10 @@ def test_the_cap_is_named() -> None:
     for place, name in ((Place.WSL, ".wslconfig"), (Place.WINDOWS, "paging file"), (Place.XPU, "4 GiB")):
         (only,) = refusals(full(environment=(place,), **room))
         assert name in only.title
-    (unknown,) = refusals(full(**room))
-    assert "a smaller batch does not help" in unknown.why
+    for device, tool in ((Place.CUDA, "nvidia-smi"), (Place.ROCM, "rocm-smi"), (Place.NPU, "npu-smi"), (Place.TPU, None)):
+        (unknown,) = refusals(full(environment=(device,), **room))
+        assert "a smaller batch does not help" in unknown.why
+        assert (unknown.command or "").partition(" ")[0] == (tool or "")
 
 
 def test_the_built_in_trainer_names_the_cap_and_restarts_as_before() -> None:
@@ -520,6 +538,33 @@ def test_a_container_has_a_limit_only_if_one_was_measured() -> None:
         assert ("memory_limit" in ids(remedies_for_command(killed, known))) is in_cgroup
 
 
+@pytest.mark.parametrize("place", sorted(MANAGED - {Place.DOCKER}))
+def test_managers_of_jobs_start_the_container_themselves(place: Place) -> None:
+    assert "docker run" not in words(tuple(advice("shm", (place,))))
+
+
+def test_macos_has_no_limit_of_the_address_space_to_lift() -> None:
+    assert [*advice("address_space", (Place.MACOS,))] == []
+
+
+def test_layers_on_the_cpu_in_8_bits_change_the_results() -> None:
+    (offload,) = (one for one in advice("budget", (Place.CUDA, Place.PYTORCH)) if one.id == "cpu_offload")
+    assert not offload.keeps_math
+
+
+@pytest.mark.parametrize(("about", "resource"), [("limit", "memory"), ("disk", "ephemeral-storage")])
+def test_a_limit_of_a_pod_is_written_into_the_manifest_of_its_job(about: About, resource: str) -> None:
+    first = next(advice(about, (Place.KUBERNETES,)))
+    assert f"in the Job's manifest: resources.limits.{resource}: 64Gi" in (first.command or "")
+    assert "kubectl set" not in (first.command or "")
+
+
+def test_a_heap_is_enlarged_as_the_system_sets_variables() -> None:
+    for environment, command in (((), "export JAVA_"), ((Place.WINDOWS,), "in cmd.exe: set JAVA_")):
+        (only,) = remedies_for_command(died(Kind.HOST_OOM_ALLOC, reason="java_heap", environment=environment))
+        assert (only.command or "").startswith(command)
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -532,7 +577,8 @@ def test_every_place_has_at_most_one_piece_of_advice_of_a_name() -> None:
 
 def test_everything_in_the_table_can_be_offered_and_fits_the_recovery_screen() -> None:
     for one in table():
-        assert one.fits(one.places), one.title
+        assert one.fits((*one.places, *one.needs)), one.title
+        assert bool(one.lines) is bool(one.file), one.title
         assert len(wrap(one.title, 67)) == 1, one.title
         assert len(wrap(one.why, 72)) <= 2, one.why
-        assert one.commands or one.why, one.title
+        assert one.to_type(one.places) or one.why, one.title

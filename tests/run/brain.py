@@ -26,6 +26,8 @@ HALF = replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumu
 MIB, GIB = 1 << 20, 1 << 30
 RUN = Run(name="a", folder="/runs/a", created=1.0, settings=SETTINGS, on_oom="auto")
 START = 900.0
+WALL = 1e6
+"""The wall clock minus the monotonic clock: a rule that mixes them up must fail."""
 
 E = TypeVar("E")
 
@@ -49,10 +51,15 @@ class Brain:
         self.effects: list[Effect] = []
         self.now = 1000.0
 
+    @property
+    def wall(self) -> float:
+        """The time that the wall clock shows."""
+        return self.now + WALL
+
     def tell(self, event: Occurrence, *, after: float = 0.0) -> list[Effect]:
         """What the rules ask for when this happens, so many seconds later."""
         self.now += after
-        self.model, effects = step(self.model, event, Now(self.now, self.now))
+        self.model, effects = step(self.model, event, Now(self.wall, self.now))
         self.effects += effects
         return list(effects)
 
@@ -87,7 +94,9 @@ def training(update: int = 7, *, settings: Settings | None = SETTINGS, **values:
         "newest_number": 1,
         "configurations": begun,
         "states": states(5, 3),
-        "progress": Progress(step=Step(update=update, samples_seen=seen, time=990.0, step_seconds=0.5), last_heard=990.0),
+        "progress": Progress(
+            step=Step(update=update, samples_seen=seen, time=990.0 + WALL, step_seconds=0.5), last_heard=990.0
+        ),
     }
     return Brain(Model(**{**known, **values}))
 

@@ -40,6 +40,8 @@ class Life(World):
 
     def act_time(self, number: int) -> None:
         self.time += (0.2, 0.2, 1.0, 5.0, 70.0)[number % 5]
+        if number % 3 == 0:
+            self.shift += self.random.choice((-3600.0, -1.0, 1.0, 3600.0))
         self.tick()
 
     def act_result(self, number: int) -> None:
@@ -57,7 +59,7 @@ class Life(World):
     def act_sample(self, number: int) -> None:
         if self.model is not None:
             host = HostSample(total_bytes=64 * GIB, available_bytes=32 * GIB, used_bytes=32 * GIB)
-            machine = MachineSnapshot(time=self.time, host=host)
+            machine = MachineSnapshot(time=self.wall, host=host)
             self.handle(on.Sampled(machine=machine, run_rss_bytes=GIB, keep=number % 3 == 0))
 
     def act_disk(self, number: int) -> None:
@@ -68,7 +70,7 @@ class Life(World):
     def _report(self, report: said.Report) -> None:
         self.time += 0.01
         assert self.program is not None
-        self.program.journal.append(replace(report, time=self.time))
+        self.program.journal.append(replace(report, time=self.wall, clock=self.time))
 
     def _running(self) -> Program | None:
         return self.program if self.program is not None and self.program.alive else None
@@ -150,7 +152,7 @@ class Life(World):
         program = self.program
         assert program is not None
         program.alive, program.connected = False, False
-        program.status, program.ended = status, self.time
+        program.status, program.ended = status, self.wall
 
     # --- clients ----------------------------------------------------------------------------------
 

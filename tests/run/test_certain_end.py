@@ -23,13 +23,15 @@ from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes import attempt as attempt_module
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt
-from memtop.supervisor.run.processes.members import alive, family, named
+from memtop.supervisor.run.processes.members import SHIM, alive, family, named
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.wire import Phase, StateUpdate, Stop, Subscribe
 from memtop.tui.feed import Disconnected, RunFeed
 from tests.conftest import Runs, wait_for_file
 from tests.run.test_supervisor import hasty
+
+READY = "import time; print(flush=True); time.sleep(600)"
 
 # Takes all space of the disk, and ends well.
 FILLS = """
@@ -65,9 +67,51 @@ def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path, monkeypatc
     monkeypatch.setattr(attempt_module, "time", clock)
     assert attempt.ended() is None, "the file may just be written"
     clock.monotonic = lambda: 10.0
-    for status, known in ((-9, UNKNOWN_STATUS), (3, 3)):
+    for status, known in ((-9, UNKNOWN_STATUS), (3, 3), (137, -9), (192, -64), (193, 193), (128, 128)):
         attempt.note_reaped({shim.pid: status})
         assert attempt.ended() == ExitFile(known, 1.0)
+
+
+def test_a_search_forgets_no_process_that_another_thread_has_found_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, me = RunningAttempt(RunFolder(tmp_path), 1, 1), identify(os.getpid())
+    assert me is not None
+    known_then: list[frozenset[ProcessId]] = []
+
+    def search(*_: object, known: frozenset[ProcessId], **__: object) -> list[ProcessId]:
+        known_then.append(known)
+        if len(known_then) > 1:
+            return [me]
+        assert attempt.processes() == [me], "a search that begins later and ends earlier"
+        return []
+
+    monkeypatch.setattr(attempt_module, "family", search)
+    assert attempt.processes() == []
+    attempt.processes()
+    assert known_then == [frozenset(), frozenset(), {me}]
+
+
+def test_a_program_without_a_process_file_is_searched_until_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    command = [sys.executable, "-c", READY, str(SHIM), str(folder.attempt(1))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            leader = identify(process.pid)
+            found: list[list[ProcessId | None]] = [[], [leader]]
+            monkeypatch.setattr(attempt_module, "family", lambda *_, **__: found.pop(0))
+            attempt = RunningAttempt(folder, 1, None)
+            assert [attempt.trainer, attempt.trainer, attempt.trainer] == [None, leader, leader]
+            # A view makes a new object each time, which searches only if the attempt has not ended.
+            folder.attempt(1).mkdir(parents=True)
+            write_json(str(folder.attempt(1) / "exit.json"), {"status": 0, "ended": 1.0})
+            assert RunningAttempt(folder, 1, None).trainer is None
+        finally:
+            process.kill()
 
 
 # Loses the marker, ignores what can be ignored, and tells its pid.
@@ -118,7 +162,7 @@ def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> N
     pid = int((runs.root / "pid").read_text())
     assert identify(pid) is None
     assert f"SIGKILL to what the program left behind: pid {pid} (python" in done.stderr
-    assert f"finished (its main program ended; ended what it left behind: pid {pid} (python" in done.stderr
+    assert f"finished (the main program ended; memtop ended the processes that it left behind: pid {pid} (python" in done.stderr
 
 
 # A background process without a parent, one of another run, and the program itself.
@@ -128,17 +172,19 @@ SESSION = "(sleep 600 &); (MEMTOP_RUN=/other sleep 600 &); echo; exec sleep 600"
 def test_the_session_of_a_program_whose_shim_was_killed_is_its_own(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"]}
     with subprocess.Popen(["sh", "-c", SESSION], env=environment, start_new_session=True, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"\n"
-        program, reader = identify(process.pid), identify(os.getpid())
-        assert program is not None
-        deadline = time.monotonic() + 60
-        found: list[ProcessId] = []
-        names: list[str] = []
-        while names != ["sleep", "sleep"] and time.monotonic() < deadline:  # the shells begin at any time
-            found = family(tmp_path, 1, shim=None, program=program, known=())
-            names = [named(one).name for one in found]
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            program, reader = identify(process.pid), identify(os.getpid())
+            assert program is not None
+            deadline = time.monotonic() + 60
+            found: list[ProcessId] = []
+            names: list[str] = []
+            while names != ["sleep", "sleep"] and time.monotonic() < deadline:  # the shells begin at any time
+                found = family(tmp_path, 1, shim=None, program=program, known=())
+                names = [named(one).name for one in found]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
     assert program in found
     assert names == ["sleep", "sleep"], "without that of another run"
     # A process that has ended, or whose pid another process has now, is in nobody's family.
@@ -229,5 +275,5 @@ def test_a_supervisor_that_does_not_even_accept_a_request_is_given_up(
         path = client.socket_path(folder.path)
         silent.bind(str(path))
         silent.listen()
-        with pytest.raises(RefusedError, match="its supervisor has not answered for 0 s: see /"):
+        with pytest.raises(RefusedError, match=r"its supervisor has not answered for \d+ s: see /"):
             client.ask(folder, lambda number: Stop(id=number))

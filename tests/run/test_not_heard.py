@@ -19,6 +19,7 @@ from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.model import CurrentAttempt, Model
 from memtop.supervisor.run.processes.agent import AGENT_SITE, SILENT_SECONDS, not_heard
 from memtop.supervisor.run.processes.attempt import ProcessFile, RunningAttempt
+from memtop.supervisor.run.processes.members import named
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, write_json
 from memtop.supervisor.run.sensors import Sensors
@@ -65,6 +66,21 @@ def test_why_a_program_cannot_report(command: tuple[str, ...], environment: dict
         assert found.process.pid == process.pid
 
 
+def test_a_process_of_root_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program under sudo, and sudo itself before it: a user may not read what they execute."""
+
+    def refuse(path: str) -> str:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    with running(sys.executable, "-c", READY, environment={}) as process:
+        found = not_heard([ProcessId(1, 1), process], 60.0)
+        assert found is not None
+        assert (found.absence, found.process) == (Absence.OTHER_USER, named(process))
+    assert ") runs as root or another user (sudo)" in explain.not_heard(found)
+    assert explain.not_heard(NotHeard(Absence.NO_UPDATE)).startswith("memtop runs in the program but has seen no update yet.")
+
+
 def test_the_warning_comes_once_for_each_reason_and_goes_with_the_first_report() -> None:
     brain = training(settings=None, progress=Progress())
     brain.tick()
@@ -72,7 +88,7 @@ def test_the_warning_comes_once_for_each_reason_and_goes_with_the_first_report()
     for found in (lost, lost, NotHeard(Absence.NO_PYTHON)):
         brain.tick(not_heard=found)
     assert brain.messages("warning") == [explain.not_heard(lost), explain.not_heard(NotHeard(Absence.NO_PYTHON))]
-    assert "pid 5 (python) was started with another environment (env -i, sudo)" in brain.messages("warning")[0]
+    assert "pid 5 (python) was started with another environment (env -i)" in brain.messages("warning")[0]
     assert list(brain.model.warnings.values()) == brain.messages("warning")[1:]
     brain.tick()
     assert brain.model.warnings == {}

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -15,15 +16,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from memtop import cli
 from memtop.cli import dashboard
 from memtop.cli.common import run_folders
-from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.errors import MemtopError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import identify
-from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path
+from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path, start_supervisor
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, list_runs, write_json
@@ -149,6 +151,17 @@ def test_no_run_is_created_through_a_link(here: Runs, capsys: pytest.CaptureFixt
     assert not list((here.root / "there").iterdir())
 
 
+def test_a_journal_that_root_has_written_blocks_nothing(here: Runs) -> None:
+    """A program under sudo creates it; the run's owner must be able to stop the run."""
+    folder = planted(here, here.path)
+    journal = folder.attempt(1) / "rank-0.jsonl"
+    journal.write_text("{}\n")
+    journal.chmod(0o666)
+    if os.getuid() == 0:
+        os.chown(journal, OTHER, OTHER)
+    assert why_not_own(folder.path) is None
+
+
 @needs_root
 def test_latest_is_your_newest_run(here: Runs) -> None:
     mine = planted(here, here.path)
@@ -223,7 +236,7 @@ def test_a_file_system_that_changes_owners_is_named(here: Runs, monkeypatch: pyt
     spec = RunSpec(name="a", created=1.0, settings=None, command=("true",), cwd="/", memtop_version="0")
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 4242)
-        with pytest.raises(RunFolderError, match="does not store owners or permissions: choose another --runs-dir"):
+        with pytest.raises(RunFolderError, match=r"owners or permissions: use .*`--runs-dir ~/memtop-runs`"):
             create_run(here.path, spec, fresh=False)
     assert not (here.path / "a").exists()
 
@@ -253,23 +266,77 @@ def test_your_own_run_restarts_and_nothing_in_its_folder_is_imported(here: Runs)
 def listening(path: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
     """A thread that serves one client of a Unix socket."""
 
+    clients: list[socket.socket] = []
+
     def run() -> None:
-        client, _ = server.accept()
-        with client, suppress(OSError):
-            serve(client)
+        with suppress(OSError):
+            clients.append(server.accept()[0])
+            serve(clients[0])
 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        yield
-        thread.join()
+        try:
+            yield
+        finally:
+            # Nobody may have connected, or the client may not have left.
+            for one in (server, *clients):
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            thread.join(60)
+            for one in clients:
+                one.close()
+    assert not thread.is_alive()
 
 
 def endless(client: socket.socket) -> None:
     while True:
         client.sendall(b"x" * (1 << 20))
+
+
+def test_a_stopped_supervisor_with_a_full_queue_is_named(here: Runs) -> None:
+    folder = planted(here, here.path)
+    with socket.socket(socket.AF_UNIX) as server, killed_at_the_end(subprocess.Popen(["sleep", "120"], text=True)) as process:
+        server.bind(str(socket_path(folder.path)))
+        server.listen(0)
+        supervisor = identify(process.pid)
+        assert supervisor is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        run = RunState(
+            name="a", folder=str(folder.path), state=Phase.TRAINING, created=1.0, attempt=1, supervisor_pid=process.pid
+        )
+        write_json(folder.state_path, StateFile(run=run, socket="", supervisor_started_ticks=supervisor.started_ticks))
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(server.getsockname())
+            with pytest.raises(RefusedError, match=rf"its supervisor is stopped .* `kill -CONT {process.pid}`"):
+                ask(folder, lambda number: Stop(id=number))
+
+
+@pytest.mark.parametrize(
+    ("logged", "free", "words"),
+    [
+        ('{"error": "the real reason"}', 0, "the real reason"),
+        ("", 0, "the disk is full: 0 KiB free"),
+        ("", 1 << 30, "ended with status 1 while starting"),
+    ],
+)
+def test_the_logged_reason_goes_before_the_disk(
+    here: Runs, monkeypatch: pytest.MonkeyPatch, logged: str, free: int, words: str
+) -> None:
+    """Some file systems report 0 free bytes always."""
+    folder = planted(here, here.path)
+    folder.supervisor_log.write_text('{"error": "of an earlier start"}\n')
+    folder.supervisor_log.chmod(0o600)
+    program = here.root / "supervisor"
+    program.write_text(f"#!/bin/sh\necho '{logged}'\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(RunFolderError, match=words):
+        start_supervisor(folder)
 
 
 def garbled(client: socket.socket) -> None:
@@ -297,8 +364,18 @@ def test_what_a_supervisor_sends_is_bounded_and_checked(here: Runs, serve: Calla
         asyncio.run(follow())
 
 
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 LISTENS = """
 import os, socket, sys
+socket.setdefaulttimeout(60)
 server = socket.socket(socket.AF_UNIX)
 server.bind(sys.argv[1])
 os.chmod(sys.argv[1], 0o777)
@@ -313,7 +390,7 @@ print(server.accept()[0].recv(1), flush=True)
 def test_a_server_of_another_user_gets_no_request(here: Runs) -> None:
     folder = planted(here, here.path)
     command = [sys.executable, "-I", "-S", "-c", LISTENS, str(socket_path(folder.path)), str(OTHER)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with killed_at_the_end(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "listens\n"
         with pytest.raises(RunFolderError, match="nobody listens there, not your supervisor of run 'a'"):
@@ -336,12 +413,11 @@ def test_an_agent_speaks_only_with_the_owner_of_the_runs_folder(here: Runs, owne
     path = str(socket_path(folder.path))
     listens = [sys.executable, "-I", "-S", "-c", LISTENS, path, str(owner)]
     agent = [sys.executable, "-c", AGENT, path, str(folder.attempt(1))]
-    with subprocess.Popen(listens, stdout=subprocess.PIPE, text=True) as server:
+    with killed_at_the_end(subprocess.Popen(listens, stdout=subprocess.PIPE, text=True)) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "listens\n"
-        with subprocess.Popen(agent, stdin=subprocess.PIPE) as program:
+        with killed_at_the_end(subprocess.Popen(agent, stdin=subprocess.PIPE, text=True)):
             assert server.stdout.readline() == received
-            program.kill()
 
 
 @needs_root
@@ -401,6 +477,37 @@ async def test_a_second_peer_with_a_rank_does_not_take_it_from_the_first(tmp_pat
     await server.close()
 
 
+GREETS_TWICE = """
+import json, os, socket, time
+place = os.environ["MEMTOP_ATTEMPT_DIR"] + "/ranks.json"
+
+def recorded():
+    return os.path.exists(place) and os.getpid() in [one["pid"] for one in json.load(open(place))["processes"]]
+
+def greet():
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(os.environ["MEMTOP_SOCKET"])
+    link.sendall(b'{"type": "agent", "attempt": 1, "rank": 0}\\n')
+    end = time.monotonic() + 60
+    while not recorded() and time.monotonic() < end:
+        time.sleep(0.02)
+    return link
+
+link = greet()
+child = os.fork()
+if not child:
+    greet()
+    os._exit(0 if recorded() else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_second_peer_of_a_rank_is_recorded_as_well(runs: Runs) -> None:
+    """It speaks for the rank once the first has left, and must be known as a process of the run."""
+    runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", GREETS_TWICE)
+    assert runs.show("a")["exit_status"] == 0
+
+
 # --- a run within a run, a removed lock, a word of ours -------------------------------------------
 
 STARTS_ANOTHER = f"""
@@ -432,13 +539,12 @@ def test_a_supervisor_gets_the_variables_of_people_and_none_of_a_run() -> None:
 
 def test_a_living_run_without_its_lock_is_not_moved_aside(here: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     folder = planted(here, here.path)
-    with subprocess.Popen(["sleep", "120"], env={}) as program:
+    with killed_at_the_end(subprocess.Popen(["sleep", "120"], env={}, text=True)) as program:
         found = identify(program.pid)
         assert found is not None
         write_json(folder.attempt(1) / "process.json", ProcessFile(found.pid, found.started_ticks, found.pid, 0))
         assert not folder.lock_path.exists()
         status = cli.run(["train", "--name", "a", "--fresh", "--detach", "--", "true"])
-        program.kill()
     assert status == 1
     assert "run 'a' is in use: `memtop stop a` first" in capsys.readouterr().err
     assert [run.name for run in list_runs(here.path)] == ["a"]

@@ -139,3 +139,17 @@ def test_when_our_own_trainer_is_at_something_else(tmp_path: Path) -> None:
     assert hear("step", 128.0, update=13), "the last state"
     # Loading takes what it takes: only what came after the first update counts.
     assert progress.longest_pause == 20.0
+
+
+def test_the_longest_pause_of_a_program_that_writes_no_clock() -> None:
+    def pause(*reports: dict[str, float]) -> float:
+        progress = Progress()
+        for update, values in enumerate(reports):
+            progress = progress.after(0, reported({"type": "step", "update": update, **values}))
+        return progress.longest_pause
+
+    assert pause({"time": 1e9}, {"time": 1e9 + 30.0}, {"time": 1e9 + 31.0}) == 30.0
+    # The wall clock may be set; the monotonic clock is used if both reports have it.
+    assert pause({"time": 1e9, "clock": 5.0}, {"time": 2e9, "clock": 7.0}) == 2.0
+    assert pause({"time": 1e9, "clock": 5.0}, {"time": 1e9 + 3.0}, {"time": 1e9 + 7.0, "clock": 9.0}) == 4.0
+    assert pause({}, {}) == 0.0

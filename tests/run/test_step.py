@@ -226,6 +226,24 @@ def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
     assert brain.answers()[-1].outcome is Outcome.ACCEPTED
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_stopped_program_is_continued_once_before_it_is_ended(asked: bool) -> None:
+    brain = training(agents=frozenset({0} if asked else ()))
+    brain.model = replace(brain.model, progress=replace(brain.model.progress, offers=frozenset({"stop"})))
+    if not asked:
+        brain.tick(stopped=True, trainer_pid=5)
+    stop(brain)
+    found: list[str] = []
+    for after in (0.2, 0.2, 60.0, 40.0):
+        sent = [one for one in brain.tick(after, stopped=True, trainer_pid=5) if isinstance(one, Signal)]
+        for signal in sent:
+            found.append(signal.name)
+            brain.tell(Signalled(name=signal.name, processes=(NamedProcess(5, "python"),)))
+    assert found == (["SIGCONT", "SIGTERM", "SIGKILL"] if asked else ["SIGCONT", "SIGINT", "SIGTERM", "SIGKILL"])
+    assert "the program was stopped (SIGSTOP or Ctrl-Z): SIGCONT sent to pid 5 (python)" in brain.messages("stop")
+    assert brain.model.signalled == "SIGKILL sent to pid 5 (python)"
+
+
 def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:
     brain = training(settings=None)
     stop(brain)
@@ -237,7 +255,7 @@ def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:
 
 def test_what_a_program_leaves_behind_is_named() -> None:
     brain = training(settings=None)
-    brain.tell(ProgramEnded(ended=brain.now, status=0))
+    brain.tell(ProgramEnded(ended=brain.wall, status=0))
     left = tuple(NamedProcess(pid, "worker") for pid in range(10, 18))
     brain.tell(LeftoversFound(name="SIGTERM", processes=left))
     brain.tell(LeftoversFound(name="SIGKILL", processes=left[:1]))
@@ -250,7 +268,8 @@ def test_what_a_program_leaves_behind_is_named() -> None:
     brain.tell(LeftoversCleared(log=LogEnd(), states=brain.model.states))
     assert brain.model.phase is Phase.FINISHED
     assert brain.model.reason is not None
-    assert brain.model.reason.startswith("its main program ended; ended what it left behind: pid 10 (worker), pid 11")
+    words = "the main program ended; memtop ended the processes that it left behind: pid 10 (worker), pid 11"
+    assert brain.model.reason.startswith(words)
 
 
 @pytest.mark.parametrize("reported_end", [False, True])
@@ -259,7 +278,7 @@ def test_a_run_whose_rank_was_ended_in_the_background_has_not_finished(reported_
     brain.report({"type": "hello", "rank": 0, "pid": 11, "offers": []})
     if reported_end:
         brain.report({"type": "end", "outcome": "finished", "saved": True})
-    brain.tell(ProgramEnded(ended=brain.now, status=0))
+    brain.tell(ProgramEnded(ended=brain.wall, status=0))
     brain.tell(LeftoversFound(name="SIGTERM", processes=(NamedProcess(10, "bash"), NamedProcess(11, "python"))))
     brain.tell(LeftoversCleared(log=LogEnd(lines=("step 7",)), states=brain.model.states))
     if reported_end:
@@ -269,7 +288,7 @@ def test_a_run_whose_rank_was_ended_in_the_background_has_not_finished(reported_
     brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
     assert brain.model.phase is Phase.FAILED
     assert brain.model.reason is not None
-    assert brain.model.reason.startswith("its main program ended while pid 11 (python) still trained in the background")
+    assert brain.model.reason.startswith("the main program ended while pid 11 (python) was still training, so memtop")
     assert brain.asked(Launch) == []
 
 
@@ -294,7 +313,7 @@ def restart(brain: Brain, change: Change | None = None, number: int = 1) -> None
 
 def end(brain: Brain, status: int | None = 0, *kept: int) -> None:
     """The program ends, and so does what it left behind."""
-    brain.tell(ProgramEnded(ended=brain.now, status=status))
+    brain.tell(ProgramEnded(ended=brain.wall, status=status))
     assert brain.asked(ClearLeftovers)
     brain.tell(LeftoversCleared(log=LogEnd(lines=("boom",)), states=states(*kept) if kept else brain.model.states))
 
@@ -332,7 +351,7 @@ def test_a_restart_begins_when_the_program_has_ended_and_happens_once() -> None:
     (launch,) = brain.asked(Launch)
     assert (launch.number, launch.settings and launch.settings.batch) == (2, 1)
     assert [effect.values["outcome"] for effect in brain.asked(UpdateAttempt) if "outcome" in effect.values] == ["restarted"]
-    brain.tell(Launched(number=2, started=brain.now, states=states(5)))
+    brain.tell(Launched(number=2, started=brain.wall, states=states(5)))
     assert (brain.model.phase, brain.model.number, brain.model.pending) == (Phase.STARTING, 2, None)
     assert [answer.message for answer in brain.answers() if answer.outcome is Outcome.DONE] == [
         "attempt 2 started; 2 updates since the last saved state (at update 5) are done again"
@@ -488,7 +507,7 @@ def test_a_full_disk_is_waited_for_unless_the_command_would_begin_anew(external:
     brain.tick(disk_free=GIB)
     (launch,) = brain.asked(Launch)
     assert launch.settings == SETTINGS
-    brain.tell(Launched(number=2, started=brain.now, states=states(5)))
+    brain.tell(Launched(number=2, started=brain.wall, states=states(5)))
     # It had waited already, and nothing newer was saved: a person is asked.
     die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
@@ -521,14 +540,14 @@ def test_a_restart_that_waits_can_be_called_off_and_is_named() -> None:
 def test_a_proposal_is_shown_until_the_next_attempt_has_come_further(trains: bool) -> None:
     brain = training()
     die(brain)
-    assert proposal(brain).begins == brain.now + NOTICE_SECONDS
+    assert proposal(brain).begins == brain.wall + NOTICE_SECONDS
     brain.tick(after=NOTICE_SECONDS)
-    brain.tell(Launched(number=2, started=brain.now, states=states(7)))
+    brain.tell(Launched(number=2, started=brain.wall, states=states(7)))
     assert proposal(brain).begins is None, "the restart has begun"
     if trains:
-        brain.report({"type": "step", "time": brain.now, "update": 8, "loss": 1.0})
+        brain.report({"type": "step", "time": brain.wall, "update": 8, "loss": 1.0})
     else:  # all updates had been done and saved
-        brain.report({"type": "end", "time": brain.now, "outcome": "finished", "saved": True})
+        brain.report({"type": "end", "time": brain.wall, "outcome": "finished", "saved": True})
         end(brain)
         assert brain.model.phase is Phase.FINISHED
     assert run_state(brain.model).proposal is None

@@ -25,7 +25,7 @@ from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Ledger, Outbox
 from memtop.supervisor.run.reports import Report, Step
@@ -48,6 +48,7 @@ from memtop.supervisor.wire import (
 )
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
+from tests.recovery.injected import FATAL, TINY, inject
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
 
 # --- killed for real ------------------------------------------------------------------------------
@@ -69,6 +70,35 @@ def save_state(self, model, **how):
 Performer.save_state = save_state
 asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
 """
+
+
+# A restart by itself waits until the test has killed the supervisor.
+PATIENT = """
+    from memtop.supervisor.run.rules import survival
+    survival.NOTICE_SECONDS = 600.0
+"""
+
+
+def test_a_restart_that_waits_outlives_its_supervisor(runs: Runs) -> None:
+    inject(runs, FATAL, supervisor=PATIENT)
+    words = ("--batch", "16", "--accum", "1", "--seq-len", "16", "--max-updates", "3")
+    runs.memtop("train", "--name", "a", "--detach", *words, *TINY)
+    document = runs.wait("a", lambda d: d["state"] == "restarting")
+    assert document["proposal"]["begins"] is not None
+    inject(runs, FATAL)
+    runs.kill(document["supervisor_pid"])
+    document = runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    assert (document["state"], document["alive"], len(document["attempts"])) == ("restarting", False, 1)
+    assert document["reason"] == "a restart is pending, but the supervisor is gone: memtop watch a starts a new one"
+    assert document["proposal"]["begins"] is None
+    runs.memtop("watch", "a", "--once")
+    document = runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
+    assert document["attempts"][1]["reason"].startswith("host_oom_alloc")
+    assert document["settings"]["batch"] < 10
+    ledger = Ledger(find_run("a", runs.path).ledger_path, read_only=True)
+    assert [record.starts[0].by_memtop for record in ledger.configurations()] == [False, True]
+    ledger.close()
 
 
 def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs) -> None:

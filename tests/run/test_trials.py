@@ -127,8 +127,8 @@ def test_a_trial_that_died_is_undone_when_the_memory_is_free() -> None:
     brain.tick()
     (launch,) = brain.asked(Launch)
     assert launch.settings == SETTINGS
-    brain.tell(Launched(number=2, started=brain.now, states=states(5)))
-    brain.report({"type": "step", "update": 6, "time": brain.now, "step_seconds": 0.5})
+    brain.tell(Launched(number=2, started=brain.wall, states=states(5)))
+    brain.report({"type": "step", "update": 6, "time": brain.wall, "step_seconds": 0.5})
     brain.tick()
     assert brain.model.trial is not None
     assert (brain.model.trial.trial.state, brain.model.settings, brain.model.trial.proven) == ("undone", SETTINGS, None)

@@ -103,6 +103,8 @@ class World:
             name="a", folder="/runs/a", created=1.0, settings=None if external else SETTINGS, on_oom=on_oom, command=("train",)
         )
         self.time = 1000.0
+        self.shift = 1e6
+        """The wall clock minus the monotonic clock; act_time sets the wall clock now and then."""
         self.ledger = MemoryLedger()
         self.state: StateFile | None = None
         self.program: Program | None = None
@@ -127,6 +129,11 @@ class World:
         """Restarts that were accepted: the number of events written until then."""
         self.happened: Counter[str] = Counter()
         self.steps = self.kills = 0
+
+    @property
+    def wall(self) -> float:
+        """The time that the wall clock shows."""
+        return self.time + self.shift
 
     # --- the supervisor ---------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class World:
         while events:
             assert self.model is not None
             self.steps += 1
-            self.model, effects = step(self.model, events.popleft(), on.Now(self.time, self.time))
+            self.model, effects = step(self.model, events.popleft(), on.Now(self.wall, self.time))
             assert self.model.effects == ()
             for effect in effects:
                 self.happened[type(effect).__name__] += 1
@@ -227,7 +234,7 @@ class World:
             case do.SaveConfigurations(records=records):
                 self.outbox.save_configurations(records)
             case do.CloseUnstarted(number=number, why=why):
-                self.outbox.close_unstarted(number, why, self.time)
+                self.outbox.close_unstarted(number, why, self.wall)
             case do.Launch():
                 return self._launch(effect)
             case do.Signal(name=name, target=target):
@@ -270,7 +277,7 @@ class World:
         assert self.model is not None
         self.outbox.retry()
         row = Attempt(
-            number=effect.number, reason=effect.reason, settings=effect.settings, started=self.time, change=effect.change
+            number=effect.number, reason=effect.reason, settings=effect.settings, started=self.wall, change=effect.change
         )
         try:
             self.ledger.add_attempt(row)
@@ -286,7 +293,7 @@ class World:
         self._maybe_kill()
         if self.disk_full:
             self.kept, self.aside = sorted({*self.kept, *moved}), [state for state in self.aside if state not in moved]
-            self.outbox.close_unstarted(effect.number, "no space", self.time)
+            self.outbox.close_unstarted(effect.number, "no space", self.wall)
             return on.LaunchRefused(number=effect.number, why="command.json: no space", recorded=True)
         self._check_start(effect)
         resumed = self.kept[-1] if self.kept and not self.external else 0
@@ -296,7 +303,7 @@ class World:
         self.starts[token(effect.reason)] += 1
         self._maybe_kill()
         aside = "set-aside" if moved else None
-        return on.Launched(number=effect.number, started=self.time, states=self.states(), set_aside=aside)
+        return on.Launched(number=effect.number, started=self.wall, states=self.states(), set_aside=aside)
 
     def _signal(self, name: str, target: do.Target) -> on.Signalled:
         program = self.program

@@ -24,8 +24,14 @@ _WITH_VALUE = "WX"
 def not_heard(processes: Iterable[ProcessId], seconds: float) -> NotHeard | None:
     """Why a program has reported nothing for so many seconds; None if it may still do so."""
     found: list[NotHeard] = []
+    closed: list[ProcessId] = []
     for process in processes:
-        if not _is_python(process.pid):
+        try:
+            python = _is_python(process.pid)
+        except PermissionError:
+            closed.append(process)
+            continue
+        if not python:
             continue
         variables = environment(process.pid)
         words = command_words(process.pid)
@@ -35,12 +41,18 @@ def not_heard(processes: Iterable[ProcessId], seconds: float) -> NotHeard | None
         if absence is None:
             return NotHeard(Absence.NO_UPDATE) if seconds >= SILENT_SECONDS else None
         found.append(NotHeard(absence, named(process)))
+    if closed and not found:
+        # The newest: sudo itself is the first.
+        return NotHeard(Absence.OTHER_USER, named(closed[-1]))
     return found[0] if found else NotHeard(Absence.NO_PYTHON)
 
 
 def _is_python(pid: int) -> bool:
+    """Whether this process runs Python. PermissionError for a process of another user."""
     try:
         return os.readlink(f"{PROC}/{pid}/exe").rpartition("/")[2].startswith("python")  # noqa: PTH115 - a name alone
+    except PermissionError:
+        raise
     except OSError:
         return False
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 # The exit file may just be renamed, and the shim of an adopted attempt may not have written its
 # process file yet.
 _GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0
+_LAST_SIGNAL = 64
 
 
 class ProcessFile(msgspec.Struct, frozen=True):
@@ -62,9 +64,13 @@ class RunningAttempt:
         self.log = OutputLog(self.log_path)
         self._run_folder = folder.path
         self._shim = None if shim_pid is None else identify(shim_pid)
+        self._adopted = shim_pid is None
+        """Started by another supervisor: its process file may be lost or damaged."""
         self._trainer: ProcessId | None = None
         self._known: set[ProcessId] | None = None
         """Living processes of the attempt that were found before."""
+        self._lock = threading.Lock()
+        """The sampler's thread and the event loop both search for processes."""
         self._reaped: dict[int, int] = {}
         self._gone_since: float | None = None
 
@@ -74,14 +80,23 @@ class RunningAttempt:
         if self._trainer is None:
             found = read_derived(self.folder / "process.json", ProcessFile)
             if found is not None:
-                self._trainer = ProcessId(found.pid, found.started_ticks)
-                self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
-            elif self._shim is None:
-                # Started by another supervisor; the file is lost, damaged or not written yet.
-                self._shim = _living_shim(self.folder)
-                found_now = family(self._run_folder, self.number, shim=self._shim, program=None, known=())
-                self._trainer = _oldest_leader(found_now)
+                with self._lock:
+                    self._trainer = ProcessId(found.pid, found.started_ticks)
+                    self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+            elif self._adopted and not (self.folder / "exit.json").exists():
+                # The file is lost, damaged or not written yet. A search reads all of /proc, so an
+                # attempt that has ended gets none.
+                self._search()
         return self._trainer
+
+    def _search(self) -> None:
+        """Find the shim and the program among all processes. The program may not have begun yet."""
+        shim = self._shim or _living_shim(self.folder)
+        program = _oldest_leader(family(self._run_folder, self.number, shim=shim, program=None, known=()))
+        with self._lock:
+            # Another thread may have read the process file meanwhile, which is more reliable.
+            if self._trainer is None:
+                self._shim, self._trainer = shim, program
 
     def alive(self) -> bool:
         return alive(self.trainer)
@@ -115,14 +130,21 @@ class RunningAttempt:
             status = self._reaped.get(self._shim.pid)
             if status is not None and status < 0:
                 return UNKNOWN_STATUS  # the shim itself was killed
+            if status is not None and 128 < status <= 128 + _LAST_SIGNAL:
+                return 128 - status  # the shim returns 128 + N for signal N
         return UNKNOWN_STATUS if status is None else status
 
     def processes(self) -> list[ProcessId]:
         """All living processes of this attempt: launcher, ranks, loader workers, daemons."""
-        if self._known is None:
-            self._known = set(recorded_ranks(self.folder))
-        found = family(self._run_folder, self.number, shim=self._shim, program=self.trainer, known=self._known)
-        self._known = set(found)
+        with self._lock:
+            if self._known is None:
+                self._known = set(recorded_ranks(self.folder))
+            known = frozenset(self._known)
+        program = self.trainer  # also finds the shim
+        found = family(self._run_folder, self.number, shim=self._shim, program=program, known=known)
+        with self._lock:
+            # Another thread may have found more meanwhile: only the end of a process removes it.
+            self._known = {*found, *(one for one in self._known.difference(found) if alive(one))}
         return found
 
     def group(self) -> list[ProcessId]:

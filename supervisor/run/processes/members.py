@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -89,11 +90,13 @@ def family(
     rows = {pid: row for pid in all_pids() if (row := read_stat(pid)) is not None}
     candidates = set(known)
     roots = [root for root in (shim, program) if root is not None and _is_row(rows, root)]
-    candidates.update(_below(roots, rows, run_folder))
+    # Reads two files of /proc, and most processes are asked about twice.
+    is_elsewhere = functools.cache(lambda pid: _is_elsewhere(pid, run_folder))
+    candidates.update(_below(roots, rows, is_elsewhere))
     if program is not None and _is_row(rows, program):
         candidates.add(program)
         candidates.update(row.identity for row in rows.values() if row.session == program.pid)
-    found.update(one for one in candidates if _is_row(rows, one) and not _is_elsewhere(one.pid, run_folder))
+    found.update(one for one in candidates if _is_row(rows, one) and not is_elsewhere(one.pid))
     excluded = {os.getpid()} if shim is None else {os.getpid(), shim.pid}
     return sorted(one for one in found if one.pid not in excluded and not (one.pid in rows and rows[one.pid].is_dead))
 
@@ -103,14 +106,14 @@ def _is_row(rows: Mapping[int, ProcessStat], process: ProcessId) -> bool:
     return row is not None and row.identity == process
 
 
-def _below(roots: Iterable[ProcessId], rows: Mapping[int, ProcessStat], run_folder: Path) -> set[ProcessId]:
+def _below(roots: Iterable[ProcessId], rows: Mapping[int, ProcessStat], is_elsewhere: Callable[[int], bool]) -> set[ProcessId]:
     """The descendants of these processes, without those of a run that one of them has started."""
     children = children_of(rows)
     found: set[ProcessId] = set()
     todo = [root.pid for root in roots]
     while todo:
         for child in children.get(todo.pop(), ()):
-            if rows[child].identity not in found and not _is_elsewhere(child, run_folder):
+            if rows[child].identity not in found and not is_elsewhere(child):
                 found.add(rows[child].identity)
                 todo.append(child)
     return found

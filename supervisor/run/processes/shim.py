@@ -105,7 +105,10 @@ def main(attempt: str) -> int:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             # Another user has exchanged the run's folder since the supervisor checked it.
-            raise SystemExit(f"memtop: {file.name}: is not yours alone: another user owns it, or may write it")
+            raise SystemExit(
+                f"memtop: {file.name}: is not yours alone: another user owns it, or may write it: "
+                f"`ls -l {file.name}` shows its owner; if that is you, `chmod go-w {file.name}`"
+            )
         command = json.load(file)
     log = os.open(os.path.join(attempt, "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     child = spawn(command, log)

@@ -176,7 +176,7 @@ def _refuse_without_owners(folder: RunFolder) -> None:
     except RunFolderError as error:
         raise RunFolderError(
             f"{error}; memtop has just created it, so this file system does not store owners or permissions: "
-            "choose another --runs-dir"
+            "use a Linux file system, `--runs-dir ~/memtop-runs` or `export MEMTOP_RUNS_DIR=~/memtop-runs`"
         ) from None
 
 
@@ -344,7 +344,10 @@ def _content(path: Path, *, own: bool) -> bytes:
         if found.st_size > _LARGEST_JSON:
             raise _Damaged(f"it has {found.st_size >> 20} MiB, too much for a file of a run")
         if own and not is_own_file(descriptor):
-            raise RunFolderError(f"{path}: is not yours alone: another user owns it, or may write it")
+            raise RunFolderError(
+                f"{path}: is not yours alone: another user owns it, or may write it: `ls -l {path}` shows its owner; "
+                f"if that is you, `chmod go-w {path}`"
+            )
         return file.read()
 
 

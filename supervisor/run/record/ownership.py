@@ -3,7 +3,9 @@
 `run.json` contains a command, and the other files contain pids, settings and a pending restart.
 Whoever can write them decides what memtop starts and which processes it takes for the run's. So the
 folder and the files that memtop acts on must belong to the caller, and no other user may write
-them. Looking at a run needs no such check.
+them. Looking at a run needs no such check. Nor do the journals of the ranks: they contain no
+command, their pids are shown and never signalled, and each report is checked when it is decoded.
+The journals of a program under sudo belong to root.
 """
 
 from __future__ import annotations
@@ -35,15 +37,19 @@ def why_not_own(folder: Path) -> str | None:
     """Why memtop does not act on the run in this folder, and what to do. None if it may act."""
     if (link := _why_not_own_link(folder)) is not None:
         return link
+    caller = os.geteuid()
     try:
         for number, path in enumerate(_acted_on(str(folder))):
             try:
-                found = os.stat(path)  # noqa: PTH116 - a hot path
-                link_owner = os.lstat(path).st_uid
+                found = os.lstat(path)
+                owners = [found.st_uid]
+                if stat.S_ISLNK(found.st_mode):
+                    found = os.stat(path)  # noqa: PTH116 - a hot path
+                    owners.insert(0, found.st_uid)
             except FileNotFoundError:
                 continue
-            for owner in (found.st_uid, link_owner):
-                if owner != os.geteuid():
+            for owner in owners:
+                if owner != caller:
                     return _of_another(path, owner, whole=number == 0)
             if found.st_mode & _WRITABLE_BY_OTHERS:
                 return f"other users may write {path}: if you trust what the run contains, `chmod -R go-w {folder}`"
@@ -74,7 +80,6 @@ def _acted_on(folder: str) -> Iterator[str]:
         place = f"{folder}/attempts/{attempt}"
         yield place
         yield from (f"{place}/{name}" for name in _OF_AN_ATTEMPT)
-        yield from (f"{place}/{name}" for name in _names(place) if name.startswith("rank-"))
 
 
 def _names(folder: str) -> list[str]:

@@ -77,11 +77,11 @@ def _with_leftovers(model: Model, event: LeftoversCleared) -> AttemptVerdict:
     ranks = {rank.pid for rank in model.progress.ranks.values()}
     trained = [one for one in model.left_over if one.pid in ranks]
     if not trained or (end is not None and end.outcome == "finished"):
-        words = f"its main program ended; ended what it left behind: {explain.names(model.left_over)}"
+        words = f"the main program ended; memtop ended the processes that it left behind: {explain.names(model.left_over)}"
         return AttemptVerdict(phase=Phase.FINISHED, reason=words)
     words = (
-        f"its main program ended while {explain.names(trained)} still trained in the background, and was ended: "
-        "let the main program wait for it"
+        f"the main program ended while {explain.names(trained)} was still training, so memtop ended that process. "
+        "Let the main program wait for it."
     )
     diagnosis = {"summary": words, "evidence": list(event.log.lines)}
     return AttemptVerdict(phase=Phase.FAILED, reason=words, diagnosis=diagnosis)

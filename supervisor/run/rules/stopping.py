@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from memtop.supervisor.run import explain, stop_ladder
-from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal
+from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal, Target
 from memtop.supervisor.run.events import Answered, Signalled, StoodStill
 from memtop.supervisor.run.model import (
     Ask,
@@ -69,9 +69,15 @@ def answered(model: Model, pending: Ask, event: Answered) -> Model:
 
 
 def tick(model: Model) -> Model:
-    """Send the signal that is due."""
-    assert model.ladder is not None
-    ladder, rung = model.ladder.next(model.now.monotonic)
+    """Send the signal that is due. A program that a signal has stopped must continue first: it
+    handles neither a request nor another signal before.
+    """
+    ladder = model.ladder
+    assert ladder is not None
+    if model.stopped and not ladder.continued:
+        model = emit(model, Signal(name="SIGCONT", target=Target.ALL))
+        ladder = replace(ladder, continued=True)
+    ladder, rung = ladder.next(model.now.monotonic)
     model = replace(model, ladder=ladder)
     return model if rung is None else emit(model, Signal(name=rung.name, target=rung.target))
 
@@ -79,6 +85,8 @@ def tick(model: Model) -> Model:
 def signalled(model: Model, event: Signalled) -> Model:
     """Report the signal, also to the clients that wait for the end."""
     ladder = model.ladder
+    if event.name == "SIGCONT":
+        return note(model, "stop", f"the program was stopped (SIGSTOP or Ctrl-Z): {_sent(event)}")
     if ladder is not None and ladder.again:
         return _survived(model, event)
     following = ""
