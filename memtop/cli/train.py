@@ -87,8 +87,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import make_room, start_supervisor
-    from memtop.supervisor.run.view import refuse_living
+    from memtop.supervisor.run.client import start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -111,14 +110,22 @@ def train(
         memtop_version=__version__,
     )
     if fresh and (where / spec.name).is_dir():
-        old = RunFolder(where / spec.name)
-        if (problem := why_not_own(old.path)) is not None:
-            raise RunFolderError(f"--fresh: {problem}; --name chooses another name")
-        make_room(old)
-        refuse_living(old)
+        _free_name_of(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)
+
+
+def _free_name_of(run: RunFolder) -> None:
+    """Let the supervisor of an ended run leave, so that the run can be moved aside. RunFolderError
+    if the run goes on, or is another user's."""
+    from memtop.supervisor.run.client import make_room
+    from memtop.supervisor.run.view import refuse_living
+
+    if (problem := why_not_own(run.path)) is not None:
+        raise RunFolderError(f"--fresh: {problem}; --name chooses another name")
+    make_room(run)
+    refuse_living(run)
 
 
 def settings_for(

@@ -37,7 +37,7 @@ About = Literal[
 """The question that a piece of advice answers; the file explains each."""
 
 
-class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     about: About
     title: str
@@ -70,11 +70,11 @@ class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    advice: tuple[Advice, ...]
+    advice: tuple[AdviceRow, ...]
 
 
 @cache
-def table() -> tuple[Advice, ...]:
+def table() -> tuple[AdviceRow, ...]:
     """All advice, in the order of the file."""
     try:
         return msgspec.convert(parse(_FILE), _Table).advice

@@ -244,11 +244,11 @@ a.report("warning", message="here")
 def test_threads_that_report_first_at_once_greet_once(tmp_path: Path) -> None:
     code = """
 import threading, time, memtop_agent as a
-find = a.find_place
+find = a.find_rank
 def slowly(said):
     time.sleep(0.2)
     return find(said)
-a.find_place = slowly
+a.find_rank = slowly
 threads = [threading.Thread(target=a.report, args=("warning",), kwargs={"message": str(number)}) for number in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

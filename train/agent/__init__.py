@@ -54,7 +54,7 @@ from typing import Any
 
 from . import failures, memory
 from .hooks import StepWatch
-from .journal import JournalWriter, Link, find_place, launcher_variables
+from .journal import JournalWriter, Link, find_rank, launcher_variables
 
 AGENT_COMMANDS = ("free_cache",)
 
@@ -136,7 +136,7 @@ class Agent:
 
     def _greet(self, folder: str) -> None:
         # Only at the first report: by then the process group exists and the rank is known.
-        place = find_place(self._launcher)
+        place = find_rank(self._launcher)
         journal = JournalWriter(folder, place.rank, place.world_size)
         # If the file can only be opened later, it may get another number; then the file's name is
         # right.

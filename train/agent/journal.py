@@ -35,7 +35,7 @@ _LAUNCHERS = (
 )
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Rank, rank on this machine (None if not known), and at least how many processes there are."""
 
     rank: int
@@ -49,7 +49,7 @@ def launcher_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def find_place(at_start: Mapping[str, str]) -> Place:
+def find_rank(at_start: Mapping[str, str]) -> RankPlace:
     """The place of this process, as far as it is known now.
 
     `at_start`: the launchers' variables when the process began. The program may have set or cleared
@@ -62,18 +62,18 @@ def find_place(at_start: Mapping[str, str]) -> Place:
         # The program started this process itself (torch.multiprocessing), so the variables are its
         # parent's.
         local = _number(variables, "LOCAL_RANK") if place is None else None
-        place = Place(group[0], 0 if group[1] == 1 else local, group[1])
-    return place or Place(0, 0, 1)
+        place = RankPlace(group[0], 0 if group[1] == 1 else local, group[1])
+    return place or RankPlace(0, 0, 1)
 
 
-def _of_row(variables: Mapping[str, str], *names: str) -> list[Place]:
+def _of_row(variables: Mapping[str, str], *names: str) -> list[RankPlace]:
     """The place by one launcher's variables; empty if they are not set."""
     rank, local, size = (_number(variables, name) for name in names)
     # Every process in a Slurm job of one task inherits rank 0, so it means nothing.
     if rank is None or (names[0] == "SLURM_PROCID" and (size or 1) < 2):
         return []
     size = max(size or 1, rank + 1)
-    return [Place(rank, 0 if local is None and size == 1 else local, size)]
+    return [RankPlace(rank, 0 if local is None and size == 1 else local, size)]
 
 
 def _group() -> tuple[int, int] | None:
