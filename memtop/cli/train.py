@@ -87,7 +87,6 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -109,11 +108,18 @@ def train(
         on_oom=on_oom,
         memtop_version=__version__,
     )
+    return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
+
+
+def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
+    """Create the run and start its supervisor."""
+    from memtop.supervisor.run.client import start_supervisor
+
     if fresh and (where / spec.name).is_dir():
         _free_name_of(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
-    return stay(folder, begun, headless=headless, detach=detach)
+    return folder
 
 
 def _free_name_of(run: RunFolder) -> None:
