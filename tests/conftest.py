@@ -160,8 +160,7 @@ class Runs:
         signal_process(identity, signal.SIGKILL)
 
     def end_everything(self) -> None:
-        """End supervisors and trainers that a test left running: only those whose run lies in this
-        folder."""
+        """End the supervisors and programs of this folder's runs that a test left running."""
         for spec_path in self.path.glob("*/run.json"):
             folder = RunFolder(spec_path.parent)
             # Again until there is none: one that is about to end may just have started another.

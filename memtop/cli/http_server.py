@@ -1,7 +1,7 @@
 """A small HTTP server for answers that take milliseconds. Idle and slow clients cannot exhaust it.
 
-At most 32 connections are open. A further one closes the oldest: an honest client has its answer
-long before. A connection ends after 10 seconds, whatever it sends.
+At most 32 connections are open; a further one closes the oldest. A client that asks at once has had
+its answer by then. Each connection is closed after 10 seconds.
 """
 
 from __future__ import annotations

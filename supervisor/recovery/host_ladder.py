@@ -77,8 +77,10 @@ def more_host_memory(diagnosis: Diagnosis, host: HostFacts | None) -> Iterator[R
 
 
 def _is_limited(diagnosis: Diagnosis, host: HostFacts | None) -> bool:
-    """Whether somebody has set a limit below the machine's memory. Schedulers always do, containers
-    only if they are told to."""
+    """Whether the program has a memory limit below the machine's memory.
+
+    Schedulers always set one. Containers have one only if it was requested.
+    """
     managers = MANAGED.intersection(diagnosis.environment)
     if managers - {Place.DOCKER} or diagnosis.allowed_bytes is not None:
         return True

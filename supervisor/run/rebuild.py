@@ -71,7 +71,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _moved_aside(path: Path) -> str:
-    """Rename the ledger and the files that SQLite keeps beside it. Returns the new name."""
+    """Rename the ledger, and SQLite's two files next to it. Returns the new name."""
     aside = f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("-wal", "-shm", ""):
         with contextlib.suppress(FileNotFoundError):

@@ -176,7 +176,7 @@ class ControlServer:
             number = found if isinstance(found, int) and abs(found) < 1 << 53 else 0
             peer.refuse(number, f"not understood: {error}")
             if peer.is_agent:
-                # Whoever waits for the answer must not wait forever.
+                # The rule that waits for this answer must not wait forever.
                 self._on_agent(peer, AgentReply(id=number, message=f"its answer is not understood: {error}"))
             return
         except (msgspec.DecodeError, UnicodeDecodeError):

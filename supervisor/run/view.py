@@ -397,8 +397,10 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
 
 
 def refuse_living(folder: RunFolder) -> None:
-    """RefusedError if the program or the supervisor of the run lives, although nobody may hold its
-    lock: somebody may have removed the file."""
+    """RefusedError if the program or the supervisor of the run lives.
+
+    The lock alone does not show that: a person may have removed its file.
+    """
     require_own(folder.path)
     file = folder.state()
     # The supervisor of a run that is over is about to end.

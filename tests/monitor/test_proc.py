@@ -62,7 +62,7 @@ def test_an_environment_whose_owner_changes_while_it_is_read_is_not_shown(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can look as another user")
 def test_the_environment_of_another_users_process_is_not_shown() -> None:
-    """Read in a subprocess as the user `nobody`: a process cannot change its user back."""
+    """Reads as the user `nobody`, in a subprocess: a process cannot change its user back."""
     program = (
         "import os, sys; from memtop.supervisor.monitor.processes.proc import environment_of, identify; os.setuid(65534);"
         f"print(environment_of(identify({os.getpid()})))"

@@ -26,7 +26,7 @@ from memtop.supervisor.monitor.processes.proc import (
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import all_pids, children_of, run_processes
 from memtop.supervisor.run.events import NamedProcess
-from memtop.supervisor.run.record.folder import read_json, write_json
+from memtop.supervisor.run.record.folder import read_derived, write_json
 
 SHIM = Path(__file__).with_name("shim.py")
 RANKS_FILE = "ranks.json"
@@ -129,9 +129,9 @@ def _is_elsewhere(pid: int, run_folder: Path) -> bool:
 
 def recorded_ranks(attempt_folder: Path) -> tuple[ProcessId, ...]:
     """The processes that have reported as ranks; none if the record is missing or damaged."""
-    path = attempt_folder / RANKS_FILE
     with contextlib.suppress(RunFolderError):
-        return read_json(path, RanksFile).processes if path.exists() else ()
+        found = read_derived(attempt_folder / RANKS_FILE, RanksFile)
+        return found.processes if found is not None else ()
     return ()
 
 

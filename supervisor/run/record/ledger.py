@@ -97,8 +97,8 @@ class StoredStep(NamedTuple):
 def _connect_to_read(path: Path) -> sqlite3.Connection:
     """A connection that only reads.
 
-    SQLite creates two files beside a ledger that it reads. Where it must not (a read-only mount,
-    another user's folder) a ledger that its writer closed is opened as a file that never changes.
+    To read a ledger, SQLite creates two files next to it. If it cannot (a read-only mount, another
+    user's folder), a ledger that its writer closed is opened as a file that never changes.
     """
     place = path.absolute().as_uri()
     database = sqlite3.connect(f"{place}?mode=ro", uri=True, timeout=5)

@@ -1,7 +1,7 @@
 """Whether a run belongs to the caller. memtop acts on no other run.
 
 `run.json` contains a command, and the other files contain pids, settings and a pending restart.
-Whoever can write them decides what memtop starts and which processes it takes for the run's. So the
+A user who can write them decides what memtop starts and which processes count as the run's. So the
 folder and the files that memtop acts on must belong to the caller, and no other user may write
 them. Looking at a run needs no such check. Nor do the journals of the ranks: they contain no
 command, their pids are shown and never signalled, and each report is checked when it is decoded.

@@ -105,7 +105,7 @@ def _sent(event: Signalled) -> str:
 
 
 def _survived(model: Model, event: Signalled) -> Model:
-    """The program is still there some time after SIGKILL: nobody waits for it any longer."""
+    """The program is still there after SIGKILL: answer the clients that wait for its end."""
     if not model.waiters and "stop" in model.warnings:
         return model
     words = (
