@@ -27,12 +27,13 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
+    rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
     rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
-    rf"|(?<!['\"])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
+    rf"|(?<!['\"`])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
 # A failed allocation of something: a lack of memory if a size stands next to it.
 _ALLOCATION = re.compile(
@@ -48,15 +49,17 @@ _OTHER_THINGS = re.compile(
 _DEVICE = re.compile(
     r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
-    r"|(?<![a-z])(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt|nccl|kv[ _-]?cache)"
+    r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt|nccl|kv[ _-]?cache"
+    r"|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
     r"(?i)error|exception|\bfatal\b|\bfail|\babort|\bpanic|\bterminat|\bcrash|\bcould(?: not|n't)|\bcannot|\bunable|[^\w'\"`]*$"
 )
 _MENTIONS = re.compile(
-    r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
-    r"|on oom|in case)\b|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
+    # Not a part of a path or a name.
+    r"(?i)(?<![/.\w-])(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
+    r"|on oom|in case)\b(?![/\w])|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
     # Collectors of garbage and schedulers use the words for what is ordinary to them.
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
@@ -76,11 +79,29 @@ _TOTAL = re.compile(rf"{_PRINTED} (?:in )?(?i:total|capacity)\b")
 # `requestedSpace: 44135424 B` on a line of its own.
 _NAMED = re.compile(rf"\W*([A-Za-z][\w ()]{{2,60}}?)\s*[:=]\s*{_PRINTED}\W*$")
 _BELOW = 6
+_AROUND = 20
+"""How many lines before and after a message are read for the name of a device."""
+_HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap)\b|(?-i:\bRAM\b)")
+# Somebody else ended it, rather than the program itself.
+_KILLED = re.compile(
+    r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
+)
+_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？]\s*$")
 
 
 def names_device(text: str) -> bool:
     """Whether a text names the memory of a device."""
     return _DEVICE.search(text[:_LONGEST]) is not None
+
+
+def _names_device_near(page: LogText, index: int) -> bool:
+    """Whether the message, or else a line next to it, or else its traceback names a device."""
+    own = page.lines[index].text[:_LONGEST]
+    if names_device(own) or _HOST.search(own):
+        return names_device(own)
+    around = page.lines[max(0, index - _AROUND) : index + _AROUND]
+    return any(names_device(line.text) for line in around if not line.bar)
 
 
 def figures_of(page: LogText, finding: Finding) -> Figures:
@@ -134,15 +155,19 @@ def _read(page: LogText, index: int) -> Finding | None:
     match = words or allocation
     if match is None or text.startswith(("##", "|")) or is_mild(line) or is_supposed(text[: match.start()]):
         return None
-    if _MENTIONS.search(text[: match.start()]):
+    if _MENTIONS.search(text[: match.start()]) or _IS_QUESTION.match(text, match.end()):
         return None
     figures = _figures(text)
-    if allocation is not None and (figures.requested is None or _OTHER_THINGS.search(text, match.start(), match.end() + 40)):
+    # The size can be too large to be one: a negative number without its sign.
+    if allocation is not None and _REQUESTED.search(text) is None:
+        return None
+    if allocation is not None and _OTHER_THINGS.search(text, match.start(), match.end() + 40):
         return None
     if words is not None and not _STATES.search(text[: match.start()]):
         return None
-    around = " ".join(each.text[:_LONGEST] for each in page.lines[max(0, index - 3) : index + 3])
-    kind = Kind.GPU_OOM if _DEVICE.search(text) or _DEVICE.search(around) else Kind.HOST_OOM_ALLOC
+    kind = Kind.GPU_OOM if _names_device_near(page, index) else Kind.HOST_OOM_ALLOC
+    if kind is Kind.HOST_OOM_ALLOC and _KILLED.search(text):
+        kind = Kind.HOST_OOM_KILLED
     return Finding(kind, None, UNCERTAIN, Weight.LIKELY, figures=figures, line=index, last_line=index)
 
 
