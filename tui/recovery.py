@@ -61,6 +61,8 @@ class OomCard(Dialog[Remedy]):
         self._dashboard = dashboard
         self._not_before = time.monotonic() + (DELIBERATE_SECONDS if by_itself else 0.0)
         self._said: Line = ()
+        self._copied = 0
+        """How often Enter copied what the marked remedy asks a person to type."""
 
     @property
     def _proposal(self) -> Proposal | None:
@@ -149,8 +151,8 @@ class OomCard(Dialog[Remedy]):
             return []
         basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
         lines = wrap(f"{remedy.why}{basis}", width, MUTED)
-        if remedy.command and not is_applicable(remedy):
-            lines = [_to_type(remedy.command, width), *lines]
+        if not is_applicable(remedy) and (places := tuple(remedy.to_type)):
+            lines = [_to_type(places, self._copied, width), *lines]
         return lines[:height]
 
     def _draw_status(self, store: Store, width: int, height: int) -> list[Line]:
@@ -173,7 +175,7 @@ class OomCard(Dialog[Remedy]):
 
     @on(LineList.Moved)
     def _moved(self) -> None:
-        self._said = ()
+        self._said, self._copied = (), 0
         self._show_buttons()
         for panel in self.query(LinePanel):
             panel.show(self._dashboard.store)
@@ -200,29 +202,39 @@ class OomCard(Dialog[Remedy]):
             self._say(f"✗ {problem}", "bad")
         elif is_applicable(remedy):
             self.dismiss(remedy)
-        elif remedy.command:
-            self.app.copy_to_clipboard(remedy.command)
-            self._say(
-                "memtop does not run this command. It copied it to the clipboard, if your terminal allows that: "
-                f"{_in_one_line(remedy.command)}",
-                "edge",
-            )
+        elif places := tuple(remedy.to_type):
+            self._copy(places)
         else:
             self._say("only you can do this: memtop has nothing to apply", "edge")
 
+    def _copy(self, places: Places) -> None:
+        """Copy what goes into the first place; the next Enter copies what goes into the next."""
+        number, count = self._copied % len(places), len(places)
+        self.app.copy_to_clipboard(places[number][1])
+        self._copied += 1
+        if count == 1:
+            self._say("Copied, if your terminal allows that. memtop does not run this.", "edge")
+        else:
+            then = self._copied % count + 1
+            self._say(f"Copied {number + 1} of {count}, if your terminal allows that. Enter copies {then} of {count}.", "edge")
+        self.query_one("#oom-why", LinePanel).show(self._dashboard.store)
 
-def _to_type(command: str, width: int) -> Line:
-    """The first line of a command, and how many more there are."""
-    first, *others = command.splitlines()
-    more = f"  and {len(others)} more: Enter copies all" if others else ""
-    shown = line(("type: ", MUTED), (first, "strong"))
+
+Places = tuple[tuple[str | None, str], ...]
+"""Where a person types or writes something (None: in a shell), and exactly what."""
+
+
+def _to_type(places: Places, copied: int, width: int) -> Line:
+    """The first line of what Enter copies next, and how many more there are."""
+    number, count = copied % len(places), len(places)
+    place, text = places[number]
+    first, *others = text.splitlines()
+    more = f"  and {len(others)} more" if others else ""
+    more += f"  ({number + 1} of {count})" if count > 1 else ": Enter copies all" if others else ""
+    shown = line(("type: " if place is None else f"in {place}: ", MUTED), (first, "strong"))
     if width_of(shown) > width - len(more):
         shown = fit(shown, width - len(more))
     return (*shown, (more, MUTED))
-
-
-def _in_one_line(command: str) -> str:
-    return "; ".join(command.splitlines())
 
 
 _TITLES = {
@@ -408,6 +420,7 @@ def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: b
     elif is_applicable(marked):
         words = "Enter applies ▸, Esc leaves the run failed"
     else:
-        enter = "Enter copies the command of ▸" if marked.command else "▸ only you can do"
+        what = "the text" if marked.writes else "the command" if marked.command else None
+        enter = f"Enter copies {what} of ▸" if what else "▸ only you can do"
         words = f"{enter}, Esc leaves the run failed"
     return line(("· ", MUTED), (words, "text"))

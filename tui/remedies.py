@@ -82,7 +82,8 @@ def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
     """The costs, the most important first, with their roles."""
     found = [("training unchanged", "good") if remedy.keeps_math else ("changes training", "edge")]
     if remedy.resumable == "none":
-        found = [("does not change the run: a command to copy" if remedy.command else _COSTS["none"], MUTED)]
+        copied = "text" if remedy.writes else "a command" if remedy.command else None
+        found = [(f"does not change the run: {copied} to copy" if copied else _COSTS["none"], MUTED)]
     else:
         cost = "resumes" if remedy.resumable == "live" and not alive else remedy.resumable
         found.append((_COSTS[cost], "text" if cost != "new run" else "edge"))

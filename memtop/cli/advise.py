@@ -93,7 +93,7 @@ def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
         share = f", {units.percent(forecast.fraction)}: {forecast.band.value}"
         yield f"   predicted peak {units.size(forecast.peak_bytes)}{share} ({forecast.basis})"
     yield f"   {remedy.why}"
-    yield from (f"   {line}" for line in (remedy.command or "").splitlines())
+    yield from (f"   {line}" for line in remedy.instructions)
 
 
 def _trial_lines(trial: Trial) -> Iterator[str]:

@@ -144,7 +144,7 @@ def proposal_lines(proposal: Proposal) -> Iterator[str]:
     for number, remedy in enumerate(proposal.remedies, start=1):
         yield f"  {number}. {remedy.title} [{', '.join(_price(remedy))}]"
         yield f"     {_peak(remedy)}"
-        for line in (remedy.command or "").splitlines():
+        for line in remedy.instructions:
             yield f"     {line}"
     for advice in proposal.last_advice:
         yield f"  - {advice}"

@@ -98,6 +98,7 @@ def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any
             "predicted_peak_bytes": remedy.predicted_peak_bytes,
             "predicted_band": remedy.predicted_band,
             "command": remedy.command,
+            "writes": msgspec.to_builtins(remedy.writes),
         }
         for remedy in remedies
     ]
@@ -119,8 +120,7 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
         lines += ["", "What can be done, the cheapest first:"]
         for number, remedy in enumerate(remedies, 1):
             lines.append(f"  {number}. {remedy.title}")
-            for part in (remedy.why, remedy.command or ""):
-                lines += [f"     {line}" for line in part.splitlines()]
+            lines += [f"     {line}" for line in (*remedy.why.splitlines(), *remedy.instructions)]
     return lines
 
 

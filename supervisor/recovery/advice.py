@@ -14,7 +14,7 @@ from memtop.presets.files import PresetFileError, parse
 from memtop.supervisor.diagnosis.environment import ENGINES, MANAGED, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.recovery.situation import to_do
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Remedy, Written
 
 _FILE = Path(__file__).with_name("advice.toml")
 _GROUPS = {"managed": MANAGED, "engine": frozenset(ENGINES)}
@@ -57,11 +57,15 @@ class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         here = set(environment)
         return (not self.places or bool(here & set(self.places))) and here >= set(self.needs) and not here & self._elsewhere
 
-    def to_type(self, environment: Sequence[Place]) -> str | None:
-        """What a person writes and types, one item per line; None if there is nothing."""
-        written = [f"in {self.file}: {text}" for text in self.lines]
-        variables = [set_variable(text, environment) for text in self.variables]
-        return "\n".join([*written, *self.commands, *variables]) or None
+    def remedy(self, environment: Sequence[Place]) -> Remedy:
+        written: tuple[Written, ...] = (Written(self.file, "\n".join(self.lines)),) if self.lines else ()
+        commands = list(self.commands)
+        for variable in self.variables:
+            typed, elsewhere = set_variable(variable, environment)
+            commands += typed
+            written += elsewhere
+        command = "\n".join(commands) or None
+        return to_do(self.id, self.title, self.why, command, writes=written, keeps_math=not self.changes)
 
     @property
     def _elsewhere(self) -> frozenset[Place]:
@@ -82,13 +86,13 @@ def table() -> tuple[AdviceRow, ...]:
         raise PresetFileError(f"{_FILE}: {error}") from None
 
 
-def set_variable(assignment: str, environment: Sequence[Place]) -> str:
-    """The command that sets an environment variable, given as NAME=VALUE; on Windows one for each
-    of its shells."""
+def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[str, ...], tuple[Written, ...]]:
+    """The command that sets an environment variable, given as NAME=VALUE; on Windows, for each of
+    its shells, what is written there."""
     if Place.WINDOWS not in environment:
-        return f"export {assignment}"
+        return (f"export {assignment}",), ()
     name, _, value = assignment.partition("=")
-    return f"in cmd.exe: set {assignment}\nin PowerShell: $env:{name} = '{value}'"
+    return (), (Written("cmd.exe", f"set {assignment}"), Written("PowerShell", f"$env:{name} = '{value}'"))
 
 
 def advice(about: About, environment: Sequence[Place]) -> Iterator[Remedy]:
@@ -97,7 +101,7 @@ def advice(about: About, environment: Sequence[Place]) -> Iterator[Remedy]:
     for one in table():
         if one.about == about and one.id not in given and one.fits(environment):
             given.add(one.id)
-            yield to_do(one.id, one.title, one.why, one.to_type(environment), keeps_math=not one.changes)
+            yield one.remedy(environment)
 
 
 # --- a GPU that is not full ----------------------------------------------------------------------
@@ -119,11 +123,13 @@ def refusals(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
 
 
 def _fraction(diagnosis: Diagnosis, allowed: int, free: int) -> Remedy:
+    whole = Written("the program", "torch.cuda.set_per_process_memory_fraction(1.0)")
     return to_do(
         "memory_fraction",
         f"a larger memory fraction: the program may use only {size(allowed)}",
         f"{size(free)} were free: the program, or a library that it uses, limits itself to a share of the GPU",
-        "in the program: torch.cuda.set_per_process_memory_fraction(1.0)" if Place.PYTORCH in diagnosis.environment else None,
+        None,
+        writes=(whole,) if Place.PYTORCH in diagnosis.environment else (),
     )
 
 

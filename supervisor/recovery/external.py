@@ -353,7 +353,9 @@ def _larger_heap(environment: Sequence[Place], program: str, option: str, variab
         f"{program} limits its heap itself ({option}), so swap and smaller batches do not help; "
         "the command sets 8 GiB: leave enough for the rest of the host"
     )
-    return _option_of("heap_limit", f"a larger heap for {program}", why, command=set_variable(variable, environment))
+    typed, writes = set_variable(variable, environment)
+    remedy = _option_of("heap_limit", f"a larger heap for {program}", why, command="\n".join(typed) or None)
+    return replace(remedy, writes=writes)
 
 
 def _shm(diagnosis: Diagnosis) -> Iterator[Remedy]:

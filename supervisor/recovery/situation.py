@@ -17,7 +17,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key, settings_key, trained_parameters
 from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
-from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
+from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Written
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,9 @@ def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> P
     return Peak(batch=settings.batch, bytes=needed, updates=0, failed=True, settings_key=key)
 
 
-def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: bool = True) -> Remedy:
+def to_do(
+    id: str, title: str, why: str, command: str | None, *, writes: tuple[Written, ...] = (), keeps_math: bool = True
+) -> Remedy:
     """Something for a person to do: memtop shows the command and never runs it."""
     return Remedy(
         id=id,
@@ -217,6 +219,7 @@ def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: boo
         needs_consent=True,
         forecast_unknown="you run this command, not memtop, so there is no forecast",
         command=command,
+        writes=writes,
     )
 
 

@@ -3,6 +3,7 @@ ledger."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -24,6 +25,15 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     band: Band = Band.UNKNOWN
     basis: str
     """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a person writes somewhere else than in a shell."""
+
+    place: str
+    """e.g. `the submit file`, `PowerShell`."""
+    text: str
+    """One line or several, exactly as they are written there."""
 
 
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,12 +60,27 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     speed: float | None = None
     """Expected speed as a factor of the current one (0.8: a fifth slower); None: not known."""
     command: str | None = None
-    """What a person types: `memtop restart RUN --batch 4 --accum 8`, or a system command, which
-    memtop never runs."""
+    """What a person types in a shell: `memtop restart RUN --batch 4 --accum 8`, or system commands,
+    one a line, which memtop never runs."""
+    writes: tuple[Written, ...] = ()
+    """What a person writes elsewhere, before the command."""
 
     @property
     def predicted_peak_bytes(self) -> int | None:
         return self.forecast.peak_bytes if self.forecast is not None else None
+
+    @property
+    def to_type(self) -> Iterator[tuple[str | None, str]]:
+        """The places where a person types or writes something, and exactly what; None: a shell."""
+        yield from ((written.place, written.text) for written in self.writes)
+        if self.command:
+            yield None, self.command
+
+    @property
+    def instructions(self) -> Iterator[str]:
+        """The same as lines to read: those for a file name it."""
+        for place, text in self.to_type:
+            yield from (line if place is None else f"in {place}: {line}" for line in text.splitlines())
 
     @property
     def predicted_band(self) -> str | None:

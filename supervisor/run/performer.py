@@ -63,7 +63,7 @@ from memtop.supervisor.run.processes.members import named, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
-from memtop.supervisor.run.record.ledger import Outbox
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import Agents, Peer, Publisher
 from memtop.supervisor.run.state import state_file

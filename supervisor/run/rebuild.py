@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.history import History
 from memtop.supervisor.run.processes.attempt import ExitFile
+from memtop.supervisor.run.record import metrics, tiers
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, read_derived
 from memtop.supervisor.run.record.journal import JournalReader, find_journals
-from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.ledger import LARGE_TABLES, Ledger, damage_mark
 from memtop.supervisor.run.reports import End, Plan, Step
 
 _REASON = "found in the run's folder"
@@ -55,25 +57,56 @@ def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with the file. None if it is whole, or missing."""
+    """What is wrong with the file. None if it is whole as far as it was read, or missing.
+
+    A run of a month has hundreds of megabytes of updates, so only what every supervisor needs is
+    read: the small tables, and the numbers that the rules begin with. Everything is read if the
+    last supervisor met damage, or was killed: SQLite's log is left then.
+    """
     if path.is_dir() or (path.is_symlink() and not path.exists()):
         return "not a file"
     if not path.exists():
         return None
+    mark = damage_mark(path)
+    whole = mark.exists() or any(_is_left(path.with_name(path.name + suffix)) for suffix in ("-wal", "-journal"))
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
-            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            found = _checked(db, whole=whole)
     except sqlite3.OperationalError:
         return None  # it cannot be opened now, which proves nothing
     except sqlite3.DatabaseError as error:
         return str(error)
-    return None if found == "ok" else " ".join(str(found).split())
+    if found is None:
+        mark.unlink(missing_ok=True)
+    return found
+
+
+def _is_left(path: Path) -> bool:
+    """Whether this file has content. Who only reads a ledger may leave an empty one."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def _checked(db: sqlite3.Connection, *, whole: bool) -> str | None:
+    """What SQLite finds wrong. Raises sqlite3.DatabaseError for what it cannot read."""
+    if whole:
+        checks = ["quick_check(1)"]
+    else:
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        checks = [f"quick_check({name})" for name in tables if name not in LARGE_TABLES]
+        if "metrics" in tables:
+            metrics.best_loss(db)
+            tiers.refill(db, History(), time.time())
+    for check in checks:
+        (found,) = db.execute(f"PRAGMA {check}").fetchone()
+        if found != "ok":
+            return " ".join(str(found).split())
+    return None
 
 
 def _moved_aside(path: Path) -> str:
-    """Rename the ledger, and SQLite's two files next to it. Returns the new name."""
+    """Rename the ledger and the files next to it. Returns the new name."""
     aside = f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in ("-wal", "-shm", ""):
+    for suffix in ("-wal", "-shm", "-journal", "-damaged", ""):
         with contextlib.suppress(FileNotFoundError):
             path.with_name(path.name + suffix).rename(path.with_name(aside + suffix))
     return aside

@@ -31,7 +31,7 @@ from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttem
 from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.ledger import Outbox
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started

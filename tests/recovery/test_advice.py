@@ -13,7 +13,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from memtop.supervisor.recovery.advice import About, advice, refusals, table
 from memtop.supervisor.recovery.external import MEMORY_BUDGET, ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Remedy, Written
 from memtop.tui.line import wrap
 from tests.diagnosis import logs
 from tests.recovery.support import GIB, T5, T5_OOM, climb, died, gib, ids
@@ -260,7 +260,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
 
 
 def words(remedies: tuple[Remedy, ...]) -> str:
-    return "\n".join(f"{one.title}\n{one.why}\n{one.command or ''}" for one in remedies)
+    return "\n".join("\n".join([one.title, one.why, *one.instructions]) for one in remedies)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -555,14 +555,14 @@ def test_layers_on_the_cpu_in_8_bits_change_the_results() -> None:
 @pytest.mark.parametrize(("about", "resource"), [("limit", "memory"), ("disk", "ephemeral-storage")])
 def test_a_limit_of_a_pod_is_written_into_the_manifest_of_its_job(about: About, resource: str) -> None:
     first = next(advice(about, (Place.KUBERNETES,)))
-    assert f"in the Job's manifest: resources.limits.{resource}: 64Gi" in (first.command or "")
-    assert "kubectl set" not in (first.command or "")
+    assert first.writes[0] == Written("the Job's manifest", f"resources.limits.{resource}: 64Gi")
+    assert "kubectl set" not in "".join(first.instructions)
 
 
 def test_a_heap_is_enlarged_as_the_system_sets_variables() -> None:
     for environment, command in (((), "export JAVA_"), ((Place.WINDOWS,), "in cmd.exe: set JAVA_")):
         (only,) = remedies_for_command(died(Kind.HOST_OOM_ALLOC, reason="java_heap", environment=environment))
-        assert (only.command or "").startswith(command)
+        assert next(only.instructions).startswith(command)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -581,4 +581,4 @@ def test_everything_in_the_table_can_be_offered_and_fits_the_recovery_screen() -
         assert bool(one.lines) is bool(one.file), one.title
         assert len(wrap(one.title, 67)) == 1, one.title
         assert len(wrap(one.why, 72)) <= 2, one.why
-        assert one.to_type(one.places) or one.why, one.title
+        assert [*one.remedy(one.places).to_type] or one.why, one.title

@@ -22,7 +22,8 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.run.record import journal as journals
 from memtop.supervisor.run.record import metrics, output_log
 from memtop.supervisor.run.record.journal import Intake
-from memtop.supervisor.run.record.ledger import EVENTS_STORED, Ledger, Outbox
+from memtop.supervisor.run.record.ledger import EVENTS_STORED, Ledger
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.output_log import OutputLog
 from memtop.supervisor.run.reports import Hello, Report, SettingsChanged, Step
 from memtop.supervisor.wire import Event

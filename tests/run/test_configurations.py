@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart, before_the_present
-from memtop.supervisor.run.record.ledger import Ledger, Outbox
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.view import read_configurations
 

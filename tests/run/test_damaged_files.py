@@ -19,7 +19,8 @@ from memtop.supervisor.run import rebuild
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.journal import Intake, find_journals
-from memtop.supervisor.run.record.ledger import Ledger, Outbox
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Saved, SaveFailed, Step
 from memtop.supervisor.run.server import Publisher
 from memtop.supervisor.run.view import known_runs
@@ -266,6 +267,65 @@ def test_a_ledger_that_is_damaged_while_it_is_open_ends_nothing(tmp_path: Path) 
     with closing(ledger):
         assert words is not None
         assert [row.number for row in ledger.attempts()] == [1]
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> RunFolder:
+    """Its ledger was closed, and then a page of old updates was damaged."""
+    folder = RunFolder(tmp_path / "long")
+    folder.attempt(1).mkdir(parents=True)
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    write_json(folder.spec_path, spec)
+    with closing(Ledger(folder.ledger_path)) as ledger:
+        ledger.add_attempt(1, "start", None, 1.0)
+        ledger.add_reports(1, 0, [Step(update=n, time=1.0, loss=1.0, sample_digest=f"{n:064}") for n in range(500)], 1)
+    content = folder.ledger_path.read_bytes()
+    page = content.index(f"{250:064}".encode()) // 4096 * 4096
+    folder.ledger_path.write_bytes(content[:page] + b"\xff" * 4096 + content[page + 4096 :])
+    return folder
+
+
+def test_damage_in_old_updates_is_found_when_it_is_met(long_run: RunFolder) -> None:
+    """To read all updates at every start would take seconds after a long run."""
+    ledger, words = open_ledger(long_run)
+    assert words is None
+    outbox = Outbox(ledger)
+    assert outbox.add_reports(1, 0, [Step(update=501)], 2)
+    assert not outbox.add_reports(1, 0, [Step(update=250)], 3)
+    assert outbox.damaged
+    outbox.write(ledger.close)
+    ledger, words = open_ledger(long_run)
+    assert words is not None
+    assert f"{long_run.ledger_path} was damaged (" in words
+    ledger.close()
+    ledger, words = open_ledger(long_run)
+    ledger.close()
+    assert words is None
+
+
+def test_after_a_supervisor_was_killed_the_whole_ledger_is_read(long_run: RunFolder, tmp_path: Path) -> None:
+    with closing(Ledger(long_run.ledger_path)) as ledger:
+        ledger.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts"))
+        killed = RunFolder(shutil.copytree(long_run.path, tmp_path / "killed"))
+    ledger, words = open_ledger(killed)
+    ledger.close()
+    assert words is not None
+    assert "was damaged (" in words
+
+
+def test_a_warning_of_damage_that_is_not_there_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    outbox = Outbox(Ledger(path))
+
+    def bug() -> None:
+        raise sqlite3.IntegrityError("UNIQUE constraint failed: attempts.number")
+
+    assert not outbox.write(bug)
+    outbox.write(outbox.ledger.close)
+    ledger, words = open_ledger(RunFolder(tmp_path))
+    ledger.close()
+    assert words is None
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["ledger.sqlite"]
 
 
 def test_a_write_that_failed_is_tried_again_after_some_seconds(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.journal import Intake
-from memtop.supervisor.run.record.ledger import Ledger, Outbox
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Report, Step
 from memtop.supervisor.run.rules.survival import tried
 from memtop.supervisor.run.server import ControlServer, Publisher

@@ -26,7 +26,8 @@ from memtop.supervisor.run.model import AttemptStage, Cause, Model, Run
 from memtop.supervisor.run.record.checkpoints import newest_until
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.run.record.ledger import Attempt, Outbox
+from memtop.supervisor.run.record.ledger import Attempt
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.run.step import step

@@ -9,9 +9,11 @@ from textual.strip import Strip
 from textual.widgets import Button
 
 from memtop.supervisor import wire
+from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.values import Forecast, Remedy
+from memtop.supervisor.recovery.advice import table
+from memtop.supervisor.recovery.values import Forecast, Remedy, Written
 from memtop.supervisor.wire import Change, Restart, Stop
 from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
@@ -289,6 +291,31 @@ async def test_of_several_commands_the_first_is_shown_and_enter_copies_all() -> 
         assert app.clipboard == swap.command
         assert len(screen_text(app).splitlines()) == SIZES[-1][1]
         assert feed.requests == []
+
+
+async def test_enter_copies_exactly_what_goes_into_each_place() -> None:
+    """The name of the place is shown, and is no part of what is copied."""
+    wsl = replace(BY_HAND, command="wsl --shutdown", writes=(Written("%UserProfile%\\.wslconfig", "[wsl2]\nmemory=24GB"),))
+    feed = RecordingFeed(dead(replace(PROPOSAL, remedies=(wsl,))))
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        assert "in %UserProfile%\\.wslconfig: [wsl2] and 1 more (1 of 2)" in words(app)
+        assert "text to copy" in words(app)
+        await press(pilot, "enter")
+        assert app.clipboard == "[wsl2]\nmemory=24GB"
+        assert "Copied 1 of 2, if your terminal allows that. Enter copies 2 of 2." in words(app)
+        assert "type: wsl --shutdown (2 of 2)" in words(app)
+        await press(pilot, "enter")
+        assert app.clipboard == "wsl --shutdown"
+        await press(pilot, "enter")
+        assert app.clipboard == "[wsl2]\nmemory=24GB"
+        assert feed.requests == []
+
+
+def test_no_advice_has_the_name_of_its_place_in_what_is_copied() -> None:
+    for row in table():
+        for environment in ((), (Place.WINDOWS,)):
+            copied = [text for _, text in row.remedy(environment).to_type]
+            assert not [text for text in copied for one in text.splitlines() if one.startswith("in ")], row.title
 
 
 # --- what is drawn --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memtop.supervisor import holes
-from memtop.supervisor.run.record.ledger import Outbox
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 
 _CHUNK_BYTES = 4 << 20

@@ -1,29 +1,25 @@
 """A run's ledger in SQLite: attempts, configurations, step reports, events, machine history.
 
-Only the supervisor writes it. What cannot be written, for example because the disk is full, waits
-in the `Outbox` for the next write.
+Only the supervisor writes it, through the `Outbox` (`outbox.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sqlite3
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, metrics, tiers
-from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 from memtop.supervisor.wire import Change, Event, Metric
 
@@ -45,11 +41,18 @@ CREATE TABLE IF NOT EXISTS kept (
 CREATE INDEX IF NOT EXISTS kept_by_kind ON kept (attempt, rank, kind);
 CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
+LARGE_TABLES = ("metrics", "history", "samples")
+"""Updates and the machine's history: nearly all of the file after a long run."""
 # Older events are deleted.
 EVENTS_STORED = 100_000
 _KEPT_OF_A_KIND = 50
 # Updates between two looks whether there are too many.
 _THIN_EVERY = 1000
+
+
+def damage_mark(ledger: Path) -> Path:
+    """An empty file that says: the writer of this ledger met damage."""
+    return ledger.with_name(f"{ledger.name}-damaged")
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,109 +367,3 @@ class Ledger:
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)
-
-
-# If more events wait, the oldest are dropped.
-_EVENTS_KEPT = 1000
-_RETRY_SECONDS = 5.0
-
-
-class Outbox:
-    """`problem`: why the last write to the ledger failed; None if it succeeded."""
-
-    def __init__(self, ledger: Ledger, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.ledger = ledger
-        self.problem: str | None = None
-        self.damaged = False
-        """Nothing is stored any more: the next supervisor reads the journals again."""
-        self._monotonic = monotonic
-        self._retry_at = float("-inf")
-        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
-        self._attempts: dict[int, dict[str, Any]] = {}
-        self._records: dict[int, ConfigurationRecord] = {}
-        # Viewers identify events by number: it is negative until the ledger has assigned one.
-        self._unnumbered = itertools.count(-1, -1)
-
-    def add_event(self, event: Event) -> Event:
-        """The event with its number."""
-        if not self._events:
-            numbered: list[Event] = []
-            if self.write(lambda: numbered.append(self.ledger.add_event(event))):
-                return numbered[0]
-        kept = replace(event, id=next(self._unnumbered))
-        self._events.append(kept)
-        return kept
-
-    def update_attempt(self, number: int, values: dict[str, Any]) -> None:
-        self._attempts[number] = {**self._attempts.get(number, {}), **values}
-        self._write_attempt(number)
-
-    def close_unstarted(self, number: int, why: str, now: float) -> None:
-        """Close an attempt whose program was never started. It rolled back no updates."""
-        diagnosis = {"summary": why, "evidence": []}
-        ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
-        self.update_attempt(number, ended)
-
-    def save_configurations(self, records: tuple[ConfigurationRecord, ...]) -> None:
-        for record in records:
-            self._records[record.configuration.number] = record
-        self._write_records()
-
-    def add_reports(self, attempt: int, rank: int, reports: list[Report], offset: int) -> bool:
-        """Store the reports together with the offset of the journal.
-
-        False if they could not be stored.
-        """
-        return self.write(lambda: self.ledger.add_reports(attempt, rank, reports, offset))
-
-    @property
-    def due(self) -> bool:
-        """Whether it makes sense to write again: some seconds after a write failed."""
-        return not self.damaged and self._monotonic() >= self._retry_at
-
-    def forget_journal(self, attempt: int, rank: int, until: int) -> bool:
-        return self.write(lambda: self.ledger.forget_journal(attempt, rank, until))
-
-    def retry(self) -> None:
-        """Write everything that could not be written before."""
-        for number in list(self._attempts):
-            if not self._write_attempt(number):
-                return
-        if not self._write_records():
-            return
-        while self._events:
-            event = self._events[0]
-            if not self.write(lambda: self.ledger.add_event(event)):  # noqa: B023 - called at once
-                return
-            self._events.popleft()
-
-    def write(self, write: Callable[[], object]) -> bool:
-        """Whether the ledger could be written."""
-        try:
-            write()
-        except sqlite3.OperationalError as error:
-            self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
-            self._retry_at = self._monotonic() + _RETRY_SECONDS
-            return False
-        except sqlite3.DatabaseError as error:
-            # Reports stay in the journals, and decisions in state.json.
-            self.problem = f"{self.ledger.path}: damaged: {error}; the next supervisor rebuilds it"
-            self.damaged = True
-            return False
-        if not self.damaged:
-            self.problem = None
-        return True
-
-    def _write_attempt(self, number: int) -> bool:
-        values = self._attempts[number]
-        if not self.write(lambda: self.ledger.update_attempt(number, **values)):
-            return False
-        del self._attempts[number]
-        return True
-
-    def _write_records(self) -> bool:
-        for number, record in list(self._records.items()):
-            if not self.write(lambda: self.ledger.save_configuration(record)):  # noqa: B023 - called at once
-                return False
-            del self._records[number]
-        return True
