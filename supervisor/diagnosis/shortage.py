@@ -49,8 +49,8 @@ _OTHER_THINGS = re.compile(
 _DEVICE = re.compile(
     r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
-    r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt|nccl|kv[ _-]?cache"
-    r"|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
+    r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(

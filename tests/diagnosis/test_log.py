@@ -414,7 +414,7 @@ def test_sizes_have_units_that_fit(bytes_: int, exact: str, rough: str) -> None:
     assert (size(bytes_), units.size(bytes_)) == (exact, rough)
 
 
-_PRINTED = "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 1.96 GiB total capacity; 967.98 MiB already allocated; 25.94 MiB free)\n"
+_PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB total capacity; 7.50 GiB already allocated)\n"
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ _PRINTED = "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 1.96 GiB tot
         ("{traceback}ZeroDivisionError: division by zero\n", Kind.NOT_MEMORY),
         ("{traceback}KeyError: 'loss'\n", Kind.NOT_MEMORY),
         ("{traceback}RuntimeError: the training failed\n", Kind.GPU_OOM),
-        ("{traceback}torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB\n", Kind.GPU_OOM),
+        ("{traceback}torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 30.00 MiB\n", Kind.GPU_OOM),
         ("ValueError: printed without a traceback\n", Kind.GPU_OOM),
         ("", Kind.GPU_OOM),
     ],
