@@ -1,9 +1,9 @@
 """The sizes that any message about memory prints, each with its meaning.
 
-No program's wording is known here. Every size stands next to a word that says what it is:
-`requested`, `free`, `total`, `allocated` or another word of the same meaning. The word stands after
-the size (`2 GiB free`), before it (`available memory is only 2 GiB`), or is its name (`free: 2 GiB`).
-A size without such a word has no meaning and is left out.
+No program's wording is known here. A word beside a size says what it is: `requested`, `free`,
+`total`, `allocated` or another word of the same meaning. The word stands behind the size (`2 GiB
+free`), in front of it (`available memory is only 2 GiB`), or is its name (`free: 2 GiB`). A size
+without such a word is left out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from memtop.supervisor.diagnosis.finding import Figures, Finding, parse_size
 from memtop.supervisor.diagnosis.text import LogText
 
-Role = Literal["requested", "free", "allocated", "total", "allowed"]
+ROLES = ("requested", "free", "total", "allocated", "allowed")
+"""What a size can be: the names of the fields of `Figures`."""
 
 LONGEST = 1000
 """Characters of a line that are searched."""
@@ -38,16 +39,19 @@ _BARE = re.compile(r"0|\d{5,20}|\d{1,3}(?:,\d{3}){1,8}")
 """A number without a unit that can be bytes."""
 _LONG = 6
 """The digits of a number that is bytes whatever follows it: "556793856 in use"."""
+_NAMED_UNIT = re.compile(r"[\[( _]([KMGTkmgt]i?[Bb]|[Bb]ytes)[\])]?['\"`]? ?[:=] ?$")
 # What can stand behind a number of bytes that has no unit. Any other word is what it counts.
-_NO_UNIT = re.compile(r"(?:[\s)\]}'\"`*]*(?:$|[\n,;.)|\]}]|\\n)|\s*(?:is|are|was|on|from|for|failed|but|and|in|of|exceeds|[<>])\b)")
+_NO_UNIT = re.compile(
+    r"(?:[\s)\]}'\"`*]*(?:$|[\n,;.)|\]}\\])|\s*(?:is|are|was|on|from|for|failed|but|and|in|of|exceeds|[<>])\b)"
+)
 _SHAPE = re.compile(r"shapes? ?(?:=|:|of)? ?[\[(][^\])\n]{0,200}[\])]|\([\d, ]{3,80}\)(?= and| with)")
 
 # --- words ----------------------------------------------------------------------------------------
 
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
 _WORD = re.compile(
-    r"(?i)\b(?:(?P<requested>request\w*|(?:m|c|re)?alloc|(?:re)?allocat(?:e|ing|ion)|allocation size|reserv(?:e|ing)|needs?|needed|requir\w+"
-    r"|desired|mmap|map|commit|virtual ?alloc|attempt\w* to|tried to|wanted|obtain|malloc|rt ?malloc|upstream)"
+    r"(?i)\b(?:(?P<requested>request\w*|(?:m|c|re)?alloc|(?:re)?allocat(?:e|ing|ion)|reserv(?:e|ing)|needs?|needed"
+    r"|requir\w+|desired|mmap|map|commit|virtual ?alloc|attempt\w* to|tried to|wanted|obtain|malloc|rt ?malloc|upstream)"
     r"|(?P<free>free|available|unused|remaining|remains|left)"
     r"|(?P<allocated>(?:already |currently )?allocated|already reserved|in[ -]?use|used|usage|occupied|so far)"
     r"|(?P<total>total|capacity)"
@@ -70,10 +74,13 @@ _FILLER = (
     r"|space|kv|cache|cuda|on|the) ){0,6}"
 )
 _BEHIND = re.compile(
-    rf"(?i)[ -]{{0,2}}{_FILLER}(?:(?P<free>free|available|unused|remaining|left)|(?P<allocated>in[ -]use|used|allocated|occupied)"
-    r"|(?P<total>total|capacity)|(?P<requested>needed|required|requested))\b(?! ?(?:\([^)]{0,40}\) ?)?(?:[:=]| is only| ?\(?\d))"
+    rf"(?i)[ -]{{0,2}}{_FILLER}(?:(?P<free>free|available|unused|remaining|left)"
+    r"|(?P<allocated>in[ -]use|used|allocated|occupied)|(?P<total>total|capacity)"
+    r"|(?P<requested>needed|required|requested))\b(?! ?(?:\([^)]{0,40}\) ?)?(?:[:=]| is only| ?\(?\d))"
 )
-_REFUSED = re.compile(r"(?i)[ )]{0,2}(?:of (?:\w+ ){1,3})?(?:could not|cannot|can't|couldn't) be (?:allocated|reserved)|^ allocation failed")
+_REFUSED = re.compile(
+    r"(?i)[ )]{0,2}(?:of (?:\w+ ){1,3})?(?:could not|cannot|can't|couldn't) be (?:allocated|reserved)|^ allocation failed"
+)
 # `allocating <= available failed, 30 > 20`
 _COMPARED = re.compile(
     rf"\b(\w{{3,40}}) ?(?:<=?|>=?) ?(\w{{3,40}})\b[^\d\n]{{0,30}}\b({_NUMBER}) ?(?:[<>]=?|vs\.?) ?({_NUMBER})(?![\w.])"
@@ -95,7 +102,7 @@ class _Size(NamedTuple):
 def read(text: str) -> Figures:
     """The figures of one message. `text` can have several lines."""
     text = _SHAPE.sub(lambda match: " " * len(match[0]), text)
-    found: dict[Role, int] = {}
+    found: dict[str, int] = {}
     end = 0
     sizes = list(_sizes(text))
     for at, size in enumerate(sizes):
@@ -114,24 +121,42 @@ def read(text: str) -> Figures:
             role, value = _of_words(name), parse_size(number)
             if role is not None and value is not None:
                 found.setdefault(role, value)
-    return Figures(**found)
+    return Figures(
+        requested=found.get("requested"),
+        free=found.get("free"),
+        total=found.get("total"),
+        allocated=found.get("allocated"),
+        allowed=found.get("allowed"),
+    )
 
 
 def _sizes(text: str) -> Iterator[_Size]:
     for match in _PRINTED.finditer(text):
-        unit = match["unit"] or match["whole_unit"]
+        unit = match["unit"] or match["whole_unit"] or _unit_of_name(text, match.start())
         whole = None if match["whole"] is None else _bytes(match["whole"], match["whole_unit"])
         has_unit = unit is not None
-        if not has_unit and not _BARE.fullmatch(match["first"].rstrip(".")):
+        if not has_unit and not _may_be_bytes(text, match):
             continue
-        if not has_unit and not _NO_UNIT.match(text, match.end()):
-            if len(match["first"]) < _LONG or not _BEHIND.match(text, match.end()):
-                continue
         if unit is not None and unit.strip(" -") in ("B", "b") and 0 < float(match["first"].replace(",", "") or 0) < 1000:
             continue  # "a 7B model"
         value = _bytes(match["first"], unit or "")
         if value is not None:
             yield _Size(match.start(), match.end(), value, has_unit, whole)
+
+
+def _unit_of_name(text: str, start: int) -> str | None:
+    """The unit that stands in the name of a number: `free memory (GiB): 3.5`."""
+    match = _NAMED_UNIT.search(text[max(0, start - _NEAR) : start])
+    return None if match is None else match[1]
+
+
+def _may_be_bytes(text: str, match: re.Match[str]) -> bool:
+    """Whether a number without a unit can be bytes: no word behind it says what it counts."""
+    if not _BARE.fullmatch(match["first"].rstrip(".")):
+        return False
+    if _NO_UNIT.match(text, match.end()):
+        return True
+    return len(match["first"]) >= _LONG and _BEHIND.match(text, match.end()) is not None
 
 
 def _bytes(number: str, unit: str) -> int | None:
@@ -140,10 +165,10 @@ def _bytes(number: str, unit: str) -> int | None:
     return parse_size(number + unit.strip(" -"))
 
 
-def _role(left: str, right: str, size: _Size) -> Role | None:
+def _role(left: str, right: str, size: _Size) -> str | None:
     behind = _BEHIND.match(right)
     if behind is not None:
-        return next(name for name, word in behind.groupdict().items() if word)  # type: ignore[return-value]
+        return next(name for name, word in behind.groupdict().items() if word)
     if _REFUSED.match(right):
         return "requested"
     left = left[max((match.end() for match in _ENDS.finditer(left)), default=0) :]
@@ -155,7 +180,7 @@ def _role(left: str, right: str, size: _Size) -> Role | None:
     return _of_words(left, _NEAR if size.has_unit else _NEAR_BARE)
 
 
-def _of_words(text: str, near: int | None = None) -> Role | None:
+def _of_words(text: str, near: int | None = None) -> str | None:
     """What the last word of a text says about the size behind it."""
     text = _CAMEL.sub(" ", text)
     words = list(_WORD.finditer(text))
@@ -178,13 +203,15 @@ def _of_words(text: str, near: int | None = None) -> Role | None:
         return "requested"
     if role == "other":
         return None
-    return role  # type: ignore[return-value]
+    return role
 
 
 # --- the report of a failure ----------------------------------------------------------------------
 
 _NEW_RECORD = re.compile(r"\s*\[?\d{4}-\d\d-\d\d|\s*\[?\d\d:\d\d:\d\d|Traceback|.{0,60}(?:Error|Exception)\b")
-_UNFINISHED = re.compile(r"(?:[\w,(:-]|\bis|\bof)$")
+_NAMED = re.compile(r"[^\w\n]{0,20}[A-Za-z][\w ()/.-]{0,60}['\"`*]{0,3} {0,30}[:=]")
+# The end of a line on which a sentence does not end.
+_UNFINISHED = re.compile(r"[,(]$|\b(?:is|are|was|of|only|the|than|which|by|to|an?|and|in|has|have|with|for|on|from)$")
 
 
 def with_printed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
@@ -197,7 +224,7 @@ def with_printed(page: LogText, finding: Finding, others: Container[int]) -> Fin
     taken = {known.requested, known.total, known.free, known.allocated, known.allowed, known.process}
     more = {
         name: value
-        for name in ("requested", "total", "free", "allocated", "allowed")
+        for name in ROLES
         if getattr(known, name) is None and (value := getattr(read_here, name)) is not None and value not in taken
     }
     return replace(finding, figures=replace(known, **more)) if more else finding
@@ -208,13 +235,18 @@ def _report(page: LogText, finding: Finding, others: Container[int]) -> str:
     first = page.lines[finding.line]
     own = [line for line in page.lines[finding.line : finding.last_line + 1] if line.rank == first.rank and not line.bar]
     text = " ".join(line.text[:LONGEST] for line in own or [first])
+    without = 0
     for index in range(finding.last_line + 1, min(finding.last_line + 1 + _BELOW, len(page.lines))):
         line = page.lines[index]
         below = line.text[:LONGEST]
         if index in others or line.rank != first.rank or line.bar or line.gap or _NEW_RECORD.match(below):
             break
-        goes_on = _UNFINISHED.search(text) is not None and (below[:1].islower() or below[:1].isdigit() or below[:1] == "(")
-        if not goes_on and not any(True for _ in _sizes(below)):
+        if _UNFINISHED.search(text) is not None and (below[:1].islower() or below[:1].isdigit() or below[:1] == "("):
+            text += f" {below}"
+        elif _NAMED.match(below) and any(True for _ in _sizes(below)):
+            text += f"\n{below}"
+        elif without:
             break
-        text += (" " if goes_on else "\n") + below
+        else:
+            without += 1
     return text

@@ -197,6 +197,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.85,
     ),
+    Pattern(r"(?<!\))[Rr]an out of memory trying to allocate (?P<size>SIZE)", GPU, 0.85),
     other(
         r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?"
         r"(?:rounded to \w+)?.{0,80}? not a failure",
@@ -209,6 +210,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Also after the device was lost.
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
     Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
+    Pattern(r"buffer '\w+' size \d+ is larger than buffer maximum of \d+", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
     Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),

@@ -16,7 +16,6 @@ from memtop.supervisor.diagnosis.finding import UNCERTAIN, Finding, Weight, both
 from memtop.supervisor.diagnosis.text import LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
-
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 # Words that say it by themselves.
 _SHORT_OF_MEMORY = re.compile(
@@ -58,9 +57,10 @@ _MENTIONS = re.compile(
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
 
+
 def names_device(text: str) -> bool:
     """Whether a text names the memory of a device."""
-    return _DEVICE.search(text[:figures.LONGEST]) is not None
+    return _DEVICE.search(text[: figures.LONGEST]) is not None
 
 
 def find(page: LogText, known: Container[int]) -> list[Finding]:
@@ -76,22 +76,33 @@ def _may_be(text: str) -> bool:
 
 def _read(page: LogText, index: int) -> Finding | None:
     line = page.lines[index]
-    text = line.text[:figures.LONGEST]
-    words = _SHORT_OF_MEMORY.search(text)
-    allocation = None if words else _ALLOCATION.search(text)
-    match = words or allocation
-    if match is None or text.startswith(("##", "|")) or is_mild(line) or is_supposed(text[: match.start()]):
-        return None
-    if _MENTIONS.search(text[: match.start()]):
+    text = line.text[: figures.LONGEST]
+    if text.startswith(("##", "|")) or is_mild(line):
         return None
     found = figures.read(text)
-    if allocation is not None and (found.requested is None or _OTHER_THINGS.search(text, match.start(), match.end() + 40)):
+    if not (_is_stated(text) or (found.requested is not None and _is_refused(text))):
         return None
-    if words is not None and not _STATES.search(text[: match.start()]):
-        return None
-    around = " ".join(each.text[:figures.LONGEST] for each in page.lines[max(0, index - 3) : index + 3])
+    around = " ".join(each.text[: figures.LONGEST] for each in page.lines[max(0, index - 3) : index + 3])
     kind = Kind.GPU_OOM if _DEVICE.search(text) or _DEVICE.search(around) else Kind.HOST_OOM_ALLOC
     return Finding(kind, None, UNCERTAIN, Weight.LIKELY, figures=found, line=index, last_line=index)
+
+
+def _is_stated(text: str) -> bool:
+    """Whether a line states a lack of memory in so many words."""
+    words = _SHORT_OF_MEMORY.search(text)
+    return words is not None and not _is_mentioned(text[: words.start()]) and _STATES.search(text[: words.start()]) is not None
+
+
+def _is_refused(text: str) -> bool:
+    """Whether a line reports that something was not allocated."""
+    words = _ALLOCATION.search(text)
+    if words is None or _is_mentioned(text[: words.start()]):
+        return False
+    return _OTHER_THINGS.search(text, words.start(), words.end() + 40) is None
+
+
+def _is_mentioned(before: str) -> bool:
+    return is_supposed(before) or _MENTIONS.search(before) is not None
 
 
 # --- errors in a list -----------------------------------------------------------------------------

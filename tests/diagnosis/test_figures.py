@@ -45,6 +45,8 @@ def printed(text: str) -> dict[str, int]:
         ("failed to allocate 25,600,000 bytes", {"requested": 25600000}),
         ("failed to allocate 1.5e+09 bytes", {"requested": 1500000000}),
         ("failed to allocate 512 Mbytes", {"requested": 512 * MIB}),
+        ("Total memory (GiB): 140.5", {"total": 281 * GIB // 2}),
+        ("free_mb=512, largest_mb=256", {"free": 512 * MIB}),
         ("failed to allocate 7 kilobytes", {"requested": 7 * KIB}),
         ("failed to allocate buffer of size 1073741824", {"requested": GIB}),
         ("alloc size 1073741824, current free memory size: 12345 on card 0", {"requested": GIB, "free": 12345}),
@@ -76,6 +78,7 @@ def test_a_size_means_what_the_word_beside_it_says(text: str, expected: dict[str
         "fragmentation: 680.30MiB",
         "calloc 2097152 / 10485760 bytes",
         "OutOfMemory Error in allocate: 0",
+        "Out of memory. Requested 17476.75; Free 2255.5",
         "2024-10-22 11:24:55 allocation failed",
     ],
 )
@@ -92,8 +95,14 @@ RAN_OUT = "RuntimeError: CUDA error: out of memory\n"
         # On lines of their own below, and in a sentence that a fold breaks.
         (f"{RAN_OUT}  Currently allocated : 3.00 GiB\n  Requested           : 1.00 GiB\n", (GIB, 3 * GIB, None)),
         (f"{RAN_OUT}- free: 40960\n- requested: 8192000\n", (8192000, None, 40960)),
-        ("RuntimeError: CUDA error: out of memory: cannot get 2 GiB, available memory is only\n   3.5 MB.\n", (None, None, 3.5 * MIB)),
-        # The next failure, a record of a logger and a line without a size end the report.
+        (
+            "RuntimeError: CUDA error: out of memory: cannot get 2 GiB, available memory is only\n   3.5 MB.\n",
+            (None, None, 3.5 * MIB),
+        ),
+        (f"{RAN_OUT}The cache is missing.\nFree memory (MiB): 3.5\n", (None, None, 7 * MIB // 2)),
+        # What a healthy program prints, the next failure, a record of a logger and a line without a
+        # size end the report.
+        (f"{RAN_OUT}gpu memory 2 GiB of 9 GiB used, host 3 GiB free\n", (None, None, None)),
         (f"{RAN_OUT}ValueError: 3 GiB free\n", (None, None, None)),
         (f"{RAN_OUT}12:00:01 host: 3 GiB free\n", (None, None, None)),
         (f"{RAN_OUT}Traceback follows\n3 GiB free\n", (None, None, None)),
