@@ -26,10 +26,11 @@ from memtop.supervisor.run.processes.attempt import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of
-from memtop.supervisor.run.view import needs_supervisor
-from memtop.supervisor.wire import Answer, Change, Leave, Message, Outcome, Request
+from memtop.supervisor.run.view import needs_supervisor, read_state
+from memtop.supervisor.wire import Answer, Change, Leave, Message, Outcome, Request, Status
 
 _MESSAGE = msgspec.json.Decoder(Message)
+_STATUS = msgspec.json.encode(Status(id=0)) + b"\n"
 _LINE_LIMIT = 64 << 20
 _ANSWER_LIMIT = 1 << 20
 _TOO_LONG = "a line of more than {} MiB"
@@ -40,7 +41,7 @@ _START_SECONDS = 30.0
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 ANSWER_SECONDS = 30.0
-"""A supervisor that has not even accepted a request by then is given up."""
+"""A supervisor that has sent nothing for so long is given up."""
 LOOK_SECONDS = 2.0
 """How often a command looks at a supervisor that says nothing."""
 _LEAVE_SECONDS = 10.0
@@ -100,13 +101,15 @@ class AsyncRunClient:
     async def receive(self) -> Message | None:
         """The next message. None when the supervisor has closed the connection.
 
-        RunFolderError if it cannot be read, RefusedError if the supervisor is stopped.
+        RunFolderError if it cannot be read, RefusedError if the supervisor is stopped or hangs.
         """
+        begun = time.monotonic()
         while True:
             try:
                 line = await asyncio.wait_for(self._reader.readline(), LOOK_SECONDS)
             except asyncio.TimeoutError:
-                refuse_stopped(self._folder, self._pid)
+                refuse_silent(self._folder, self._pid, time.monotonic() - begun)
+                self._writer.write(_STATUS)
             except ConnectionError:
                 return None
             except ValueError:
@@ -145,31 +148,37 @@ def ask(
 
 
 def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
-    """The lines that the supervisor sends. RefusedError if it cannot answer: it is stopped, or it
-    does not even begin to answer.
+    """The lines that the supervisor sends. RefusedError if it is stopped or hangs: it answers each
+    `Status`, also while it carries out the request.
     """
-    begun: float | None = time.monotonic()
+    heard = time.monotonic()
     rest = b""
     connection.settimeout(LOOK_SECONDS)
     while True:
         try:
             received = connection.recv(1 << 16)
         except TimeoutError:
-            refuse_stopped(folder, peer_of(connection).pid)
-            if begun is not None and time.monotonic() - begun > ANSWER_SECONDS:
-                raise RefusedError(
-                    f"run {folder.name!r}: its supervisor has not answered for {time.monotonic() - begun:.0f} s: "
-                    f"see {folder.supervisor_log}; it may still do what you asked for"
-                ) from None
+            refuse_silent(folder, peer_of(connection).pid, time.monotonic() - heard)
+            connection.sendall(_STATUS)
             continue
         if not received:
             return
+        heard = time.monotonic()
         *lines, rest = (rest + received).split(b"\n")
         if len(rest) > _ANSWER_LIMIT:
             raise _unreadable(folder, _TOO_LONG.format(_ANSWER_LIMIT >> 20))
-        if lines:
-            begun = None
         yield from lines
+
+
+def refuse_silent(folder: RunFolder, pid: int, seconds: float) -> None:
+    """RefusedError if the run's supervisor, the process `pid`, is stopped, or has sent nothing for
+    too many seconds."""
+    refuse_stopped(folder, pid)
+    if seconds > ANSWER_SECONDS:
+        raise RefusedError(
+            f"run {folder.name!r}: its supervisor has not answered for {seconds:.0f} s: see {folder.supervisor_log}; "
+            f"it may still do what you asked for{_runs_on(folder)}{_to_end(pid)}"
+        )
 
 
 def refuse_stopped(folder: RunFolder, pid: int) -> None:
@@ -177,8 +186,19 @@ def refuse_stopped(folder: RunFolder, pid: int) -> None:
     if pid > 0 and is_stopped(pid):
         raise RefusedError(
             f"run {folder.name!r}: its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: "
-            f"`kill -CONT {pid}` lets it continue"
+            f"`kill -CONT {pid}` lets it continue{_runs_on(folder)}"
         )
+
+
+def _runs_on(folder: RunFolder) -> str:
+    """What a supervisor that cannot answer leaves running, for the end of a sentence."""
+    program = read_state(folder).trainer_pid
+    return "" if program is None else f"; its program (pid {program}) runs on"
+
+
+def _to_end(pid: int) -> str:
+    """What to do with a supervisor that hangs; empty if its pid is not known."""
+    return f"; if it stays silent, `kill -KILL {pid}`: the next command starts a new supervisor" if pid > 0 else ""
 
 
 def make_room(folder: RunFolder) -> None:
@@ -308,7 +328,7 @@ def _connect(folder: RunFolder, connection: socket.socket, path: str) -> None:
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"run {folder.name!r}: its supervisor has accepted no connection for {ANSWER_SECONDS:.0f} s: "
-                    f"see {folder.supervisor_log}"
+                    f"see {folder.supervisor_log}{_runs_on(folder)}{_to_end(_supervisor_pid(folder))}"
                 ) from None
             time.sleep(_RETRY_SECONDS)
         else:

@@ -9,14 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from memtop.cli import run as memtop
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run import client
@@ -26,7 +29,7 @@ from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, Ru
 from memtop.supervisor.run.processes.members import SHIM, alive, family, named
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
-from memtop.supervisor.wire import Phase, StateUpdate, Stop, Subscribe
+from memtop.supervisor.wire import Answer, Outcome, Phase, RunState, StateUpdate, Stop, Subscribe
 from memtop.tui.feed import Disconnected, RunFeed
 from tests.conftest import Runs, wait_for_file
 from tests.run.test_supervisor import hasty
@@ -275,5 +278,86 @@ def test_a_supervisor_that_does_not_even_accept_a_request_is_given_up(
         path = client.socket_path(folder.path)
         silent.bind(str(path))
         silent.listen()
-        with pytest.raises(RefusedError, match=r"its supervisor has not answered for \d+ s: see /"):
+        with pytest.raises(
+            RefusedError, match=rf"its supervisor has not answered for \d+ s: see /.*`kill -KILL {os.getpid()}`"
+        ):
             client.ask(folder, lambda number: Stop(id=number))
+
+
+@pytest.mark.parametrize("state", ["stopped", "hung"])
+def test_stop_and_restart_name_a_supervisor_that_cannot_answer_and_what_runs_on(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    for name in ("MEMTOP_RUNS_DIR", "MEMTOP_SOCKET_DIR"):
+        monkeypatch.setenv(name, runs.environment[name])
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
+    supervisor, program = before["supervisor_pid"], before["trainer_pid"]
+    words = f"is stopped (SIGSTOP or Ctrl-Z) and cannot answer: `kill -CONT {supervisor}` lets it continue; "
+    if state == "hung":
+        # As a process that waits for a disk: it answers nothing, and is not stopped.
+        monkeypatch.setattr(client, "is_stopped", lambda _: False)
+        monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
+        words = f"has not answered for 0 s: see {runs.path}/a/supervisor.log; it may still do what you asked for; "
+    os.kill(supervisor, signal.SIGSTOP)
+    for command in (["stop"], ["restart", "--detach"], ["restart", "--live", "--batch", "2"]):
+        assert memtop([*command, "a"]) == 1
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert f"memtop: run 'a': its supervisor {words}its program (pid {program}) runs on" in err
+    if state == "hung":
+        assert f"`kill -KILL {supervisor}`: the next command starts a new supervisor" in err
+        monkeypatch.undo()
+        # The advice can be followed.
+        runs.kill(supervisor)
+        runs.memtop("stop", "a")
+    else:
+        os.kill(supervisor, signal.SIGCONT)
+        after = runs.wait("a", lambda d: d["supervisor_pid"] == supervisor)
+        assert (after["trainer_pid"], after["state"]) == (program, before["state"]), "a refused command changes nothing"
+
+
+async def test_a_dashboard_names_a_supervisor_that_hangs(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    folder = create_run(tmp_path, spec, fresh=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(client.socket_path(folder.path)))
+        silent.listen()
+        viewer = await AsyncRunClient.connect(folder.path)
+        with pytest.raises(RefusedError, match=r"its supervisor has not answered for \d+ s"):
+            await asyncio.wait_for(everything(viewer), 60)
+        await viewer.close()
+
+
+def test_a_request_that_takes_long_is_waited_for_while_the_supervisor_answers(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts the request, answers ten questions whether it is there, then the request."""
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    folder = create_run(tmp_path, spec, fresh=False)
+    state = msgspec.json.encode(StateUpdate(run=RunState(name="a", folder="a", state=Phase.STOPPING, created=1.0)))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(client.socket_path(folder.path)))
+        server.listen()
+
+        def serve() -> None:
+            connection = server.accept()[0]
+            with connection, connection.makefile("rwb", buffering=0) as lines:
+                assert b"stop" in lines.readline()
+                lines.write(msgspec.json.encode(Answer(id=1, outcome=Outcome.ACCEPTED, message="asked")) + b"\n")
+                for _ in range(10):
+                    assert b"status" in lines.readline()
+                    lines.write(state + b"\n")
+                lines.write(msgspec.json.encode(Answer(id=1, outcome=Outcome.DONE, message="stopped")) + b"\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert client.ask(folder, lambda number: Stop(id=number)).message == "stopped"
+        thread.join(60)
