@@ -24,8 +24,8 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"Exceeded (?:job|step) memory limit at some point", KILLED, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"(?i:task \d+:? out of memory|tasks have been oom killed)", KILLED, 0.95),
     Pattern(
-        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its|cgroup|hard|soft|container|process)? "
-        r"(?:memory|vmem|mem) (?:limit|usage limit|request)(?! at some point))",
+        r"(?i:(?:exceeded|over|above) (?:the|an?)? (?:job|step|virtual|requested|its|cgroup|hard|container|process)? "
+        r"(?:memory|vmem|mem) (?:usage )?(?:resource )?(?:hard )?(?:limit|request)(?! at some point))",
         KILLED,
         0.93,
     ),
@@ -67,7 +67,7 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
     Pattern(
-        r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory"
+        r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory(?! in memory space)"
         r"|(?:replica|container|worker|job|instance|process|pod) .{0,40}? ran out-of-memory)",
         KILLED,
     ),
