@@ -292,6 +292,32 @@ def test_idle_and_slow_clients_are_dropped_for_new_ones(endpoint: tuple[Endpoint
         assert all(is_closed(one) for one in many[: 2 * MOST_CONNECTIONS + 1])
 
 
+def test_clients_leave_files_for_the_stream_under_a_low_limit(two_gpus: Runs) -> None:
+    """More clients than this process may open files: it goes on, and answers the newest."""
+    most, port = 16, free_port()
+    arguments = ("watch", "--json", "--follow", "--interval", "0.2", "--prometheus", str(port))
+    words = ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", sys.executable, "-m", "memtop", *arguments]
+    with (
+        subprocess.Popen(
+            words, cwd=two_gpus.root, env=two_gpus.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+        ExitStack() as clients,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()
+        for number in range(3 * most):
+            clients.enter_context(connected(port, b"GET /metr" * (number % 2)))
+        assert "memtop_gpu_up" in scrape(port)
+        # Samples that begin while the clients are there.
+        sampled = [json.loads(process.stdout.readline()) for _ in range(4)]
+        assert all(sample["host"]["total_bytes"] for sample in sampled)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Too many open files" not in said
+
+
 def test_no_connection_lives_long(endpoint: tuple[Endpoint, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "LONGEST_SECONDS", 0.0)
     for sent in (b"", b"GET /metrics HTTP/1.0\r\nX: "):

@@ -13,6 +13,7 @@ from memtop.cli import train
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.wire import Change
+from tests.conftest import Runs
 
 GIB = 1 << 30
 
@@ -119,3 +120,13 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.M
         train.settings_for("first-run", "standard", asked, None)
     there.add("wandb")
     assert train.settings_for("first-run", "standard", asked, None).trackers == ("tensorboard", "wandb")
+
+
+def test_a_model_that_cannot_be_built_is_wrong_usage_of_one_line(runs: Runs) -> None:
+    done = runs.memtop("train", "--headless", "--set", "model.config.hidden_act=nope", "--set", "device=cpu", status=2)
+    assert done.stderr.splitlines()[-1] == (
+        "memtop: run first-run: failed (exit status 2: model.config: no llama model works with these values: "
+        "KeyError: 'nope'); memtop show first-run"
+    )
+    assert "Traceback" not in done.stderr
+    assert "Traceback" not in (runs.path / "first-run/attempts/0001/output.log").read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memtop.presets import Settings
 from memtop.train import BadInputError
+from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.data.tokens import Tokens, load_tokens
 
 _LONGEST_REASON = 300
@@ -87,6 +90,24 @@ def _brief(error: Exception) -> str:
     return words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]}…"
 
 
+@contextlib.contextmanager
+def blaming_config(settings: Settings) -> Iterator[None]:
+    """Make an error in here a BadInputError if the user chose the model's configuration: not every
+    architecture checks its values before it uses them.
+
+    A lack of memory stays what it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if settings.model.get("path") or isinstance(error, BadInputError) or is_allocation_failure(error):
+            raise
+        raise BadInputError(
+            f"model.config: no {settings.model['config']['model_type']} model works with these values: "
+            f"{type(error).__name__}: {_brief(error)}"
+        ) from error
+
+
 def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.nn.Module:
     """The model, with its trained parameters in fp32. The same seed gives the same weights.
 
@@ -133,7 +154,8 @@ def model_class(settings: Settings) -> Any:
 
 def _whole(settings: Settings, config: Any, kind: torch.dtype) -> Any:
     if not settings.model.get("path"):
-        return model_class(settings).from_config(config, dtype=torch.float32)
+        with blaming_config(settings):
+            return model_class(settings).from_config(config, dtype=torch.float32)
     # What is trained is kept in fp32. A frozen base needs only the compute precision; under fp16 it
     # is in bf16, because large weights exceed fp16's range.
     frozen = torch.bfloat16 if settings.method == "lora" and kind != torch.float32 else torch.float32

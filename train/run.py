@@ -22,7 +22,7 @@ from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, ope
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
-from memtop.train.model import build_model, tokens_and_config
+from memtop.train.model import blaming_config, build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, newest_complete
@@ -180,7 +180,10 @@ def open_engine(
         read = ShardReader(folder, manifest.files)
         load_weights(read, model, folder)
         position = _position(manifest, settings)
-    objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk, sparse=settings.task == "sft")
+    with blaming_config(settings):
+        objective = Objective(
+            model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk, sparse=settings.task == "sft"
+        )
     if settings.compile:
         model.compile()
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine

@@ -1,11 +1,14 @@
 """A small HTTP server for answers that take milliseconds. Idle and slow clients cannot exhaust it.
 
-At most 32 connections are open; a further one closes the oldest. A client that asks at once has had
-its answer by then. Each connection is closed after 10 seconds.
+At most 32 connections are open, and fewer if this process may open few files (`ulimit -n`); a
+further one closes the oldest. A client that asks at once has had its answer by then. Each
+connection is closed after 10 seconds.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import sys
 import threading
@@ -16,19 +19,27 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 MOST_CONNECTIONS = 32
 LONGEST_SECONDS = 10.0
+_SPARE_FILES = 16
+"""Descriptors that stay free for the rest of memtop; of a very low limit a quarter."""
+_CLOSING_SECONDS = 1.0
+"""How long the thread of an ended connection may take to close it."""
 
 
 class HttpServer(ThreadingMixIn, WSGIServer):
     """Serves a WSGI application in threads. OSError if it cannot listen at that address."""
 
     daemon_threads = True
+    # Clients wait in the kernel's queue while a new connection ends an older one.
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, application: Any) -> None:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self.address_family = family
-        self._lock = threading.Lock()
+        self._closed = threading.Condition()
         self._open: dict[socket.socket, float] = {}
         """Every connection and when it began, oldest first."""
+        self._ended: set[socket.socket] = set()
+        """Those of them that their threads are about to close."""
         super().__init__((str(address[0]), port), _SilentHandler)
         self.set_app(application)
         self._thread = threading.Thread(target=self.serve_forever, name="memtop-http", daemon=True)
@@ -42,9 +53,10 @@ class HttpServer(ThreadingMixIn, WSGIServer):
         self._end_those_before(float("inf"))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            while len(self._open) >= MOST_CONNECTIONS:
-                self._end(next(iter(self._open)))
+        if not self._made_room():
+            self.shutdown_request(request)
+            return
+        with self._closed:
             self._open[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
@@ -53,9 +65,11 @@ class HttpServer(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
         super().shutdown_request(request)
+        with self._closed:
+            self._open.pop(request, None)
+            self._ended.discard(request)
+            self._closed.notify()
 
     def service_actions(self) -> None:
         """Called twice a second by `serve_forever`."""
@@ -66,19 +80,43 @@ class HttpServer(ThreadingMixIn, WSGIServer):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
+    def _made_room(self) -> bool:
+        """End the oldest connections until there is room for one more; False if there is none."""
+        with self._closed:
+            while len(self._open) >= MOST_CONNECTIONS or not _files_left():
+                if not self._open:
+                    return False
+                oldest = next((request for request in self._open if request not in self._ended), None)
+                if oldest is not None:
+                    self._end(oldest)
+                self._closed.wait(_CLOSING_SECONDS)
+        return True
+
     def _end_those_before(self, moment: float) -> None:
-        with self._lock:
-            for request, begun in list(self._open.items()):
-                if begun < moment:
+        with self._closed:
+            for request, begun in self._open.items():
+                if begun < moment and request not in self._ended:
                     self._end(request)
 
     def _end(self, request: socket.socket) -> None:
         """Let the thread of a connection see its end; the thread closes the socket."""
-        del self._open[request]
+        self._ended.add(request)
         try:
             request.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the client was faster
+
+
+def _files_left() -> bool:
+    """Whether this process may open enough files besides one more connection."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return True
+    try:
+        opened = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    except OSError:
+        return False  # not even this folder can be opened
+    return limit - opened >= min(_SPARE_FILES, limit // 4)
 
 
 class _SilentHandler(WSGIRequestHandler):

@@ -63,6 +63,8 @@ class Figures:
     """Held by other processes (inferred)."""
     context: int | None = None
     """Held by the process outside its allocator (inferred)."""
+    complete: bool = False
+    """Whether all that the message prints has been read."""
 
     @property
     def known(self) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns, shortage
+from memtop.supervisor.diagnosis import allocator, figures, memory_patterns, other_patterns, shortage
 from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
@@ -117,7 +117,7 @@ def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
         best.setdefault(finding.line, finding)
     for finding in _not_a_number(page):
         best.setdefault(finding.line, finding)
-    return [_placed(page, best[line]) for line in sorted(best)]
+    return [_placed(page, best[line], best) for line in sorted(best)]
 
 
 def _worth(finding: Finding) -> tuple[int, int]:
@@ -146,13 +146,14 @@ def _by_hand(context: Sequence[LogLine]) -> bool:
     return any(_BY_HAND.search(line.shown.strip()[:200]) for line in context[-_COMMAND_NEAR:])
 
 
+_OF_A_REQUEST = frozenset({Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.SHM_EXHAUSTED})
 _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nccl_error", "port_in_use", "invalid_device"})
 # Errors that CUDA reports wherever the program happens to be: the traceback does not give their
 # phase.
 _ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lost", "cuda_error"})
 
 
-def _placed(page: LogText, finding: Finding) -> Finding:
+def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
     """The finding with its phase, and as pinned or shared memory where only the traceback shows
     that."""
     context = page.context(finding.line)
@@ -164,8 +165,8 @@ def _placed(page: LogText, finding: Finding) -> Finding:
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
     if finding.kind is Kind.PINNED_HOST_OOM and is_mild(page.lines[finding.line]):
         finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN))
-    if finding.figures.known == 0 and (finding.kind.of_gpu or finding.kind is Kind.HOST_OOM_ALLOC):
-        finding = replace(finding, figures=shortage.figures_of(page, finding))
+    if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
+        finding = figures.with_printed(page, finding, others)
     if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
         finding = replace(finding, kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6)
     light = finding.weight is Weight.ERROR or finding.reason == "memlock_limit"

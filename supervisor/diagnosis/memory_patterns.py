@@ -72,6 +72,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.95,
     ),
+    # The words of CuPy before version 7: the total would be the pool's.
+    Pattern(r"out of memory to allocate (?P<size>SIZE) \(total (?P<allocated>SIZE)\)", GPU, 0.95),
     Pattern(
         r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
         r"(?: memory on GPU \d+,(?: (?P<allocated>SIZE) memory has been allocated and)?"
@@ -98,7 +100,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         r"CUDA failure 2: out of memory ; GPU=(?P<gpu>\d+)",
         GPU,
     ),
-    Pattern(r"Requested amount of GPU memory \((?P<size>\d+ bytes)\) could not be allocated", GPU, 0.95),
+    Pattern(r"Requested amount of (?:GPU)? memory \(\d+ bytes\) could not be allocated", GPU, 0.95),
     Pattern(r"Error Code 2: OutOfMemory", GPU),
     Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
     Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
@@ -195,6 +197,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.85,
     ),
+    Pattern(r"(?<!\))[Rr]an out of memory trying to allocate (?P<size>SIZE)", GPU, 0.85),
     other(
         r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?"
         r"(?:rounded to \w+)?.{0,80}? not a failure",
@@ -207,6 +210,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Also after the device was lost.
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
     Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
+    Pattern(r"buffer '\w+' size \d+ is larger than buffer maximum of \d+", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
     Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),
@@ -223,7 +227,11 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
     Pattern(
-        r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)", HOST, 0.95, phase="load"
+        r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)",
+        HOST,
+        0.95,
+        _BUDGET,
+        phase="load",
     ),
     Pattern(r"ggml_aligned_malloc: insufficient memory \(attempted to allocate (?P<size>SIZE)\)", HOST, 0.95),
     Pattern(r"failed to allocate CPU\w{0,8}? buffer of size (?P<size>\d+)", HOST, 0.95),

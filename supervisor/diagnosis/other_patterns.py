@@ -65,7 +65,7 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
     Pattern(
-        r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory"
+        r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory(?! in memory space)"
         r"|(?:replica|container|worker|job|instance|process|pod) .{0,40}? ran out-of-memory)",
         KILLED,
     ),

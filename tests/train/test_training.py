@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ import torch
 
 from memtop.train import BadInputError, TrainingError, state_files
 from memtop.train.data.tokens import ByteTokens
-from memtop.train.model import model_config
+from memtop.train.model import blaming_config, model_config
 from memtop.train.optimizers import MOMENTS
 from memtop.train.order import SampleOrder
+from memtop.train.run import open_accelerator, open_engine
 from memtop.train.state_files import BrokenStateError, newest_complete, previous_of, read_manifest
 from tests.train.support import Recorder, Training, edited
 
@@ -252,3 +254,26 @@ def test_a_configuration_that_cannot_be_is_refused_in_one_short_line(key: str, v
         model_config(msgspec.structs.replace(settings, model={"config": config}), ByteTokens())
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("hidden_act", "nope", "model.config: no llama model works with these values: KeyError: 'nope'"),
+        ("num_key_value_heads", 3, "model.config: no llama model works with these values: RuntimeError: The size of tensor"),
+    ],
+)
+def test_a_configuration_that_only_the_model_refuses_is_bad_input(key: str, value: object, reason: str) -> None:
+    """Of a model that is read from files, it is not the user's configuration that is wrong."""
+    settings = edited()
+    bad = msgspec.structs.replace(settings, model={"config": {**settings.model["config"], key: value}})
+    config = model_config(bad, ByteTokens())
+    with pytest.raises(BadInputError, match=re.escape(reason)):
+        open_engine(bad, open_accelerator(bad, config), config, None)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), BadInputError("another")])
+def test_a_lack_of_memory_is_no_fault_of_the_configuration(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, blaming_config(edited()):
+        raise error
+    assert raised.value is error
