@@ -46,6 +46,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         asserted=True,
     ),
     Pattern(r"CUDA out of memory detected", GPU, 0.8),
+    # The allocator asks NVML for figures only when an allocation has failed.
+    Pattern(r"NVML_SUCCESS == r INTERNAL ASSERT FAILED at .{0,120}?CachingAllocator", GPU, 0.7),
     Pattern(r"(?i:(?:cuda|hip) runtime error) \(?2\)?:? out of memory", GPU),
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
     Pattern(r"Error 2: out of memory", GPU, 0.85),
@@ -197,8 +199,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
     ),
     Pattern(r"Ran out of memory in memory space hbm", GPU, 0.95),
-    Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
-    Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
+    Pattern(r"OOM when allocating tensor (?:with|of) shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
+    Pattern(r"OOM when allocating tensor (?:with|of) shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
     Pattern(
         r"Allocator \(GPU_(?P<gpu>\d+)_bfc\) ran out of memory trying to allocate (?P<size>SIZE)(?!.{0,120}?not a failure)",
         GPU,
@@ -228,6 +230,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     # InfiniBand registers memory that must stay in place: the limit is `ulimit -l`.
     other(r"ibv_\w+ failed.{0,40}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
     other(r"failed to mlock .{0,80}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
+    # The loader's reserve for variables of threads, whose size is fixed when the program starts.
+    other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
@@ -283,7 +287,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(r"cannot allocate vector of size (?P<size>SIZE)", HOST),
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_HOST_MEMORY|CL_OUT_OF_HOST_MEMORY", HOST),
-    Pattern(r"OOM when allocating tensor with shape.{0,200}?device:CPU:\d", HOST, 0.95),
+    Pattern(r"OOM when allocating tensor (?:with|of) shape.{0,200}?device:CPU:\d", HOST, 0.95),
     Pattern(r"Allocator \((?:mklcpu|cpu|cpu_bfc)\) ran out of memory trying to allocate (?P<size>SIZE)", HOST),
     Pattern(
         r"(?i:not enough (?:host |system |physical )?(?:ram|memory) (?:available )?to "
@@ -341,6 +345,8 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(rf"{_FULL}.{{0,160}}? -> '?/dev/shm", SHM, 0.95),
     Pattern(r"Usage of EmptyDir volume \"(?:d?shm|shared)", SHM, 0.85),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
+    # Ray keeps its objects in /dev/shm.
+    Pattern(r"ObjectStoreFullError|PlasmaStoreFull", SHM, 0.85),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
     Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),

@@ -23,12 +23,13 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
+    rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
     rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
-    rf"|(?<!['\"])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
+    rf"|(?<!['\"`])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
 # A failed allocation of something: a lack of memory if a size stands next to it.
 _ALLOCATION = re.compile(
@@ -44,23 +45,46 @@ _OTHER_THINGS = re.compile(
 _DEVICE = re.compile(
     r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
-    r"|(?<![a-z])(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt|nccl|kv[ _-]?cache)"
+    r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
     r"(?i)error|exception|\bfatal\b|\bfail|\babort|\bpanic|\bterminat|\bcrash|\bcould(?: not|n't)|\bcannot|\bunable|[^\w'\"`]*$"
 )
 _MENTIONS = re.compile(
-    r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
-    r"|on oom|in case)\b|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
+    # Not a part of a path or a name.
+    r"(?i)(?<![/.\w-])(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
+    r"|on oom|in case)\b(?![/\w])|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
     # Collectors of garbage and schedulers use the words for what is ordinary to them.
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
+
+_AROUND = 20
+"""How many lines before and after a message are read for the name of a device."""
+_HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap)\b|(?-i:\bRAM\b)")
+# Somebody else ended it, rather than the program itself.
+_KILLED = re.compile(
+    r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
+)
+_WRAPPED = re.compile(r"\b18446744\d{12}\b")
+"""A size below zero, printed as a number of 64 bits without a sign."""
+_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？]\s*$")
 
 
 def names_device(text: str) -> bool:
     """Whether a text names the memory of a device."""
     return _DEVICE.search(text[: figures.LONGEST]) is not None
+
+
+def _names_device_near(page: LogText, index: int) -> bool:
+    """Whether the message, or else a line next to it, or else its traceback names a device."""
+    own = page.lines[index].text[: figures.LONGEST]
+    if names_device(own) or _HOST.search(own):
+        return names_device(own)
+    around = page.lines[max(0, index - _AROUND) : index + _AROUND]
+    return any(names_device(line.text) for line in around if not line.bar)
 
 
 def find(page: LogText, known: Container[int]) -> list[Finding]:
@@ -80,17 +104,20 @@ def _read(page: LogText, index: int) -> Finding | None:
     if text.startswith(("##", "|")) or is_mild(line):
         return None
     found = figures.read(text)
-    if not (_is_stated(text) or (found.requested is not None and _is_refused(text))):
+    if not (_is_stated(text) or ((found.requested is not None or _WRAPPED.search(text)) and _is_refused(text))):
         return None
-    around = " ".join(each.text[: figures.LONGEST] for each in page.lines[max(0, index - 3) : index + 3])
-    kind = Kind.GPU_OOM if _DEVICE.search(text) or _DEVICE.search(around) else Kind.HOST_OOM_ALLOC
+    kind = Kind.GPU_OOM if _names_device_near(page, index) else Kind.HOST_OOM_ALLOC
+    if kind is Kind.HOST_OOM_ALLOC and _KILLED.search(text):
+        kind = Kind.HOST_OOM_KILLED
     return Finding(kind, None, UNCERTAIN, Weight.LIKELY, figures=found, line=index, last_line=index)
 
 
 def _is_stated(text: str) -> bool:
     """Whether a line states a lack of memory in so many words."""
     words = _SHORT_OF_MEMORY.search(text)
-    return words is not None and not _is_mentioned(text[: words.start()]) and _STATES.search(text[: words.start()]) is not None
+    if words is None or _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
+        return False
+    return _STATES.search(text[: words.start()]) is not None
 
 
 def _is_refused(text: str) -> bool:
