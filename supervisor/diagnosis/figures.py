@@ -56,7 +56,7 @@ _WORD = re.compile(
     r"|(?P<allocated>(?:already |currently )?allocated|already reserved|in[ -]?use|used|usage|occupied|so far)"
     r"|(?P<total>total|capacity)"
     r"|(?P<size>sizes?|bytes)"
-    r"|(?P<other>max\w*|peak|largest|biggest|min\w*|smallest|limit\w*|threshold|models?|weights|files?|checkpoint|download\w*|disk"
+    r"|(?P<other>max\w*|peak|largest|biggest|min\w*|smallest|limit\w*|threshold|models?|weights?|temp\w*|files?|checkpoint|download\w*|disk"
     r"|swap|offset|line|pid|rounded|exceed\w*|utili[sz]ation|fraction|alignment|rate|speed|time|reserved|cached|address|fragment\w*"
     r"|batch|step|version|params?|parameters?|port|seed))\b"
 )
@@ -220,7 +220,7 @@ def with_printed(page: LogText, finding: Finding, others: Container[int]) -> Fin
     known = finding.figures
     if known.complete:
         return finding
-    read_here = read(_report(page, finding, others))
+    read_here = read(_report(page, finding, others) + _statistics(page, finding))
     taken = {known.requested, known.total, known.free, known.allocated, known.allowed, known.process}
     more = {
         name: value
@@ -250,3 +250,17 @@ def _report(page: LogText, finding: Finding, others: Container[int]) -> str:
         else:
             without += 1
     return text
+
+
+_IN_USE = re.compile(r"(?:.{0,80}\] )?InUse: +\d")
+_DUMP = 2000
+"""The most lines of the summary that TensorFlow's allocator prints."""
+
+
+def _statistics(page: LogText, finding: Finding) -> str:
+    """The line of the allocator's statistics that says how much is in use, below a summary of all
+    its blocks."""
+    if "bfc" not in page.lines[finding.line].text:
+        return ""
+    lines = page.lines[finding.last_line + 1 : finding.last_line + 1 + _DUMP]
+    return next((f"\n{line.text[:LONGEST]}" for line in lines if _IN_USE.match(line.text)), "")

@@ -151,6 +151,13 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         reason=_BUDGET,
     ),
+    Pattern(
+        r"(?:GPU|VRAM|HBM|device) memory (?:is|of|:)? [\d.]{1,12} [KMGT]i?B,? (?:which)? is less than (?:the)?"
+        r" (?:sum|desired|required|estimated|minimum)|(?i:no enough gpu memory for (?:kv cache|runtime))"
+        r"|model weight size may be larger than GPU memory size",
+        GPU,
+        reason=_BUDGET,
+    ),
     # Libraries that allocate for themselves.
     Pattern(
         r"CU[A-Z]{3,8}_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)"
@@ -234,6 +241,13 @@ HOST_MEMORY: tuple[Pattern, ...] = (
         r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)",
         HOST,
         0.95,
+        _BUDGET,
+        phase="load",
+    ),
+    Pattern(
+        r"model request too large for system|[Mm]odel loading was stopped due to insufficient system resources",
+        HOST,
+        0.85,
         _BUDGET,
         phase="load",
     ),
