@@ -21,6 +21,7 @@ _RECOVERY = re.compile(
     r"|(?:decreas|reduc|halv|lower)ing (?:the )?(?:auto )?(?:micro)?[ _-]?batch(?:[ _-]?size)? (?:from|to|by)"
     r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)"
     r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
+    r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory"
     r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
 )
 # Words for going on after anything: they count on the message's own line, or where steps follow.
@@ -48,7 +49,7 @@ _EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|com
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
     r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
-    r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d"
+    r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d|(?<!\w)loss['\"]?\s?[:=]\s?\d"
 )
 # Characters of a line that are searched: a report of a step names it early, and a line can hold a
 # thousand counts.

@@ -99,6 +99,7 @@ def _read(view: JoinedLines, start: int, message: str) -> Finding | None:
         other_pids=others,
         other=outside,
         context=context,
+        complete=True,
     )
     line = view.line_at(start)
     last = max(line, view.line_at(min(start + _last_figure(message), len(view.text) - 1)))

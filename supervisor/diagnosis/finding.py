@@ -35,6 +35,8 @@ class Weight(IntEnum):
     """SIGTERM: a launcher ends the other ranks with it when one has failed."""
     KILLED = 20
     """SIGKILL, with no word about who sent it."""
+    DENIED = 25
+    """SIGKILL, and the platform reports that it was not for memory."""
     BROKEN = 30
     """What the other ranks see when one has failed: timeouts, lost connections."""
     ERROR = 40
@@ -63,6 +65,8 @@ class Figures:
     """Held by other processes (inferred)."""
     context: int | None = None
     """Held by the process outside its allocator (inferred)."""
+    complete: bool = False
+    """Whether all that the message prints has been read."""
 
     @property
     def known(self) -> int:

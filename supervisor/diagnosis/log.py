@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns, shortage
+from memtop.supervisor.diagnosis import allocator, figures, memory_patterns, other_patterns, shortage
 from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
@@ -15,6 +15,7 @@ from memtop.supervisor.diagnosis.values import Kind
 
 PATTERNS = (*memory_patterns.PATTERNS, *other_patterns.PATTERNS)
 _TEARDOWN = "teardown_noise"
+_TRACEBACK = "Traceback (most recent call last)"
 _GIVEN_UP = 0.7
 """The confidence in a failure that the program meant to survive."""
 _SAME_FAILURE = 6
@@ -36,12 +37,13 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
     failed."""
     findings = _findings(page, member_pids)
     fatal, survived = [], []
-    progress = StepLines(page)
+    progress, last = StepLines(page), _last_uncaught(page, findings)
     for index, finding in enumerate(findings):
         how = (
             _TEARDOWN
             if progress.completed and _is_worker_death(page, finding)
             else went_on(page, progress, finding, _until(page, findings, index), failed=failed)
+            or ("oom_handled" if finding.line < last and _was_caught(page, finding) else None)
         )
         if how is None:
             fatal.append(finding)
@@ -56,6 +58,31 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
             fatal = [replace(given_up, confidence=min(given_up.confidence, _GIVEN_UP))]
     cause = min(fatal, key=lambda finding: (-finding.weight, finding.line), default=None)
     return Reading(page, _with_most_figures(cause, fatal), tuple(survived), tuple(findings))
+
+
+# A fault in the program's own code, and no error that passes another one on.
+_OWN_FAULT = re.compile(
+    r"(?:ZeroDivision|UnboundLocal|Name|Type|Attribute|Key|Index|Value|FileNotFound|Assertion|Import|ModuleNotFound)Error\b"
+)
+
+
+def _last_uncaught(page: LogText, findings: list[Finding]) -> int:
+    """The line where the last traceback of the log begins, if it is of another fault; else -1."""
+    if not findings or findings[-1].kind is not Kind.NOT_MEMORY or findings[-1].weight is not Weight.ERROR:
+        return -1
+    end = findings[-1].line
+    start = next((index for index in range(end, max(-1, end - 200), -1) if _TRACEBACK in page.lines[index].text), -1)
+    return start if _OWN_FAULT.match(page.lines[end].text) else -1
+
+
+def _was_caught(page: LogText, finding: Finding) -> bool:
+    """Whether the program caught the failure: it printed the message of an exception without its
+    traceback and class."""
+    if not finding.kind.of_gpu or finding.figures.requested is None or finding.weight < Weight.CAUSE:
+        return False
+    lines = page.context(finding.line)
+    raised = any(_TRACEBACK in line.text for line in lines) or "Error" in page.lines[finding.line].text.partition("memory")[0]
+    return not raised
 
 
 def _until(page: LogText, findings: list[Finding], index: int) -> int:
@@ -117,7 +144,7 @@ def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
         best.setdefault(finding.line, finding)
     for finding in _not_a_number(page):
         best.setdefault(finding.line, finding)
-    return [_placed(page, best[line]) for line in sorted(best)]
+    return [_placed(page, best[line], best) for line in sorted(best)]
 
 
 def _worth(finding: Finding) -> tuple[int, int]:
@@ -146,32 +173,39 @@ def _by_hand(context: Sequence[LogLine]) -> bool:
     return any(_BY_HAND.search(line.shown.strip()[:200]) for line in context[-_COMMAND_NEAR:])
 
 
+_OF_A_REQUEST = frozenset({Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.SHM_EXHAUSTED})
 _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nccl_error", "port_in_use", "invalid_device"})
 # Errors that CUDA reports wherever the program happens to be: the traceback does not give their
 # phase.
 _ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lost", "cuda_error"})
 
 
-def _placed(page: LogText, finding: Finding) -> Finding:
+def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
     """The finding with its phase, and as pinned or shared memory where only the traceback shows
     that."""
-    context = page.context(finding.line)
+    context, here = page.context(finding.line), page.lines[finding.line]
     if finding.kind is Kind.GPU_OOM and finding.figures.known == 0:
         is_pinned, device = pinned(context, page.lines[finding.line + 1 : finding.line + 9])
         if is_pinned:
             finding = replace(finding, kind=Kind.PINNED_HOST_OOM, figures=replace(finding.figures, device_index=device))
     if finding.kind is Kind.DISK_FULL and in_shared_memory(context):
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
-    if finding.kind is Kind.PINNED_HOST_OOM and is_mild(page.lines[finding.line]):
+    if finding.kind is Kind.HOST_OOM_ALLOC and "bad_alloc" in here.text and _of_device(context[-2:]):
+        finding = replace(finding, kind=Kind.GPU_OOM)  # C++ libraries of a device raise it, too
+    if finding.kind is Kind.PINNED_HOST_OOM and is_mild(here):
         finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN))
-    if finding.figures.known == 0 and (finding.kind.of_gpu or finding.kind is Kind.HOST_OOM_ALLOC):
-        finding = replace(finding, figures=shortage.figures_of(page, finding))
+    if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
+        finding = figures.with_printed(page, finding, others)
     if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
         finding = replace(finding, kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6)
     light = finding.weight is Weight.ERROR or finding.reason == "memlock_limit"
-    if finding.kind is Kind.NOT_MEMORY and light and is_mild(page.lines[finding.line]):
+    if finding.kind is Kind.NOT_MEMORY and light and is_mild(here):
         finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
+
+
+def _of_device(lines: Sequence[LogLine]) -> bool:
+    return any(shortage.names_device(line.text) for line in lines if "bad_alloc" in line.text)
 
 
 def _phase(finding: Finding, context: list[LogLine]) -> str:
@@ -184,7 +218,7 @@ def _phase(finding: Finding, context: list[LogLine]) -> str:
 
 # --- what needs more than a pattern --------------------------------------------------------------
 
-_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")
+_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*)?$")
 
 
 def _memory_errors(view: JoinedLines) -> Iterator[Finding]:
@@ -204,6 +238,7 @@ def _is_memory_error(text: str) -> bool:
 
 
 VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{0,400}?task=([^,]{1,40}),pid=(\d{1,10})")
+_INVOKED = re.compile(r"invokedoom-killer:")
 _MOST_VICTIMS = 60
 _OURS = re.compile(
     r"python|pt_data|pt_main|torchrun|deepspeed|ray::|train|accelerate|jupyter|ipykernel|mpirun|horovod", re.IGNORECASE
@@ -220,6 +255,7 @@ def _kernel_kills(view: JoinedLines, page: LogText, member_pids: frozenset[int])
     if len(matches) > _MOST_VICTIMS:
         matches = matches[: _MOST_VICTIMS // 2] + matches[-_MOST_VICTIMS // 2 :]
     if not matches:
+        yield from (_unknown_victim(view.line_at(match.start())) for match in list(_INVOKED.finditer(view.text))[-1:])
         return
     # The lines of the records themselves, which can be folded.
     indices = {
@@ -241,6 +277,11 @@ def _kernel_kills(view: JoinedLines, page: LogText, member_pids: frozenset[int])
         )
 
 
+def _unknown_victim(line: int) -> Finding:
+    """The kernel's record of a lack of memory, cut before the name of the killed process."""
+    return Finding(Kind.HOST_OOM_KILLED, None, UNCERTAIN, Weight.LIKELY, "unknown", line=line, last_line=line)
+
+
 def _pids(texts: Iterable[str]) -> set[int]:
     found: set[int] = set()
     for text in texts:
@@ -249,14 +290,17 @@ def _pids(texts: Iterable[str]) -> set[int]:
     return found
 
 
-_KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$")
+_KILLED_LINE = re.compile(
+    r"[*_`]{0,3}(?:Killed(?:: 9)?|已杀死|已砍掉|Getötet|Processus arrêté|Terminado \(killed\)|強制終了|Убито|Ucciso|죽었음"
+    r"|Unicestwiony)[*_`]{0,3}$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$"
+)
+"""The word as shells print it, in the languages they print it in."""
 
 
 def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
     """The one word that a shell prints, perhaps followed by the command."""
-    if "illed" not in view.text:
-        return
-    found = [index for index, line in enumerate(view.lines) if "illed" in line.text and _KILLED_LINE.match(line.text)]
+    short = (index for index, line in enumerate(view.lines) if len(line.text) < _LONGEST_KILLED)
+    found = [index for index in short if _KILLED_LINE.match(view.lines[index].text)]
     yield from both_ends(
         found,
         lambda index: Finding(
@@ -270,6 +314,7 @@ def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
     )
 
 
+_LONGEST_KILLED = 120
 _MOST_ERRORS = 60
 _ERROR_LINE = re.compile(
     r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupted|NotFound|Failure|Timeout|Expired"
@@ -350,7 +395,9 @@ _PIN_FRAMES = re.compile(
 )
 _PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")
 # "OSError: No space left on device" without a path, raised by code that makes files in /dev/shm.
-_SHARED_FRAMES = re.compile(r"multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py")
+_SHARED_FRAMES = re.compile(
+    r"multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py|\bSemLock\b|joblib[/\\]_multiprocessing_helpers"
+)
 
 
 def in_pin_thread(context: Sequence[LogLine]) -> bool:

@@ -46,6 +46,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         asserted=True,
     ),
     Pattern(r"CUDA out of memory detected", GPU, 0.8),
+    # The allocator asks NVML for figures only when an allocation has failed.
+    Pattern(r"NVML_SUCCESS == r INTERNAL ASSERT FAILED at .{0,120}?CachingAllocator", GPU, 0.7),
     Pattern(r"(?i:(?:cuda|hip) runtime error) \(?2\)?:? out of memory", GPU),
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
     Pattern(r"Error 2: out of memory", GPU, 0.85),
@@ -72,6 +74,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.95,
     ),
+    # The words of CuPy before version 7: the total would be the pool's.
+    Pattern(r"out of memory to allocate (?P<size>SIZE) \(total (?P<allocated>SIZE)\)", GPU, 0.95),
     Pattern(
         r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
         r"(?: memory on GPU \d+,(?: (?P<allocated>SIZE) memory has been allocated and)?"
@@ -98,7 +102,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         r"CUDA failure 2: out of memory ; GPU=(?P<gpu>\d+)",
         GPU,
     ),
-    Pattern(r"Requested amount of GPU memory \((?P<size>\d+ bytes)\) could not be allocated", GPU, 0.95),
+    Pattern(r"Requested amount of (?:GPU)? memory \(\d+ bytes\) could not be allocated", GPU, 0.95),
     Pattern(r"Error Code 2: OutOfMemory", GPU),
     Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
     Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
@@ -147,6 +151,13 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         reason=_BUDGET,
     ),
+    Pattern(
+        r"(?:GPU|VRAM|HBM|device) memory (?:is|of|:)? [\d.]{1,12} [KMGT]i?B,? (?:which)? is less than (?:the)?"
+        r" (?:sum|desired|required|estimated|minimum)|(?i:no enough gpu memory for (?:kv cache|runtime))"
+        r"|model weight size may be larger than GPU memory size",
+        GPU,
+        reason=_BUDGET,
+    ),
     # Libraries that allocate for themselves.
     Pattern(
         r"CU[A-Z]{3,8}_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)"
@@ -188,13 +199,14 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
     ),
     Pattern(r"Ran out of memory in memory space hbm", GPU, 0.95),
-    Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
-    Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
+    Pattern(r"OOM when allocating tensor (?:with|of) shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
+    Pattern(r"OOM when allocating tensor (?:with|of) shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
     Pattern(
         r"Allocator \(GPU_(?P<gpu>\d+)_bfc\) ran out of memory trying to allocate (?P<size>SIZE)(?!.{0,120}?not a failure)",
         GPU,
         0.85,
     ),
+    Pattern(r"(?<!\))[Rr]an out of memory trying to allocate (?P<size>SIZE)", GPU, 0.85),
     other(
         r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?"
         r"(?:rounded to \w+)?.{0,80}? not a failure",
@@ -207,6 +219,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Also after the device was lost.
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
     Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
+    Pattern(r"buffer '\w+' size \d+ is larger than buffer maximum of \d+", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
     Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),
@@ -217,13 +230,26 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     # InfiniBand registers memory that must stay in place: the limit is `ulimit -l`.
     other(r"ibv_\w+ failed.{0,40}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
     other(r"failed to mlock .{0,80}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
+    # The loader's reserve for variables of threads, whose size is fixed when the program starts.
+    other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
     Pattern(
-        r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)", HOST, 0.95, phase="load"
+        r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)",
+        HOST,
+        0.95,
+        _BUDGET,
+        phase="load",
+    ),
+    Pattern(
+        r"model request too large for system|[Mm]odel loading was stopped due to insufficient system resources",
+        HOST,
+        0.85,
+        _BUDGET,
+        phase="load",
     ),
     Pattern(r"ggml_aligned_malloc: insufficient memory \(attempted to allocate (?P<size>SIZE)\)", HOST, 0.95),
     Pattern(r"failed to allocate CPU\w{0,8}? buffer of size (?P<size>\d+)", HOST, 0.95),
@@ -261,7 +287,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(r"cannot allocate vector of size (?P<size>SIZE)", HOST),
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_HOST_MEMORY|CL_OUT_OF_HOST_MEMORY", HOST),
-    Pattern(r"OOM when allocating tensor with shape.{0,200}?device:CPU:\d", HOST, 0.95),
+    Pattern(r"OOM when allocating tensor (?:with|of) shape.{0,200}?device:CPU:\d", HOST, 0.95),
     Pattern(r"Allocator \((?:mklcpu|cpu|cpu_bfc)\) ran out of memory trying to allocate (?P<size>SIZE)", HOST),
     Pattern(
         r"(?i:not enough (?:host |system |physical )?(?:ram|memory) (?:available )?to "
@@ -319,6 +345,8 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(rf"{_FULL}.{{0,160}}? -> '?/dev/shm", SHM, 0.95),
     Pattern(r"Usage of EmptyDir volume \"(?:d?shm|shared)", SHM, 0.85),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
+    # Ray keeps its objects in /dev/shm.
+    Pattern(r"ObjectStoreFullError|PlasmaStoreFull", SHM, 0.85),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
     Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),

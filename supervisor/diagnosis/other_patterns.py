@@ -6,7 +6,7 @@ general ones.
 
 from __future__ import annotations
 
-from memtop.supervisor.diagnosis.finding import SUSPECTED, Pattern, Weight, other
+from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Pattern, Weight, other
 from memtop.supervisor.diagnosis.values import Kind
 
 KILLED = Kind.HOST_OOM_KILLED
@@ -20,10 +20,12 @@ def _sigkill(pattern: str, phase: str | None = None) -> Pattern:
 ENDS: tuple[Pattern, ...] = (
     # Schedulers and containers that enforce a memory limit.
     Pattern(r"(?i:detected [1-9]\d* oom[-_]?kill events?)", KILLED, 0.97),
+    # Slurm counts the cache of files, too: many of these jobs end well.
+    Pattern(r"Exceeded (?:job|step) memory limit at some point", KILLED, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"(?i:task \d+:? out of memory|tasks have been oom killed)", KILLED, 0.95),
     Pattern(
-        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its|cgroup|hard|soft|container|process)? "
-        r"(?:memory|vmem|mem) (?:limit|usage limit|request))",
+        r"(?i:(?:exceeded|over|above) (?:the|an?)? (?:job|step|virtual|requested|its|cgroup|hard|container|process)? "
+        r"(?:memory|vmem|mem) (?:usage )?(?:resource )?(?:hard )?(?:limit|request)(?! at some point))",
         KILLED,
         0.93,
     ),
@@ -65,11 +67,12 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
     Pattern(
-        r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory"
+        r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory(?! in memory space)"
         r"|(?:replica|container|worker|job|instance|process|pod) .{0,40}? ran out-of-memory)",
         KILLED,
     ),
     Pattern(r"using all (?:of (?:the|your) )?available RAM", KILLED),
+    Pattern(r"(?i:more than \d+% of the memory on (?:the )?node .{0,80}? used)", KILLED, 0.95),
     Pattern(r"(?i:cgroup out-?of-?memory handler)", KILLED, 0.95),
     # Only an error: a launcher that ends a program for another reason kills its workers, too.
     Pattern(
@@ -100,9 +103,17 @@ ENDS: tuple[Pattern, ...] = (
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
     # Kubernetes names a kill for memory: OOMKilled.
-    other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.KILLED),
+    other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.DENIED),
+    other(r"OOMKilled\"?:? (?i:false)", "killed_by_something", 0.6, weight=Weight.DENIED),
     _sigkill(r":? line \d+:? \d+ Killed"),
     _sigkill(r"\[\d+\][+-]? (?:\d+)? Killed"),
+    other(
+        r"exit codes? of the workers are \{(?![^}]{0,400}SIGKILL)[A-Z]",
+        "worker_died",
+        0.6,
+        weight=Weight.DENIED,
+        phase="data",
+    ),
     _sigkill(r"worker process managed by the executor was unexpectedly terminated", phase="data"),
     _sigkill(r"abruptly died during map operation", phase="data"),
     _sigkill(r"KilledWorker: Attempted to run"),
@@ -227,6 +238,7 @@ ERRORS: tuple[Pattern, ...] = (
         "driver_mismatch",
     ),
     other(r"too many resources requested for launch|CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "cuda_error", weight=Weight.CAUSE),
+    other(r"== cudaSuccess \((?!2 vs)\d+ vs\. 0\)", "cuda_error", weight=Weight.CAUSE),
     other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}|CU(?:FFT|RAND)_(?!ALLOC)[A-Z_]{4,80}", "cuda_error", 0.7),
     other(r"(?:CUDA|HIP) error: (?![Oo]ut of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
     # Ranks that wait for each other.

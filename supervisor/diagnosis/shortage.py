@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
-from dataclasses import replace
 
+from memtop.supervisor.diagnosis import figures
 from memtop.supervisor.diagnosis.aftermath import is_mild
-from memtop.supervisor.diagnosis.finding import SIZE, UNCERTAIN, Figures, Finding, Weight, both_ends, is_supposed, parse_size
+from memtop.supervisor.diagnosis.finding import UNCERTAIN, Finding, Weight, both_ends, is_supposed
 from memtop.supervisor.diagnosis.text import LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
-_LONGEST = 1000
-"""Characters of a line that are searched."""
-
-_PRINTED_SIZE = SIZE.replace(r"(?:\.\d{0,6})?", r"(?:\.\d{0,6})? ?")
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 # Words that say it by themselves.
 _SHORT_OF_MEMORY = re.compile(
@@ -27,16 +23,17 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
+    rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
     rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
-    rf"|(?<!['\"])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
+    rf"|(?<!['\"`])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
 # A failed allocation of something: a lack of memory if a size stands next to it.
 _ALLOCATION = re.compile(
-    r"(?i)\b(?:m|c|re)?alloc(?:at\w*)?\b.{0,60}?\b(?:fail\w*|refused|denied|impossible|not possible)"
+    r"(?i)\b(?:\w{0,10}[a-z_])?alloc(?:at\w*)?\b.{0,60}?\b(?:fail\w*|refused|denied|impossible|not possible)"
     r"|\b(?:fail\w*|unable|cannot|can't|can not|could(?: not|n't)|error)\b.{0,24}?\b(?:alloc(?:at\w*)?|reserv(?:e|ing)"
     r"|malloc)\b|\bexceed\w*\b(?! \d+ ?% of)[^%]{0,40}?\balloc\w*|\barray exceeds maximum\b"
     r"|\bcould(?: not|n't) be (?:allocated|reserved)\b"
@@ -48,71 +45,46 @@ _OTHER_THINGS = re.compile(
 _DEVICE = re.compile(
     r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
-    r"|(?<![a-z])(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt|nccl|kv[ _-]?cache)"
+    r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
     r"(?i)error|exception|\bfatal\b|\bfail|\babort|\bpanic|\bterminat|\bcrash|\bcould(?: not|n't)|\bcannot|\bunable|[^\w'\"`]*$"
 )
 _MENTIONS = re.compile(
-    r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
-    r"|on oom|in case)\b|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
+    # Not a part of a path or a name.
+    r"(?i)(?<![/.\w-])(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
+    r"|on oom|in case)\b(?![/\w])|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
     # Collectors of garbage and schedulers use the words for what is ordinary to them.
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
 
-_PRINTED = rf"({_PRINTED_SIZE}|\d{{5,20}})(?!\d| ?/ ?\d)"
-_REQUESTED = re.compile(
-    rf"(?i:\b(?:request\w*|(?:m|c|re)?alloc(?:at\w+)?|of size|size|needs?|requires?)\b)"
-    rf"[^\d\n]{{0,40}}?{_PRINTED}"
-    rf"|(?i:\brequest\w*)[^\n]{{0,40}}?\({_PRINTED}\)"
-    rf"|(?i:\b(?:buffer|block|tensor|array|chunk) of) {_PRINTED}"
+_AROUND = 20
+"""How many lines before and after a message are read for the name of a device."""
+_HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap)\b|(?-i:\bRAM\b)")
+# Somebody else ended it, rather than the program itself.
+_KILLED = re.compile(
+    r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
 )
-_FREE = re.compile(
-    rf"(?i:\b(?:free|available)(?:(?: \w+){{0,2}} memory| size)*\W{{1,4}}(?:is |only |of )*){_PRINTED}"
-    rf"|{_PRINTED} (?:is |are )?(?i:free|available)\b"
-)
-_TOTAL = re.compile(rf"{_PRINTED} (?:in )?(?i:total|capacity)\b")
-# `requestedSpace: 44135424 B` on a line of its own.
-_NAMED = re.compile(rf"\W*([A-Za-z][\w ()]{{2,60}}?)\s*[:=]\s*{_PRINTED}\W*$")
-_BELOW = 6
+_WRAPPED = re.compile(r"\b18446744\d{12}\b")
+"""A size below zero, printed as a number of 64 bits without a sign."""
+_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？]\s*$")
 
 
 def names_device(text: str) -> bool:
     """Whether a text names the memory of a device."""
-    return _DEVICE.search(text[:_LONGEST]) is not None
+    return _DEVICE.search(text[: figures.LONGEST]) is not None
 
 
-def figures_of(page: LogText, finding: Finding) -> Figures:
-    """The figures of a message without a pattern for them: on its line, or each on a line of its
-    own below."""
-    own = _figures(page.lines[finding.line].text[:_LONGEST])
-    if own.known:
-        return replace(own, device_index=finding.figures.device_index)
-    return _figures_below(page, finding)
-
-
-def _figures_below(page: LogText, finding: Finding) -> Figures:
-    found: dict[str, int | None] = {}
-    for line in page.lines[finding.last_line + 1 : finding.last_line + 1 + _BELOW]:
-        named = _NAMED.match(line.text[:_LONGEST])
-        if named is None:
-            break
-        field = _field(named[1].lower())
-        if field is not None and (field not in found or "total" in named[1].lower()):
-            found[field] = parse_size("".join(named[2].split()))
-    given = replace(finding.figures, requested=found.get("requested"), free=found.get("free"))
-    return replace(given, allocated=found.get("allocated"), total=found.get("total"))
-
-
-def _field(name: str) -> str | None:
-    if "request" in name:
-        return "requested"
-    if "free" in name or "available" in name:
-        return "free"
-    if "allocated" in name:
-        return "allocated"
-    return "total" if "total" in name or "device limit" in name or "capacity" in name else None
+def _names_device_near(page: LogText, index: int) -> bool:
+    """Whether the message, or else a line next to it, or else its traceback names a device."""
+    own = page.lines[index].text[: figures.LONGEST]
+    if names_device(own) or _HOST.search(own):
+        return names_device(own)
+    around = page.lines[max(0, index - _AROUND) : index + _AROUND]
+    return any(names_device(line.text) for line in around if not line.bar)
 
 
 def find(page: LogText, known: Container[int]) -> list[Finding]:
@@ -128,31 +100,36 @@ def _may_be(text: str) -> bool:
 
 def _read(page: LogText, index: int) -> Finding | None:
     line = page.lines[index]
-    text = line.text[:_LONGEST]
+    text = line.text[: figures.LONGEST]
+    if text.startswith(("##", "|")) or is_mild(line):
+        return None
+    found = figures.read(text)
+    if not (_is_stated(text) or ((found.requested is not None or _WRAPPED.search(text)) and _is_refused(text))):
+        return None
+    kind = Kind.GPU_OOM if _names_device_near(page, index) else Kind.HOST_OOM_ALLOC
+    if kind is Kind.HOST_OOM_ALLOC and _KILLED.search(text):
+        kind = Kind.HOST_OOM_KILLED
+    return Finding(kind, None, UNCERTAIN, Weight.LIKELY, figures=found, line=index, last_line=index)
+
+
+def _is_stated(text: str) -> bool:
+    """Whether a line states a lack of memory in so many words."""
     words = _SHORT_OF_MEMORY.search(text)
-    allocation = None if words else _ALLOCATION.search(text)
-    match = words or allocation
-    if match is None or text.startswith(("##", "|")) or is_mild(line) or is_supposed(text[: match.start()]):
-        return None
-    if _MENTIONS.search(text[: match.start()]):
-        return None
-    figures = _figures(text)
-    if allocation is not None and (figures.requested is None or _OTHER_THINGS.search(text, match.start(), match.end() + 40)):
-        return None
-    if words is not None and not _STATES.search(text[: match.start()]):
-        return None
-    around = " ".join(each.text[:_LONGEST] for each in page.lines[max(0, index - 3) : index + 3])
-    kind = Kind.GPU_OOM if _DEVICE.search(text) or _DEVICE.search(around) else Kind.HOST_OOM_ALLOC
-    return Finding(kind, None, UNCERTAIN, Weight.LIKELY, figures=figures, line=index, last_line=index)
+    if words is None or _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
+        return False
+    return _STATES.search(text[: words.start()]) is not None
 
 
-def _figures(text: str) -> Figures:
-    return Figures(requested=_first(_REQUESTED, text), free=_first(_FREE, text), total=_first(_TOTAL, text))
+def _is_refused(text: str) -> bool:
+    """Whether a line reports that something was not allocated."""
+    words = _ALLOCATION.search(text)
+    if words is None or _is_mentioned(text[: words.start()]):
+        return False
+    return _OTHER_THINGS.search(text, words.start(), words.end() + 40) is None
 
 
-def _first(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return None if match is None else parse_size("".join(next(group for group in match.groups() if group).split()))
+def _is_mentioned(before: str) -> bool:
+    return is_supposed(before) or _MENTIONS.search(before) is not None
 
 
 # --- errors in a list -----------------------------------------------------------------------------

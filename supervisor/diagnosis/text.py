@@ -244,7 +244,7 @@ class LogLine(NamedTuple):
 # The escape character of a colour can be lost while the rest of it remains.
 COLOUR = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,500}(?:\x07|\x1b\\)?|[@-Z\\^_])|\[\d{1,3}(?:;\d{1,3}){0,5}m")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u2028\u2029\ufeff]")
-BAR = re.compile(r"\d{1,3}%\|[^|\n\r]{0,300}\|\s*\d[\d.,kMG]*/[\d.,kMG?]+\s*(?:\[[^\]\n\r]{0,400}\]?)?")
+BAR = re.compile(r"\d{1,3}%\|[^|\n\r]{0,300}\|\s*(?:\d[\d.,kMG]*/[\d.,kMG?]+\s*(?:\[[^\]\n\r]{0,400}\]?)?|ETA:\s*[\d:]+)")
 # A line end inside quotes, as a list of strings or JSON shows it, but not the start of a name in a
 # Windows path.
 _QUOTED_END = re.compile(r"(?<!\\)(?:\\r)?\\n(?=['\"\s\\\[(A-Z0-9^~]|$)")

@@ -69,8 +69,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """For NOT_MEMORY, a short name of what it was instead: nccl_timeout, killed_by_something,
     python_error, ... For HOST_OOM_ALLOC, the program whose own limit it was, if it was one:
-    java_heap, node_heap. For GPU_OOM, memory_budget: an inference engine or a loader refused to
-    start, because the share of the GPU's memory that it may use is too small. Else None."""
+    java_heap, node_heap. For GPU_OOM and HOST_OOM_ALLOC, memory_budget: an inference engine or a
+    loader refused to start, because the memory that it may use is too small. Else None."""
     confidence: float
     """0-1. From PROVEN on it is proven: by a counter, a rank's own record, its error file, or the
     exit status; never by the words of a log alone. Below 0.5 memtop does not act on it."""
@@ -292,9 +292,7 @@ def _sentence(diagnosis: Diagnosis, detail: str | None) -> str:
 
 def _gpu(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.reason is not None:
-        needs = "" if diagnosis.requested_bytes is None else f"; {size(diagnosis.requested_bytes)} was needed"
-        free = "" if diagnosis.free_bytes is None else f", {size(diagnosis.free_bytes)} was free"
-        return f"{REASONS[diagnosis.reason][:1].upper()}{REASONS[diagnosis.reason][1:]}{needs}{free}."
+        return _refused(diagnosis, REASONS[diagnosis.reason])
     name = "The GPU" if diagnosis.device_index is None else f"GPU {diagnosis.device_index}"
     request = []
     if diagnosis.requested_bytes is not None:
@@ -330,12 +328,20 @@ def _gpu(diagnosis: Diagnosis, phase: str) -> str:
     return f"{name} ran out of memory{phase}" + (f": {'; '.join(parts)}." if parts else ".")
 
 
+def _refused(diagnosis: Diagnosis, why: str) -> str:
+    needs = "" if diagnosis.requested_bytes is None else f"; {size(diagnosis.requested_bytes)} was needed"
+    free = "" if diagnosis.free_bytes is None else f", {size(diagnosis.free_bytes)} was free"
+    return f"{why[:1].upper()}{why[1:]}{needs}{free}."
+
+
 def _refused_with_room(diagnosis: Diagnosis) -> bool:
     requested, free = diagnosis.requested_bytes, diagnosis.free_bytes
     return requested is not None and free is not None and free > requested
 
 
 def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
+    if diagnosis.reason == "memory_budget":
+        return _refused(diagnosis, "the program refused to start: its model needs more memory than the host has free")
     if diagnosis.reason is not None:
         return f"{REASONS[diagnosis.reason]}{phase}: it has its own limit, which can be far below the host's memory."
     amount = "An allocation" if diagnosis.requested_bytes is None else f"An allocation of {size(diagnosis.requested_bytes)}"

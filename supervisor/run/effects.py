@@ -45,13 +45,15 @@ class Target(str, Enum):
     """The program alone. Launchers forward the signal to their ranks."""
     ALL = "all"
     """All processes of the attempt."""
+    STOPPED = "stopped"
+    """Those that a signal has stopped: SIGSTOP, Ctrl-Z. They handle no signal but SIGKILL."""
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
     """Answered by `Signalled`."""
 
     name: str
-    """`SIGINT`, `SIGTERM`, `SIGKILL`"""
+    """`SIGINT`, `SIGTERM`, `SIGCONT`, `SIGKILL`"""
     target: Target
 
 

@@ -262,8 +262,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """The trends that a restart of the run would end."""
     trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
     """What has begun or stopped growing, as messages and data."""
-    stopped: bool = False
-    """A signal has stopped the program: SIGSTOP, Ctrl-Z."""
+    stopped: tuple[int, ...] = ()
+    """The program or its ranks, as far as a signal has stopped them: SIGSTOP, Ctrl-Z."""
     not_heard: NotHeard | None = None
     """Why the program has reported nothing for some time; None if it has, or is young."""
     disk_free: int | str | None = None

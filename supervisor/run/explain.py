@@ -5,7 +5,7 @@ functions that decide nothing.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -141,9 +141,11 @@ _ABSENCES = {
 }
 
 
-def program_stopped(pid: int | None) -> str:
-    """What to do about a program that a signal has stopped."""
-    return f"the program (pid {pid}) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT {pid}` lets it continue"
+def program_stopped(pids: Sequence[int], trainer_pid: int | None) -> str:
+    """What to do about a program, or ranks of it, that a signal has stopped."""
+    words = " ".join(map(str, pids))
+    what = "the program" if trainer_pid in pids else "a rank of the program"
+    return f"{what} (pid {words}) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT {words}` lets it continue"
 
 
 def not_heard(found: NotHeard) -> str:

@@ -186,8 +186,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     alive: bool = False
     """The training program exists."""
     trainer_pid: int | None = None
-    stopped: bool = False
-    """A signal has stopped the program: SIGSTOP, Ctrl-Z."""
+    stopped: tuple[int, ...] = ()
+    """The program or its ranks, as far as a signal has stopped them: SIGSTOP, Ctrl-Z."""
     watched: bool = False
     """A dashboard shows the run."""
     disk_free: int | str | None = None

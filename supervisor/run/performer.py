@@ -223,6 +223,8 @@ class Performer:
         targets: list[ProcessId] = []
         if self.attempt is not None and effect.target is Target.ALL:
             targets = self.attempt.processes()
+        elif self.attempt is not None and effect.target is Target.STOPPED:
+            targets = self.attempt.stopped()
         elif self.attempt is not None and effect.target is Target.GROUP:
             targets = self.attempt.group()
         elif self.attempt is not None and self.attempt.trainer is not None:

@@ -87,13 +87,19 @@ class Sensors:
             watched=watched,
             alive=alive,
             trainer_pid=trainer.pid if trainer is not None else None,
-            stopped=trainer is not None and is_stopped(trainer.pid),
+            stopped=() if trainer is None else self._stopped(trainer.pid, model),
             trends=self._trends.trends,
             own_trends=self._trends.own,
             trend_news=tuple(self._trends.news()),
             not_heard=self._heard_nothing(model),
             disk_free=free_bytes(self._folder.path) if waits_for_disk else None,
         )
+
+    def _stopped(self, trainer: int, model: Model) -> tuple[int, ...]:
+        """Which of the program and its ranks are stopped. A rank's pid is only reported: it must be
+        one of the processes that were found."""
+        ranks = self.machine_watch.member_pids.intersection(rank.pid for rank in model.progress.ranks.values())
+        return tuple(pid for pid in sorted({trainer, *ranks}) if is_stopped(pid))
 
     def _heard_nothing(self, model: Model) -> NotHeard | None:
         """Why a user's program has reported nothing; read again once a minute."""

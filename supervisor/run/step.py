@@ -146,7 +146,7 @@ def _tick(model: Model, event: Tick) -> Model:
 
 def _warn_of_program(model: Model, event: Tick) -> Model:
     """Warn of a program that is stopped, or that cannot report."""
-    model = warn(model, "stopped", explain.program_stopped(model.trainer_pid) if model.stopped else None)
+    model = warn(model, "stopped", explain.program_stopped(model.stopped, model.trainer_pid) if model.stopped else None)
     text = None if event.not_heard is None else explain.not_heard(event.not_heard)
     if model.warnings.get("silent") == text:
         return model
@@ -159,7 +159,7 @@ def _observed(model: Model, event: Tick) -> Model:
         model.watched is event.watched
         and model.alive is event.alive
         and model.trainer_pid == event.trainer_pid
-        and model.stopped is event.stopped
+        and model.stopped == event.stopped
         and model.trends is event.trends
         and model.own_trends is event.own_trends
         and model.disk_free == event.disk_free

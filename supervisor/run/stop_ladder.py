@@ -65,7 +65,7 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     """When the next rung is due, on the monotonic clock."""
     waits: Waits
     continued: bool = False
-    """SIGCONT was sent to a program that a signal had stopped."""
+    """What a signal had stopped was continued at the beginning."""
     asking: bool = False
     """The program was asked and has not answered."""
     interrupted_until: float = 0.0

@@ -412,3 +412,32 @@ def test_java_without_threads_is_no_lack_of_memory() -> None:
 )
 def test_sizes_have_units_that_fit(bytes_: int, exact: str, rough: str) -> None:
     assert (size(bytes_), units.size(bytes_)) == (exact, rough)
+
+
+_PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB total capacity; 7.50 GiB already allocated)\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "kind"),
+    [
+        ("{traceback}ZeroDivisionError: division by zero\n", Kind.NOT_MEMORY),
+        ("{traceback}KeyError: 'loss'\n", Kind.NOT_MEMORY),
+        ("{traceback}RuntimeError: the training failed\n", Kind.GPU_OOM),
+        ("{traceback}torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 30.00 MiB\n", Kind.GPU_OOM),
+        ("ValueError: printed without a traceback\n", Kind.GPU_OOM),
+        ("", Kind.GPU_OOM),
+    ],
+)
+def test_a_message_that_the_program_printed_itself_and_a_fault_that_follows(after: str, kind: Kind) -> None:
+    """A message without its class and traceback was caught. A traceback of another fault ended the
+    program then."""
+    traceback = 'Traceback (most recent call last):\n  File "main.py", line 9, in <module>\n    main()\n'
+    assert of(_PRINTED + after.format(traceback=traceback)).kind is kind
+    raised = f"{traceback}RuntimeError: {_PRINTED}"
+    assert of(raised + after.format(traceback=traceback)).kind is Kind.GPU_OOM
+
+
+def test_a_loss_after_a_caught_failure_is_progress() -> None:
+    caught = f"2025-01-01 10:00:00 run[7] DEBUG {_PRINTED}2025-01-01 10:00:00 run[7] WARNING skipping batch.\n"
+    assert of(f"{caught}2025-01-01 10:00:06 run[7] DEBUG Batch loss: 0.0106\n").reason in ("oom_retried", "oom_handled")
+    assert of(f"{caught}2025-01-01 10:00:06 run[7] DEBUG Batch loss_scale: on\n").kind is not Kind.NOT_MEMORY

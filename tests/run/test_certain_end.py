@@ -168,6 +168,53 @@ def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> N
     assert f"finished (the main program ended; memtop ended the processes that it left behind: pid {pid} (python" in done.stderr
 
 
+# A launcher that waits for its rank, which leads a group of its own, as under torchrun. The rank
+# saves on SIGTERM.
+LAUNCHES = """
+import os, pathlib, signal, sys, time
+def forward(*_):
+    os.kill(rank, signal.SIGTERM)
+    os.waitpid(rank, 0)
+    sys.exit(3)
+def save(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+rank = os.fork()
+if not rank:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, save)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    time.sleep(600)
+signal.signal(signal.SIGINT, forward)
+if sys.argv[1] == "leaves":
+    os.kill(rank, signal.SIGSTOP)
+    os.waitpid(rank, os.WUNTRACED)
+    sys.exit(0)
+path = pathlib.Path("rank")
+path.with_suffix(".tmp").write_text(str(rank))
+path.with_suffix(".tmp").rename(path)
+time.sleep(600)
+"""
+
+
+def test_a_stop_reaches_a_rank_that_is_stopped(runs: Runs) -> None:
+    with hasty(runs, "a", sys.executable, "-c", LAUNCHES, "waits", interrupt=20, terminate=20):
+        rank = started(runs.root / "rank")
+        os.kill(rank.pid, signal.SIGSTOP)
+        stopped = runs.memtop("stop", "a")
+    assert (runs.root / "saved").exists()
+    assert f"stopped by a signal (SIGSTOP or Ctrl-Z): SIGCONT sent to pid {rank.pid} (python" in stopped.stderr
+    assert stopped.stdout.startswith("stopped: exit status 3")
+
+
+def test_a_stopped_process_that_is_left_behind_may_save_too(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", LAUNCHES, "leaves")
+    assert (runs.root / "saved").exists()
+    said = [event.message for event in runs.events("a", "leftovers")]
+    assert any(message.startswith("SIGCONT to what the program left behind: pid ") for message in said)
+
+
 # A background process without a parent, one of another run, and the program itself.
 SESSION = "(sleep 600 &); (MEMTOP_RUN=/other sleep 600 &); echo; exec sleep 600"
 

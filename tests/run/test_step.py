@@ -23,6 +23,7 @@ from memtop.supervisor.run.effects import (
     ReleaseState,
     SaveState,
     Signal,
+    Target,
     UpdateAttempt,
 )
 from memtop.supervisor.run.events import (
@@ -119,7 +120,7 @@ def rungs(brain: Brain, *waits: float) -> list[str]:
     sent = []
     for wait in waits:
         for effect in brain.tick(after=wait):
-            if isinstance(effect, Signal):
+            if isinstance(effect, Signal) and effect.target is not Target.STOPPED:
                 sent.append(effect.name)
                 brain.tell(Signalled(name=effect.name, processes=(NamedProcess(5, "python"),)))
     return sent
@@ -215,7 +216,7 @@ def test_a_stop_says_what_it_did_and_answers_even_if_the_program_survives_it() -
 
 def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
     brain = training(agents=frozenset({0}))
-    brain.tick(stopped=True, trainer_pid=5)
+    brain.tick(stopped=(5,), trainer_pid=5)
     words = "the program (pid 5) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5` lets it continue"
     assert run_state(brain.model).warnings == (words,)
     brain.tell(Requested(client=1, request=CheckpointNow(id=3), states=brain.model.states))
@@ -226,21 +227,40 @@ def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
     assert brain.answers()[-1].outcome is Outcome.ACCEPTED
 
 
+def test_a_stopped_rank_is_named_and_nothing_is_asked_of_the_program() -> None:
+    brain = training(agents=frozenset({0}))
+    brain.tick(stopped=(7, 8), trainer_pid=5)
+    words = "a rank of the program (pid 7 8) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7 8` lets it continue"
+    assert run_state(brain.model).warnings == (words,)
+    brain.tell(Requested(client=1, request=CheckpointNow(id=3), states=brain.model.states))
+    assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.REFUSED, words)
+
+
+def test_nothing_is_said_of_a_stop_in_which_nothing_was_stopped() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    brain.tick()
+    before = brain.messages("stop")
+    brain.tell(Signalled(name="SIGCONT", processes=()))
+    assert brain.messages("stop") == before
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_stopped_program_is_continued_once_before_it_is_ended(asked: bool) -> None:
     brain = training(agents=frozenset({0} if asked else ()))
     brain.model = replace(brain.model, progress=replace(brain.model.progress, offers=frozenset({"stop"})))
     if not asked:
-        brain.tick(stopped=True, trainer_pid=5)
+        brain.tick(stopped=(5,), trainer_pid=5)
     stop(brain)
     found: list[str] = []
     for after in (0.2, 0.2, 60.0, 40.0):
-        sent = [one for one in brain.tick(after, stopped=True, trainer_pid=5) if isinstance(one, Signal)]
+        sent = [one for one in brain.tick(after, stopped=(5,), trainer_pid=5) if isinstance(one, Signal)]
         for signal in sent:
             found.append(signal.name)
             brain.tell(Signalled(name=signal.name, processes=(NamedProcess(5, "python"),)))
-    assert found == (["SIGCONT", "SIGTERM", "SIGKILL"] if asked else ["SIGCONT", "SIGINT", "SIGTERM", "SIGKILL"])
-    assert "the program was stopped (SIGSTOP or Ctrl-Z): SIGCONT sent to pid 5 (python)" in brain.messages("stop")
+    first = ["SIGCONT"] if asked else ["SIGINT", "SIGCONT"]
+    assert found == [*first, "SIGTERM", "SIGCONT", "SIGKILL"]
+    assert brain.messages("stop").count("stopped by a signal (SIGSTOP or Ctrl-Z): SIGCONT sent to pid 5 (python)") == 2
     assert brain.model.signalled == "SIGKILL sent to pid 5 (python)"
 
 

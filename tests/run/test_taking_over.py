@@ -339,7 +339,7 @@ def test_a_program_that_was_being_ended_for_standing_still_is_ended() -> None:
 def test_a_stop_that_was_begun_goes_on_with_signals(phase: Phase) -> None:
     brain = taken_over(row(), records=BEGUN.records, state=state_of(phase))
     assert brain.model.phase is phase
-    assert [effect.name for effect in brain.tick() if isinstance(effect, Signal)] == ["SIGINT"]
+    assert [effect.name for effect in brain.tick() if isinstance(effect, Signal)] == ["SIGINT", "SIGCONT"]
 
 
 def test_a_change_for_a_run_that_was_being_stopped_makes_it_a_restart() -> None:

@@ -308,7 +308,7 @@ class World:
 
     def _signal(self, name: str, target: do.Target) -> on.Signalled:
         program = self.program
-        if program is None or not program.alive:
+        if program is None or not program.alive or target is do.Target.STOPPED:
             return on.Signalled(name=name, processes=())
         if name == "SIGKILL":
             self._end(-9)

@@ -19,7 +19,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_stopped
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
@@ -147,6 +147,10 @@ class RunningAttempt:
             self._known = {*found, *(one for one in self._known.difference(found) if alive(one))}
         return found
 
+    def stopped(self) -> list[ProcessId]:
+        """Those of the attempt's processes that a signal has stopped."""
+        return [process for process in self.processes() if is_stopped(process.pid)]
+
     def group(self) -> list[ProcessId]:
         """The program and the processes in its process group: those that Ctrl-C in a terminal would
         signal."""
@@ -202,6 +206,11 @@ async def clear_leftovers(
         found(LeftoversFound(name=number.name, processes=tuple(named(process) for process in leftovers)))
         for process in leftovers:
             send(process, number)
+        if number is not signal.SIGKILL and (stopped := attempt.stopped()):
+            # They handle the signal when they continue.
+            found(LeftoversFound(name=signal.SIGCONT.name, processes=tuple(named(process) for process in stopped)))
+            for process in stopped:
+                send(process, signal.SIGCONT)
         await _wait(attempt, leftovers, seconds)
     if remaining := attempt.processes():
         found(LeftoversFound(name=None, processes=tuple(named(process) for process in remaining)))

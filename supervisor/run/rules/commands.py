@@ -91,7 +91,7 @@ def _check_agents(model: Model) -> None:
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
     if model.stopped:
-        raise MemtopError(explain.program_stopped(model.trainer_pid))
+        raise MemtopError(explain.program_stopped(model.stopped, model.trainer_pid))
     if not model.agents:
         raise MemtopError("no training process is connected yet: it is still loading, or it never steps an optimizer")
 

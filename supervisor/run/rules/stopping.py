@@ -69,24 +69,30 @@ def answered(model: Model, pending: Ask, event: Answered) -> Model:
 
 
 def tick(model: Model) -> Model:
-    """Send the signal that is due. A program that a signal has stopped must continue first: it
-    handles neither a request nor another signal before.
+    """Send the signal that is due. A process that SIGSTOP or Ctrl-Z has stopped handles neither a
+    request nor a signal until it continues: the program, one of its ranks, or any process of it.
     """
     ladder = model.ladder
     assert ladder is not None
-    if model.stopped and not ladder.continued:
-        model = emit(model, Signal(name="SIGCONT", target=Target.ALL))
-        ladder = replace(ladder, continued=True)
+    begins = not ladder.continued
     ladder, rung = ladder.next(model.now.monotonic)
-    model = replace(model, ladder=ladder)
-    return model if rung is None else emit(model, Signal(name=rung.name, target=rung.target))
+    model = replace(model, ladder=replace(ladder, continued=True))
+    if rung is not None:
+        model = emit(model, Signal(name=rung.name, target=rung.target))
+    if begins if rung is None else rung.name != "SIGKILL":
+        model = emit(model, Signal(name="SIGCONT", target=Target.STOPPED))
+    return model
 
 
 def signalled(model: Model, event: Signalled) -> Model:
     """Report the signal, also to the clients that wait for the end."""
     ladder = model.ladder
+    stops = [waiter for waiter in model.waiters if waiter.purpose == "stop"]
     if event.name == "SIGCONT":
-        return note(model, "stop", f"the program was stopped (SIGSTOP or Ctrl-Z): {_sent(event)}")
+        if not (event.processes or event.refused):
+            return model  # nothing was stopped
+        words = f"stopped by a signal (SIGSTOP or Ctrl-Z): {_sent(event)}"
+        return note(_tell(model, stops, Outcome.ACCEPTED, words), "stop", words)
     if ladder is not None and ladder.again:
         return _survived(model, event)
     following = ""
@@ -95,7 +101,6 @@ def signalled(model: Model, event: Signalled) -> Model:
         following = f"; {ladder.rungs[0].name} follows in {seconds:.0f} s"
     model = replace(model, signalled=_sent(event))
     words = f"{model.signalled}{following}"
-    stops = [waiter for waiter in model.waiters if waiter.purpose == "stop"]
     return note(_tell(model, stops, Outcome.ACCEPTED, words), "stop", words)
 
 
