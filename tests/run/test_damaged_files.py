@@ -303,6 +303,18 @@ def test_damage_in_old_updates_is_found_when_it_is_met(long_run: RunFolder) -> N
     assert words is None
 
 
+def test_damage_that_a_reader_meets_is_mended_by_the_restart_that_it_advises(
+    long_run: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert memtop(["show", "long", "--json", "--metrics", "--runs-dir", str(long_run.path.parent)]) == 1
+    said = capfd.readouterr().err
+    assert "database disk image is malformed; `memtop restart long` rebuilds it" in said
+    ledger, words = open_ledger(long_run)
+    ledger.close()
+    assert words is not None
+    assert "was damaged (" in words
+
+
 def test_after_a_supervisor_was_killed_the_whole_ledger_is_read(long_run: RunFolder, tmp_path: Path) -> None:
     with closing(Ledger(long_run.ledger_path)) as ledger:
         ledger.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts"))
