@@ -54,6 +54,11 @@ def printed(text: str) -> dict[str, int]:
         ("Used 41.5G of 16.0G hbm", {"total": 16 * GIB}),
         ("free memory on card 1 (3.0/4.0 GiB)", {"free": 3 * GIB, "total": 4 * GIB}),
         ("check failed: requested <= available, 300000 > 200000", {"requested": 300000, "free": 200000}),
+        (
+            "in use : 3000000 plus alloc size : 200000 is more than total mem size : 3100000.",
+            {"allocated": 3000000, "requested": 200000, "total": 3100000},
+        ),
+        ("alloc fail type TemporaryBuffer dev 0 size 2048000 bytes", {"requested": 2048000}),
         ("device limit: 16 GiB, pool limit: 8 GiB", {"total": 16 * GIB, "allowed": 8 * GIB}),
     ],
 )
