@@ -6,7 +6,7 @@ Imports nothing else of memtop.
 from memtop.presets.comparison import compatibility
 from memtop.presets.edits import apply_preset, edit_settings, resolve, take_whole
 from memtop.presets.fields import SettingsError
-from memtop.presets.files import PresetFileError, choose_by_memory, load_presets, load_recipes, presets_for
+from memtop.presets.files import PresetFileError, choose_by_memory, load_presets, load_recipes, presets_for, user_cache
 from memtop.presets.schema import Preset, Recipe, Settings
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "presets_for",
     "resolve",
     "take_whole",
+    "user_cache",
 ]

@@ -148,6 +148,14 @@ def _user_folders() -> tuple[Path, ...]:
         return ()
 
 
+def user_cache() -> Path | None:
+    """The user's folder for files that can be made again; None for a user without a home folder."""
+    try:
+        return platformdirs.user_cache_path("memtop")
+    except RuntimeError:
+        return None
+
+
 def _folder_tables(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for path in sorted(folder.glob("*.toml")):
         yield str(path), path.stem, parse(path)

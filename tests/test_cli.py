@@ -280,6 +280,37 @@ def test_a_folder_without_read_permission_is_named(runs: Runs) -> None:
     runs.path.chmod(0o700)
 
 
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_folder_is_told_what_to_set(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--runs-dir", str(runs.path)]) == 0
+    said = capsys.readouterr().out
+    assert "note     prepared data    this user has no home folder" in said
+    assert "-> set XDG_CACHE_HOME to a folder that you can write, before you train with data.train" in said
+
+
+@pytest.mark.parametrize("home", [None, "", "/dev/null", "/nonexistent/home", "relative"])
+def test_a_home_folder_that_cannot_be_used_stops_no_program(runs: Runs, home: str | None) -> None:
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        runs.environment.pop(name, None)
+    runs.environment |= {} if home is None else {"HOME": home}
+    said = runs.memtop("doctor").stdout
+    if home == "/dev/null":
+        assert "note     prepared data    /dev/null: not a folder" in said
+    runs.memtop("train", "--headless", "--", "true")
+
+
+def test_training_data_that_cannot_be_prepared_is_wrong_usage_of_one_line(runs: Runs) -> None:
+    (runs.root / "data.txt").write_text("a line of text\n" * 1000)
+    runs.environment.pop("XDG_CACHE_HOME", None)
+    runs.environment["HOME"] = "/dev/null"
+    settings = ("device=cpu", "data.train=data.txt", "model.config.hidden_size=8", "model.config.num_hidden_layers=1")
+    done = runs.memtop("train", "--headless", *(word for one in settings for word in ("--set", one)), status=2)
+    assert done.stderr.splitlines()[-1] == (
+        "memtop: run first-run: failed (exit status 2: /dev/null/.cache/memtop: prepared data cannot be written there: "
+        "Not a directory; set XDG_CACHE_HOME to a folder that you can write); memtop show first-run"
+    )
+
+
 def test_output_that_cannot_be_written_is_reported_in_one_line(runs: Runs) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

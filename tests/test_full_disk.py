@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.client import start_supervisor
+from memtop.supervisor.run.record.folder import RunSpec, create_run
 from tests.conftest import Runs
 
 # 1.4 million parameters: a state of 18 MiB, on a disk of 12.
@@ -48,23 +51,32 @@ def cramped(runs: Runs, small_disk: Path) -> Runs:
     return runs
 
 
-def leave_free(disk: Path, size: int) -> None:
-    """Fill the disk up to this many bytes."""
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    (disk / "fill").write_bytes(bytes(free - size))
+def fill(disk: Path) -> None:
+    """Leave no space."""
+    (disk / "fill").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+    assert os.statvfs(disk).f_bavail == 0
 
 
-@pytest.mark.parametrize(
-    ("free", "why"), [(0, "run.json: cannot be written: No space left"), (40 << 10, ": the disk is full: ")]
-)
-def test_a_start_without_space_names_the_disk(cramped: Runs, small_disk: Path, free: int, why: str) -> None:
-    leave_free(small_disk, free)
+def test_a_start_without_space_names_the_disk(cramped: Runs, small_disk: Path) -> None:
+    fill(small_disk)
     done = cramped.memtop("train", "--headless", "--name", "a", "--", "true", status=1)
-    assert f"{cramped.path}/a" in done.stderr
-    assert why in done.stderr
-    assert "free some space" in done.stderr
+    assert f"{cramped.path}/a/run.json: cannot be written: No space left on device; free some space\n" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert (cramped.path / "a").exists() is (free > 0), "a name that could not be used stays free"
+    assert not (cramped.path / "a").exists(), "a name that could not be used stays free"
+
+
+def test_a_supervisor_that_cannot_even_say_why_it_does_not_start_names_the_disk(
+    cramped: Runs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is there; there is no space for the ledger, nor for a line in supervisor.log."""
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", cramped.environment["MEMTOP_SOCKET_DIR"])
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("true",), cwd="/", memtop_version="0")
+    folder = create_run(cramped.path, spec, fresh=False)
+    fill(small_disk)
+    with pytest.raises(RunFolderError) as refused:
+        start_supervisor(folder)
+    assert str(refused.value) == f"{folder.path}: the disk is full: 0 KiB free; free some space, or set --runs-dir"
+    assert folder.supervisor_log.read_bytes() == b""
 
 
 def enlarge(disk: Path) -> None:

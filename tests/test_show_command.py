@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,47 @@ def configuration(number: int, settings: object, reason: str, outcome: str | Non
         samples_per_second=1.5,
         outcome=outcome,
     )
+
+
+_MANY_UPDATES = """
+WITH RECURSIVE number(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM number WHERE n + 1 < ?)
+INSERT INTO metrics (attempt, "update", time, loss, sample_digest, report, updates, least_loss, tier)
+SELECT 1, n, n, 1.5, ?, '{}', 1, 1.5, 1 FROM number
+"""
+_MEASURED = """
+import sys
+from memtop.cli import run
+status = run(sys.argv[1:])
+# Not getrusage, which begins with the peak of the process that started this one.
+(peak,) = (line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(peak, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def test_the_metrics_of_a_long_run_are_printed_in_bounded_memory(runs: Runs) -> None:
+    """100,000 rows as objects take more than 50 MB."""
+    peaks = []
+    for name, count in (("short", 100), ("long", 100_000)):
+        folder = create_run(
+            runs.path, RunSpec(name=name, created=1.0, settings=SETTINGS, cwd="/", memtop_version="0"), fresh=False
+        )
+        with closing(Ledger(folder.ledger_path)) as ledger:
+            ledger.add_attempt(1, "start", None, 1.0)
+        with closing(sqlite3.connect(folder.ledger_path)) as database, database:
+            database.execute(_MANY_UPDATES, (count, "a" * 64))
+        with (runs.root / name).open("w") as out:
+            done = subprocess.run(
+                [sys.executable, "-c", _MEASURED, "show", name, "--json", "--metrics", "--runs-dir", str(runs.path)],
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+        rows = json.loads((runs.root / name).read_text())["metrics"]
+        assert [rows[0]["update"], rows[-1]["update"], len(rows)] == [0, count - 1, count]
+        peaks.append(int(done.stderr) << 10)
+    assert peaks[1] - peaks[0] < 12e6, peaks
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from textual.events import Resize
 from textual.widgets import Button
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.tui.charts import Share, memory_bar
@@ -256,7 +256,6 @@ _SOURCES = {
     "words": "the text of the log",
     "exit_status": "the exit status alone",
 }
-_PROVEN, _LIKELY = 0.95, 0.5
 _EVIDENCE_LINES = 2
 _NARROW_BELOW = 80
 # Parts below a hundredth of the whole are not named.
@@ -271,12 +270,11 @@ def card_title(diagnosis: Diagnosis) -> str:
 
 def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
     """One sentence, then the phase of the step, the confidence and its source."""
-    sure = "proven" if diagnosis.confidence >= _PROVEN else "likely" if diagnosis.confidence >= _LIKELY else "a guess"
     source = _SOURCES.get(diagnosis.source, diagnosis.source)
     parts = [
         fact("phase", diagnosis.phase) if diagnosis.phase != "unknown" else (),
         () if diagnosis.rank is None else fact("rank", str(diagnosis.rank)),
-        line((sure, "good" if sure == "proven" else "edge"), (f" by {source}", MUTED)),
+        line((diagnosis.certainty, "good" if diagnosis.confidence >= PROVEN else "edge"), (f" by {source}", MUTED)),
     ]
     return [*wrap(diagnosis.summary, width, STRONG), join_fitting([part for part in parts if part], width)]
 

@@ -20,7 +20,7 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
-from memtop.supervisor.run.record.ownership import is_foreign_link
+from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
 from memtop.supervisor.wire import Proposal, RunState
 
 
@@ -44,7 +44,7 @@ def find_run(reference: str, runs_dir: Path | None = None) -> RunFolder:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise UsageError(f"run {reference!r}: not found in {runs_dir}: no file has so long a name") from None
-        raise RunFolderError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        raise RunFolderError(why_unreadable(Path(error.filename or runs_dir), error)) from None
     except MemtopError:
         _entries(runs_dir)  # If the whole folder cannot be read, that is the reason to report.
         raise
@@ -79,7 +79,7 @@ def state_of(folder: RunFolder) -> RunState | Unreadable:
     except MemtopError as error:
         return _unreadable(folder, str(error))
     except OSError as error:
-        return _unreadable(folder, f"{error.filename or folder.path}: cannot be read: {error.strerror}")
+        return _unreadable(folder, why_unreadable(Path(error.filename or folder.path), error))
 
 
 def living_runs(runs_dir: Path) -> list[tuple[RunFolder, RunState]]:

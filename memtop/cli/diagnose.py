@@ -22,12 +22,6 @@ from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.values import Remedy
 
-_CONFIDENCE = (
-    (0.95, "proven"),
-    (0.75, "very likely"),
-    (0.5, "likely"),
-    (0.0, "a guess"),
-)
 _STATUSES = (
     *(range(256), range(-64, 0), range(257, 288)),
     *(range(0xC0000000, 0xD0000000), range(0xC0000000 - (1 << 32), 0xD0000000 - (1 << 32))),
@@ -127,10 +121,8 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
 def _certainty(diagnosis: Diagnosis) -> str:
     if diagnosis.reason == "no_evidence":
         return "the log does not show the cause"
-    words = next(words for least, words in _CONFIDENCE if diagnosis.confidence >= least)
-    return (
-        f"{words}: do not change the settings for this alone" if diagnosis.of_memory and diagnosis.confidence < SURE else words
-    )
+    alone = ": do not change the settings for this alone" if diagnosis.of_memory and diagnosis.confidence < SURE else ""
+    return f"{diagnosis.certainty}{alone}"
 
 
 def _memory_line(diagnosis: Diagnosis) -> str | None:

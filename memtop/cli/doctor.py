@@ -15,7 +15,7 @@ import msgspec
 
 from memtop.cli.options import json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines
-from memtop.presets import PresetFileError, load_presets, load_recipes
+from memtop.presets import PresetFileError, load_presets, load_recipes, user_cache
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
@@ -71,6 +71,7 @@ def _findings(runs_dir: Path) -> Iterator[CheckResult]:
     yield from _packages()
     yield from _machine()
     yield _writable(runs_dir)
+    yield _prepared_data()
     yield _socket(runs_dir)
     yield _kernel()
     yield _data_files()
@@ -126,18 +127,33 @@ def _processes(machine: MachineSnapshot) -> CheckResult:
 
 
 def _writable(runs_dir: Path) -> CheckResult:
-    place = runs_dir.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    problem = None
-    if not place.is_dir():
-        problem = "not a folder"
-    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        problem = "not readable" if os.access(place, os.W_OK) else "not writable"
+    place, problem = _place_for(runs_dir)
     if problem is not None:
         return CheckResult(check="runs folder", ok=False, found=f"{place}: {problem}", advice="give another --runs-dir")
     free = shutil.disk_usage(place).free
     return CheckResult(check="runs folder", ok=True, found=f"{runs_dir.absolute()}, {units.size(free)} free")
+
+
+def _prepared_data() -> CheckResult:
+    folder = user_cache()
+    place, problem = (None, "this user has no home folder") if folder is None else _place_for(folder)
+    if problem is None:
+        return CheckResult(check="prepared data", ok=True, found=f"in {folder}")
+    advice = "set XDG_CACHE_HOME to a folder that you can write, before you train with data.train"
+    found = problem if place is None else f"{place}: {problem}"
+    return CheckResult(check="prepared data", ok=None, found=found, advice=advice)
+
+
+def _place_for(folder: Path) -> tuple[Path, str | None]:
+    """The folder, or the nearest one above it that exists, and why nothing can be written there."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        return place, "not a folder"
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        return place, "not readable" if os.access(place, os.W_OK) else "not writable"
+    return place, None
 
 
 def _socket(runs_dir: Path) -> CheckResult:

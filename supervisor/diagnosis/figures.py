@@ -42,7 +42,7 @@ _LONG = 6
 _NAMED_UNIT = re.compile(r"[\[( _]([KMGTkmgt]i?[Bb]|[Bb]ytes)[\])]?['\"`]? ?[:=] ?$")
 # What can stand behind a number of bytes that has no unit. Any other word is what it counts.
 _NO_UNIT = re.compile(
-    r"(?:[\s)\]}'\"`*]*(?:$|[\n,;.)|\]}\\])|\s*(?:is|are|was|on|from|for|failed|but|and|in|of|exceeds|[<>])\b)"
+    r"(?:[\s)\]}'\"`*]*(?:$|[\n,;.)|\]}\\])|\s*(?:is|are|was|on|from|for|failed|but|and|plus|while|which|when|with|by|to|in|of|exceeds|[<>])\b)"
 )
 _SHAPE = re.compile(r"shapes? ?(?:=|:|of)? ?[\[(][^\])\n]{0,200}[\])]|\([\d, ]{3,80}\)(?= and| with)")
 
@@ -56,7 +56,7 @@ _WORD = re.compile(
     r"|(?P<allocated>(?:already |currently )?allocated|already reserved|in[ -]?use|used|usage|occupied|so far)"
     r"|(?P<total>total|capacity)"
     r"|(?P<size>sizes?|bytes)"
-    r"|(?P<other>max\w*|peak|largest|biggest|min\w*|smallest|limit\w*|threshold|models?|weights|files?|checkpoint|download\w*|disk"
+    r"|(?P<other>max\w*|peak|largest|biggest|min\w*|smallest|limit\w*|threshold|models?|weights?|temp\w*|files?|checkpoint|download\w*|disk"
     r"|swap|offset|line|pid|rounded|exceed\w*|utili[sz]ation|fraction|alignment|rate|speed|time|reserved|cached|address|fragment\w*"
     r"|batch|step|version|params?|parameters?|port|seed))\b"
 )
@@ -86,6 +86,8 @@ _COMPARED = re.compile(
     rf"\b(\w{{3,40}}) ?(?:<=?|>=?) ?(\w{{3,40}})\b[^\d\n]{{0,30}}\b({_NUMBER}) ?(?:[<>]=?|vs\.?) ?({_NUMBER})(?![\w.])"
 )
 
+_ADJACENT = 10
+"""The most characters between `size` and a word that says of what it is the size."""
 _NEAR, _NEAR_BARE = 60, 25
 """The most characters between a word and the size that it describes, with and without a unit."""
 
@@ -193,17 +195,18 @@ def _of_words(text: str, near: int | None = None) -> str | None:
         if not words[-1][0].lower().startswith("limit"):
             return None
         return "total" if _DEVICE_LIMIT.search(text) else "allowed"
+    size = words[-1]
     while len(roles) > 1 and roles[-1] == "size":
+        size = words.pop()
         roles.pop()
-        words.pop()
     role = roles[-1]
+    if role == "other" and size.start() - words[-1].end() > _ADJACENT:
+        role = "size"  # the word is about something else than this size
     if role == "allocated" and _NOT_YET.search(text[: words[-1].start()]):
         return "requested"
     if role == "size":
         return "requested"
-    if role == "other":
-        return None
-    return role
+    return None if role == "other" else role
 
 
 # --- the report of a failure ----------------------------------------------------------------------
@@ -220,7 +223,7 @@ def with_printed(page: LogText, finding: Finding, others: Container[int]) -> Fin
     known = finding.figures
     if known.complete:
         return finding
-    read_here = read(_report(page, finding, others))
+    read_here = read(_report(page, finding, others) + _statistics(page, finding))
     taken = {known.requested, known.total, known.free, known.allocated, known.allowed, known.process}
     more = {
         name: value
@@ -250,3 +253,17 @@ def _report(page: LogText, finding: Finding, others: Container[int]) -> str:
         else:
             without += 1
     return text
+
+
+_IN_USE = re.compile(r"(?:.{0,80}\] )?InUse: +\d")
+_DUMP = 2000
+"""The most lines of the summary that TensorFlow's allocator prints."""
+
+
+def _statistics(page: LogText, finding: Finding) -> str:
+    """The line of the allocator's statistics that says how much is in use, below a summary of all
+    its blocks."""
+    if "bfc" not in page.lines[finding.line].text:
+        return ""
+    lines = page.lines[finding.last_line + 1 : finding.last_line + 1 + _DUMP]
+    return next((f"\n{line.text[:LONGEST]}" for line in lines if _IN_USE.match(line.text)), "")

@@ -152,6 +152,13 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         reason=_BUDGET,
     ),
+    Pattern(
+        r"(?:GPU|VRAM|HBM|device) memory (?:is|of|:)? [\d.]{1,12} [KMGT]i?B,? (?:which)? is less than (?:the)?"
+        r" (?:sum|desired|required|estimated|minimum)|(?i:no enough gpu memory for (?:kv cache|runtime))"
+        r"|model weight size may be larger than GPU memory size",
+        GPU,
+        reason=_BUDGET,
+    ),
     # Libraries that allocate for themselves.
     Pattern(
         r"CU[A-Z]{3,8}_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)"
@@ -216,6 +223,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"buffer '\w+' size \d+ is larger than buffer maximum of \d+", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
+    Pattern(r"\[Upstream (?P<size>\d+B)\]\[FAILURE", GPU),
     Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),
     Pattern(r"(?i:not enough (?:gpu|video|device) memory|insufficient (?:gpu|device) memory)", GPU, 0.6),
 )
@@ -230,11 +238,20 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
+    # A limit that somebody set for ONNX Runtime's arena, of whatever memory.
+    Pattern(r"Available memory of \d+ is smaller than requested bytes of \d+", HOST, 0.45, weight=Weight.LIKELY),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
     Pattern(
         r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)",
         HOST,
         0.95,
+        _BUDGET,
+        phase="load",
+    ),
+    Pattern(
+        r"model request too large for system|[Mm]odel loading was stopped due to insufficient system resources",
+        HOST,
+        0.85,
         _BUDGET,
         phase="load",
     ),

@@ -57,6 +57,10 @@ class Logits(msgspec.Struct, frozen=True):
         return f"the logits (B {self.batch} x T {self.seq_len} x V {self.vocabulary}, {width})"
 
 
+PROVEN = 0.95
+_CERTAINTY = ((PROVEN, "proven"), (0.75, "very likely"), (0.5, "likely"))
+
+
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """One failure. `evidence` holds the lines (or the counters, as sentences) that prove it, the
     strongest first."""
@@ -68,7 +72,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     java_heap, node_heap. For GPU_OOM and HOST_OOM_ALLOC, memory_budget: an inference engine or a
     loader refused to start, because the memory that it may use is too small. Else None."""
     confidence: float
-    """0-1. From 0.95 on it is proven: by a counter, a rank's own record, its error file, or the
+    """0-1. From PROVEN on it is proven: by a counter, a rank's own record, its error file, or the
     exit status; never by the words of a log alone. Below 0.5 memtop does not act on it."""
     summary: str
     """One sentence for a person, with sizes."""
@@ -108,6 +112,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_memory(self) -> bool:
         return self.kind is not Kind.NOT_MEMORY
+
+    @property
+    def certainty(self) -> str:
+        """The confidence in words."""
+        return next((words for least, words in _CERTAINTY if self.confidence >= least), "a guess")
 
 
 class OomRecord(msgspec.Struct, frozen=True, kw_only=True):

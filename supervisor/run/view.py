@@ -20,7 +20,7 @@ from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, Runni
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
-from memtop.supervisor.run.record.ledger import Attempt, Ledger
+from memtop.supervisor.run.record.ledger import Attempt, Ledger, mark_damage
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
@@ -388,7 +388,10 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
             yield None if ledger.is_new else ledger
     except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
         damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
-        hint = f"; `memtop restart {folder.name}` rebuilds it" if damaged else ""
+        hint = ""
+        if damaged:
+            mark_damage(folder.ledger_path)
+            hint = f"; `memtop restart {folder.name}` rebuilds it"
         raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}{hint}") from None
 
 

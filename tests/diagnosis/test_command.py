@@ -18,6 +18,9 @@ from types import SimpleNamespace
 import pytest
 
 from memtop.cli import run
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.tui.line import plain
+from memtop.tui.recovery import happened_lines
 from tests.conftest import Runs
 from tests.diagnosis.logs import MESSAGE, RAISED
 from tests.test_architecture import HEAVY, loaded_after
@@ -79,6 +82,25 @@ def test_text(diagnose: Callable[..., str]) -> None:
     assert "Confidence 0.94: very likely." in out
     assert "expandable_segments:True" in out
     assert "\nEnvironment: CUDA, PyTorch.\n" in out
+
+
+@pytest.mark.parametrize(
+    ("confidence", "words"),
+    [
+        *((1.0, "proven"), (0.95, "proven"), (0.94, "very likely"), (0.75, "very likely"), (0.74, "likely"), (0.5, "likely")),
+        *((0.49, "a guess"), (0.0, "a guess")),
+    ],
+)
+def test_the_word_for_a_confidence_at_its_borders(confidence: float, words: str) -> None:
+    """The command and the recovery screen use the same words."""
+    found = Diagnosis(kind=Kind.HOST_OOM_KILLED, confidence=confidence, summary="killed")
+    assert found.certainty == words
+    assert plain(happened_lines(found, 80)[-1]).startswith(f"{words} by ")
+
+
+def test_only_the_exit_status_makes_this_log_proven(diagnose: Callable[..., str]) -> None:
+    assert "\nConfidence 0.95: proven.\n" in diagnose("all is well\n", "--exit-code", "0")
+    assert "\nConfidence 0.94: very likely.\n" in diagnose(RAISED, "--exit-code", "1")
 
 
 @pytest.mark.parametrize("words", [["-"], []])

@@ -54,6 +54,11 @@ def printed(text: str) -> dict[str, int]:
         ("Used 41.5G of 16.0G hbm", {"total": 16 * GIB}),
         ("free memory on card 1 (3.0/4.0 GiB)", {"free": 3 * GIB, "total": 4 * GIB}),
         ("check failed: requested <= available, 300000 > 200000", {"requested": 300000, "free": 200000}),
+        (
+            "in use : 3000000 plus alloc size : 200000 is more than total mem size : 3100000.",
+            {"allocated": 3000000, "requested": 200000, "total": 3100000},
+        ),
+        ("alloc fail type TemporaryBuffer dev 0 size 2048000 bytes", {"requested": 2048000}),
         ("device limit: 16 GiB, pool limit: 8 GiB", {"total": 16 * GIB, "allowed": 8 * GIB}),
     ],
 )
@@ -73,6 +78,7 @@ def test_a_size_means_what_the_word_beside_it_says(text: str, expected: dict[str
         "cannot allocate memory at alloc_cpu.cpp:114, line 20481",
         "largest free block: 2 GiB, peak usage: 3 GiB, max allocated: 4 GiB",
         "model size = 4.5 GiB, file size = 4.6 GiB",
+        "weight size (3 GiB) and temporary buffer size (1 GiB)",
         "Total usage >= 22.5G",
         "cudaMalloc failed at 0x7f3a00000000, pid 123456, type = 20000, id: 30000",
         "fragmentation: 680.30MiB",
@@ -124,3 +130,39 @@ def test_a_refusal_for_lack_of_host_memory_is_one_of_a_budget() -> None:
     assert (found.kind.value, found.reason) == ("host_oom_alloc", "memory_budget")
     assert (found.requested_bytes, found.free_bytes) == (8 * GIB, 2 * GIB)
     assert "8.00 GiB was needed, 2.00 GiB was free" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "requested", "free"),
+    [
+        (
+            "RuntimeError: the available GPU memory is 3.5 GB, which is less than the sum of weights (5 GB)",
+            "gpu_oom",
+            None,
+            7 * GIB // 2,
+        ),
+        ("RuntimeError: No enough gpu memory for kv cache.", "gpu_oom", None, None),
+        (
+            'msg="model request too large for system" requested="8.0 GiB" available=2147483648',
+            "host_oom_alloc",
+            8 * GIB,
+            2 * GIB,
+        ),
+    ],
+)
+def test_a_program_that_refuses_to_start(text: str, kind: str, requested: int | None, free: int | None) -> None:
+    found = of(f"ERROR {text}\n")
+    assert (found.kind.value, found.reason) == (kind, "memory_budget")
+    assert (found.requested_bytes, found.free_bytes) == (requested, free)
+
+
+def test_the_statistics_of_tensorflows_allocator_stand_below_its_blocks() -> None:
+    blocks = "".join(
+        f"I tensorflow/core/bfc_allocator.cc:661] Chunk at 0x7f{number:08x} of size 256\n" for number in range(400)
+    )
+    found = of(
+        "W tensorflow/core/bfc_allocator.cc:275] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.00GiB.\n"
+        f"{blocks}I tensorflow/core/bfc_allocator.cc:702] Stats: \nLimit:   8589934592\nInUse:   6442450944\n"
+        "MaxInUse:  7516192768\n"
+    )
+    assert (found.requested_bytes, found.allocated_bytes, found.total_bytes) == (2 * GIB, 6 * GIB, None)

@@ -3,6 +3,7 @@ wrong. What memtop can write again counts as missing."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sqlite3
 import sys
@@ -303,6 +304,18 @@ def test_damage_in_old_updates_is_found_when_it_is_met(long_run: RunFolder) -> N
     assert words is None
 
 
+def test_damage_that_a_reader_meets_is_mended_by_the_restart_that_it_advises(
+    long_run: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert memtop(["show", "long", "--json", "--metrics", "--runs-dir", str(long_run.path.parent)]) == 1
+    said = capfd.readouterr().err
+    assert "database disk image is malformed; `memtop restart long` rebuilds it" in said
+    ledger, words = open_ledger(long_run)
+    ledger.close()
+    assert words is not None
+    assert "was damaged (" in words
+
+
 def test_after_a_supervisor_was_killed_the_whole_ledger_is_read(long_run: RunFolder, tmp_path: Path) -> None:
     with closing(Ledger(long_run.ledger_path)) as ledger:
         ledger.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts"))
@@ -371,9 +384,13 @@ def test_a_living_supervisor_needs_none_of_its_files(runs: Runs) -> None:
         (folder / name).write_bytes(b"\0" * 100)
     for path in folder.glob("ledger.sqlite*"):
         path.unlink()
-    for name in ("state.json", "attempts/0001/output.log"):
-        a_folder(folder / name)
-    runs.wait("a", lambda document: document["supervisor_pid"] == before["supervisor_pid"])
+    a_folder(folder / "attempts/0001/output.log")
+    with contextlib.suppress(FileExistsError):  # the supervisor may write it in between: it was missing then
+        a_folder(folder / "state.json")
+    # It writes its state again, where the folder was.
+    runs.wait("a", lambda document: (folder / "state.json").is_file())
+    document = runs.show("a")
+    assert (document["supervisor_pid"], document["alive"]) == (before["supervisor_pid"], True)
     (runs.root / "go").touch()
     document = runs.wait("a", lambda document: document["state"] != "training")
     assert (document["state"], document["exit_status"]) == ("finished", 0)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +29,7 @@ from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path, start
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, list_runs, write_json
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.server import Agents, ControlServer
 from memtop.supervisor.run.view import known_runs
@@ -195,6 +196,48 @@ def test_another_users_run_can_be_looked_at(here: Runs, capsys: pytest.CaptureFi
     assert cli.run(["runs"]) == 0
     assert "unreadable" in capsys.readouterr().out
     folder.state_path.unlink()
+
+
+LOOKS = """
+import sys
+from memtop import cli
+for command in sys.argv[1:]:
+    print("status", cli.run(command.split()), flush=True)
+"""
+
+
+@needs_root
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) is not installed")
+def test_a_user_without_rights_looks_or_is_told_in_one_line_who_can_give_them(here: Runs) -> None:
+    """The reader is a real other user: of another uid than the files, and without root's right to
+    read everything."""
+    for name, bits in (("open", 0o755), ("closed", 0o700)):
+        folder = planted(here, here.root / name)
+        with closing(Ledger(folder.ledger_path)) as ledger:
+            ledger.add_attempt(1, "start", None, 1.0)
+        for path in (folder.path, *folder.path.rglob("*")):
+            os.chown(path, OTHER, OTHER)
+            path.chmod(bits if path.is_dir() else bits & 0o644)
+    looks = ("show a", "show a --json --metrics", "watch --once --json --read-only a", "runs")
+    without = "-dac_override,-dac_read_search"
+    reader = ["setpriv", "--bounding-set", without, "--inh-caps", without, sys.executable, "-c", LOOKS]
+
+    def look(runs_dir: Path, *commands: str) -> subprocess.CompletedProcess[str]:
+        words = [f"{command} --runs-dir {runs_dir}" for command in commands]
+        return subprocess.run([*reader, *words], env=here.environment, capture_output=True, text=True, check=True)
+
+    done = look(here.root / "open", *looks)
+    assert (done.stdout.count("status 0\n"), done.stderr) == (len(looks), "")
+    done = look(here.root / "closed", *looks)
+    folder = here.root / "closed" / "a"
+    words = f"run.json: cannot be read: Permission denied; nobody owns it and can let others read it: `chmod -R go+rX {folder}`"
+    lines = done.stderr.splitlines()
+    assert [line.endswith(words) for line in lines] == [True] * 3
+    assert done.stdout.count("status 1\n") == 3
+    assert f"unreadable: {folder}/{words}" in done.stdout
+    refused = look(here.root / "open", "stop a", "restart a --headless", "watch a --once").stderr.splitlines()
+    assert len(refused) == 3
+    assert all("open/a belongs to nobody, and memtop acts only on your own runs" in line for line in refused)
 
 
 def test_the_dashboard_opens_another_users_run_only_to_look(here: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

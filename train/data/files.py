@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -10,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
-import platformdirs
 
+from memtop.presets import user_cache
 from memtop.train import BadInputError
 
 
@@ -56,10 +57,10 @@ class DataFile(msgspec.Struct, frozen=True):
 
 def cache_folder() -> Path:
     """The user's folder for derived files; BadInputError for a user without a home folder."""
-    try:
-        return platformdirs.user_cache_path("memtop")
-    except RuntimeError:
-        raise BadInputError("XDG_CACHE_HOME: not set, and this user has no home folder; set it to a folder") from None
+    found = user_cache()
+    if found is None:
+        raise BadInputError("XDG_CACHE_HOME: not set, and this user has no home folder; set it to a folder")
+    return found
 
 
 def fingerprint(path: Path, *parts: str) -> str:
@@ -95,9 +96,10 @@ def built_once(target: Path, build: Callable[[Path], None]) -> Path:
             if not target.exists():
                 _build(target, build)
     except OSError as error:
-        raise BadInputError(
-            f"{target.parent}: prepared data cannot be written there: {error.strerror or error}; free some space there"
-        ) from None
+        refused = isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)) or error.errno == errno.EROFS
+        advice = "set XDG_CACHE_HOME to a folder that you can write" if refused else "free some space there"
+        reason = error.strerror or error
+        raise BadInputError(f"{target.parent}: prepared data cannot be written there: {reason}; {advice}") from None
     return target
 
 

@@ -83,7 +83,7 @@ class RunningAttempt:
                 with self._lock:
                     self._trainer = ProcessId(found.pid, found.started_ticks)
                     self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
-            elif self._adopted and not (self.folder / "exit.json").exists():
+            elif self._adopted and read_derived(self.folder / "exit.json", ExitFile) is None:
                 # The file is lost, damaged or not written yet. A search reads all of /proc, so an
                 # attempt that has ended gets none.
                 self._search()

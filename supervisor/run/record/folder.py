@@ -19,7 +19,7 @@ import msgspec
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.pending_restart import Waiting
-from memtop.supervisor.run.record.ownership import is_foreign_link, is_own_file, require_own
+from memtop.supervisor.run.record.ownership import is_foreign_link, is_own_file, require_own, why_unreadable
 from memtop.supervisor.wire import Change, RunState
 
 T = TypeVar("T")
@@ -302,7 +302,7 @@ def read_json(path: Path, shape: type[T], *, own: bool = False) -> T:
     try:
         return _read(path, shape, own=own)
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RunFolderError(why_unreadable(path, error)) from None
     except _Damaged as error:
         raise RunFolderError(f"{path}: cannot be decoded: {error}") from None
 
@@ -318,7 +318,7 @@ def read_derived(path: Path, shape: type[T]) -> T | None:
     except OSError as error:
         if error.errno in _ABSENT:
             return None
-        raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+        raise RunFolderError(why_unreadable(path, error)) from None
     except _Damaged:
         return None
 

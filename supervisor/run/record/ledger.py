@@ -51,8 +51,16 @@ _THIN_EVERY = 1000
 
 
 def damage_mark(ledger: Path) -> Path:
-    """An empty file that says: the writer of this ledger met damage."""
+    """An empty file that says: the writer or a reader of this ledger met damage."""
     return ledger.with_name(f"{ledger.name}-damaged")
+
+
+def mark_damage(ledger: Path) -> None:
+    """Make the next supervisor read the whole ledger."""
+    with contextlib.suppress(OSError):
+        # Without the mark (another user's run, a full disk) it reads less, and may meet the damage
+        # as we did.
+        damage_mark(ledger).touch()
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

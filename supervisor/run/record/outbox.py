@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sqlite3
 import time
@@ -13,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.run.record.ledger import Ledger, damage_mark
+from memtop.supervisor.run.record.ledger import Ledger, mark_damage
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.wire import Event
 
@@ -102,18 +101,12 @@ class Outbox:
         except sqlite3.DatabaseError as error:
             # Reports stay in the journals, and decisions in state.json.
             self.problem = f"{self.ledger.path}: damaged: {error}; the next supervisor rebuilds it"
-            self._found_damage()
+            self.damaged = True
+            mark_damage(self.ledger.path)
             return False
         if not self.damaged:
             self.problem = None
         return True
-
-    def _found_damage(self) -> None:
-        """Nothing more is stored. The mark makes the next supervisor read the whole ledger."""
-        self.damaged = True
-        with contextlib.suppress(OSError):
-            # Without the mark it reads less, and may meet the damage as we did.
-            damage_mark(self.ledger.path).touch()
 
     def _write_attempt(self, number: int) -> bool:
         values = self._attempts[number]

@@ -10,6 +10,7 @@ The journals of a program under sudo belong to root.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -56,6 +57,22 @@ def why_not_own(folder: Path) -> str | None:
     except OSError as error:
         return f"{error.filename}: cannot be read: {error.strerror}"
     return None
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """Why a file of a run cannot be read, and what its owner can do if that is another user."""
+    words = f"{path}: cannot be read: {error.strerror}"
+    if error.errno != errno.EACCES:
+        return words
+    for place in (path, *path.parents):
+        try:
+            owner = place.lstat().st_uid
+        except OSError:
+            continue  # inside a folder that is closed to the caller
+        if owner == os.geteuid():
+            return words
+        return f"{words}; {user_name(owner)} owns it and can let others read it: `chmod -R go+rX {place}`"
+    return words
 
 
 def is_own_file(descriptor: int) -> bool:
