@@ -104,6 +104,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(r"Requested amount of (?:GPU)? memory \(\d+ bytes\) could not be allocated", GPU, 0.95),
     Pattern(r"Error Code 2: OutOfMemory", GPU),
+    Pattern(r"(?:nvenc|nvdec|cuvid).{0,80}? failed: out of memory", GPU),
     Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
     Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
     Pattern(r"Call rtMalloc fail,.{0,80}? size:\d+", GPU, 0.85),
@@ -366,6 +367,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     ),
     Pattern(rf"could not resize shared memory segment .{{0,80}}? {_FULL}", SHM),
     # The disk.
+    Pattern(r"[Ee]rror writing .{0,200}? Resource exhausted:", DISK, 0.85, phase="save"),
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
     Pattern(_FULL, DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
