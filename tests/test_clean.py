@@ -25,6 +25,7 @@ from memtop.supervisor.clean import LONGEST, clean
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Phase, RunState
+from tests.conftest import Runs
 from tests.forking import Program
 from tests.tui.support import DIAGNOSIS, PROPOSAL, SMALLER
 
@@ -234,6 +235,48 @@ def test_bytes_that_are_not_utf_8_are_refused_in_one_line(
     assert "has bytes that are not UTF-8; rename it, or use another folder" in printed
     assert printed.count("\n") == 1
     assert sorted(hostile.path.parent.iterdir()) == there
+
+
+HOSTILE_PROGRAM = f"""
+import sys, memtop_agent
+HOSTILE = {HOSTILE!r}
+out = sys.stdout.buffer
+out.write(HOSTILE.encode() + b"\\xff\\xfe\\xc3(\\n" + b"A" * 1_000_000 + b"\\n10%\\r20%\\r\\x1b[K30%\\r\\n")
+out.flush()
+memtop_agent.report("phase", phase=HOSTILE)
+memtop_agent.report("warning", message=HOSTILE)
+memtop_agent.report("warning", message="W" * 1_000_000)
+memtop_agent.report("step", update=1, loss=1.0, sample_digest=HOSTILE)
+memtop_agent.report("settings", update=1, changes={{HOSTILE: HOSTILE}}, reason=HOSTILE, total_updates=3)
+memtop_agent.report("oom", update=1, phase=HOSTILE, error=HOSTILE, message="CUDA out of memory " + HOSTILE, survived=False)
+raise RuntimeError("CUDA out of memory. " + HOSTILE + "E" * 1_000_000)
+"""
+"""Prints and reports what no terminal should get, and fails with it."""
+
+
+def test_what_a_trained_program_prints_and_reports_never_reaches_the_terminal_raw(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (runs.root / "hostile.py").write_text(HOSTILE_PROGRAM)
+    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "hostile.py", HOSTILE)
+    with runs.start(*arguments, text=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        printed = command.communicate(timeout=120)
+    assert command.returncode == 1
+    assert b"forged row" in printed[1], "the reports arrived"
+    assert b"later ones like it are not announced" in printed[1], "one was too long"
+    log = runs.path / "a/attempts/0001/output.log"
+    assert log.stat().st_size > 2_000_000
+    monkeypatch.setenv("MEMTOP_RUNS_DIR", str(runs.path))
+    for words in ("show a", "runs", "watch a --once", "watch a --csv", f"diagnose {log}", "show a --json", "runs --json"):
+        assert run(words.split()) == 0, words
+        printed += capsysbinary.readouterr()
+    for refused in ("advise a", "export a out", "restart a --set x=y"):
+        assert run(refused.split()) in (1, 2)
+        printed += capsysbinary.readouterr()
+    for shown in (part.decode() for part in printed):
+        assert not RAW.search(shown), shown
+        assert "\nforged" not in shown
+        assert max(map(len, shown.splitlines()), default=0) <= LONGEST + 100 or shown.startswith("{")
 
 
 def test_the_doctor_works_in_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,9 +104,11 @@ ENDS: tuple[Pattern, ...] = (
     ),
     # Kubernetes names a kill for memory: OOMKilled.
     other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.DENIED),
+    # A server that kills a worker of its own.
+    other(r"WORKER TIMEOUT \(pid:\d+\)", "time_limit", 0.8, weight=Weight.DENIED),
     other(r"OOMKilled\"?:? (?i:false)", "killed_by_something", 0.6, weight=Weight.DENIED),
     _sigkill(r":? line \d+:? \d+ Killed"),
-    _sigkill(r"\[\d+\][+-]? (?:\d+)? Killed"),
+    _sigkill(r"\[\d+\][+-]? (?:\d+)? [Kk]illed"),
     other(
         r"exit codes? of the workers are \{(?![^}]{0,400}SIGKILL)[A-Z]",
         "worker_died",

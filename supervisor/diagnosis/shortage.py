@@ -70,7 +70,7 @@ _KILLED = re.compile(
 )
 _WRAPPED = re.compile(r"\b18446744\d{12}\b")
 """A size below zero, printed as a number of 64 bits without a sign."""
-_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？]\s*$")
+_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
 
 def names_device(text: str) -> bool:
@@ -136,6 +136,8 @@ def _is_mentioned(before: str) -> bool:
 
 _ITEM = re.compile(r"\s*(?:[-*•·–|]|\d{1,2}[.)])\s+['\"`*]{0,3}(?=\S)")
 _NEAR = 4
+# A list names its errors; a sentence tells about one.
+_WITHIN_SENTENCE = re.compile(r"(?i)\b(?:I|we|my|keeps?|always) (?:\w+ ){0,2}(?:get|gets|getting|got|see|receive)\b")
 _OTHER_ERROR = re.compile(r"[Ee]rror|[Ee]xception|Killed|[Mm]emory|OOM|timeout")
 
 
@@ -143,7 +145,7 @@ def is_listed(page: LogText, finding: Finding) -> bool:
     """Whether the message is an item of a list of errors, as advice and summaries print it."""
     line = page.lines[finding.line]
     item = _ITEM.match(line.shown)
-    if item is None or finding.kind is Kind.NOT_MEMORY:
+    if item is None or finding.kind is Kind.NOT_MEMORY or _WITHIN_SENTENCE.search(line.shown):
         return False
     if any("Traceback (" in each.text for each in page.context(finding.line)):
         return False
