@@ -107,6 +107,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:nvenc|nvdec|cuvid).{0,80}? failed: out of memory", GPU),
     Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
     Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"Call rtMalloc fail,.{0,80}? size:\d+", GPU, 0.85),
     Pattern(r"PT_DEVMEM Allocation failed for size::(?P<size>\d+)", GPU, 0.95),
     Pattern(r"Out of memory on device\. You requested: (?P<size>SIZE),? device has (?P<free>SIZE) free", GPU, 0.95),
     Pattern(r"Invalid buffer size: (?P<size>SIZE)", GPU, 0.85),
@@ -235,6 +236,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     # The loader's reserve for variables of threads, whose size is fixed when the program starts.
     other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
+    Pattern(r"CPU can't allocate memory\. Tried to allocate (?P<size>SIZE)", HOST, 0.95),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
