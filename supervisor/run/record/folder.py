@@ -354,8 +354,9 @@ def _content(path: Path, *, own: bool) -> bytes:
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Replace the file in one step: readers see the old or the new content, never a part of it.
 
-    `sync`: wait until the content is on the disk (fsync), so that this also holds after a power
-    cut. On a busy disk that takes seconds. A folder in its place is renamed.
+    `sync`: wait until the content, and then its name, are on the disk (fsync), so that this also
+    holds after a power cut, and the new content is there. On a busy disk that takes seconds. A
+    folder in its place is renamed.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -368,8 +369,23 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
         if path.is_dir() and not path.is_symlink():
             path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         new.replace(path)
+        if sync:
+            sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink()
         hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror}; {hint}") from None
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in this folder are on the disk. Some network file systems do not do that
+    for a folder, and say EINVAL."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
