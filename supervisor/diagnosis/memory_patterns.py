@@ -37,7 +37,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?i:out_?of_?memory).{0,20}?(?:cu(?:da)?|hip)(?:Mem)?HostAlloc", PINNED),
     Pattern(r"(?P<size>\d+ bytes)\)? of host memory: CUDA_ERROR_OUT_OF_MEMORY", PINNED),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
-    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
+    Pattern(r"(?:CUDA|HIP|ROCm|SYCL|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
         r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory(?!\.Tri|\(MPS"
         r"|detected|errors|issues|problems|handling)",
