@@ -21,7 +21,7 @@ _RECOVERY = re.compile(
     r"|(?:decreas|reduc|halv|lower)ing (?:the )?(?:auto )?(?:micro)?[ _-]?batch(?:[ _-]?size)? (?:from|to|by)"
     r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)"
     r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
-    r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory"
+    r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory|skip(?:ping|ped) tactic"
     r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
 )
 # Words for going on after anything: they count on the message's own line, or where steps follow.
@@ -45,10 +45,13 @@ _COMPLETED = re.compile(
     r"|finished|done)\b|'train_runtime'|\btrain_runtime\s*=|training completed|finished training"
     r"|`?max_(?:steps|epochs)=\d+`? reached|all epochs (?:done|completed)"
 )
+# The last line of a program that reports its normal end.
+_DONE = re.compile(r"(?i)(?:[\d:,./ -]{8,30})?\W*(?:all )?(?:done|finished|completed)(?: successfully)?\W*$")
+_FAILS = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\]|\b[Ee]rror\b ?[:\[]|\b(?:could not|failed to|cannot) \w+")
 _EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|completed?)\b|\bcompleted epoch \d+")
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
-    r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
+    r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+(?!/| \d\d:\d\d:\d\d)\W"
     r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d|(?<!\w)loss['\"]?\s?[:=]\s?\d"
 )
 # Characters of a line that are searched: a report of a step names it early, and a line can hold a
@@ -93,6 +96,18 @@ class StepLines:
             return 0, 0
         return last - first, self._page.lines[self._steps[last - 1]].at - self._page.lines[start - 1].at
 
+    def tried_in_vain(self, line: int) -> bool:
+        """Whether the last announcement of another try, next to a failure at this line or later, is
+        followed by an error and by no step."""
+        lines = self._page.lines
+        tries = (index for index in range(len(lines) - 1, max(0, line - 1) - 1, -1) if _says_another_try(lines[index]))
+        last = next(tries, line) + 1
+        return self.between(last, len(lines))[0] == 0 and any(_FAILS.search(line.text) for line in lines[last:])
+
+
+def _says_another_try(line: LogLine) -> bool:
+    return _RECOVERY.search(line.text) is not None or _ANOTHER_TRY.search(line.text) is not None
+
 
 def seems_survived(page: LogText, finding: Finding) -> str | None:
     """The last line after a failure that suggests that the program went on and completed, or None.
@@ -134,9 +149,11 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         # The program can also report that it gives up after the last of several tries.
         near, late = page.lines[after : min(until, after + _NEAR)], page.lines[until : until + _NEAR]
         tried = _any_matches(_RECOVERY, [*own, *near]) or _any_matches(_ANOTHER_TRY, [*own, *near] if steps else own)
-        if tried and not _any_matches(_GAVE_UP, [*own, *near, *late]):
+        if tried and not _any_matches(_GAVE_UP, [*own, *near, *late]) and not progress.tried_in_vain(finding.line):
             return "oom_retried"
     if is_mild(here) or _RAISED.match(here.text) is None:
+        if finding.kind is not Kind.NOT_MEMORY and until == len(page.lines) > after and _DONE.match(page.lines[-1].text):
+            return "oom_handled"
         # One line can be another thread's. A warning says itself that the program goes on.
         return "oom_handled" if steps >= (_MANY_STEPS if failed else 1 if is_mild(here) else 2) else None
     # Output that was still buffered when the error was written follows it; more than a buffer was

@@ -148,7 +148,7 @@ class Pattern:
             return None
         if is_supposed(before) or (self.asserted and not _ASSERTED.search(before)):
             return None
-        if _cuts_number(view, match.end()):
+        if _cuts_number(view, match.end()) or view.text[match.end() : match.end() + 1] in _QUESTION_MARKS:
             return None
         figures = Figures(
             device_index=_device(view, match) if match.groupdict().get("gpu") else None,
@@ -331,6 +331,7 @@ _QUOTATION = re.compile(r"[a-z]{2,},? [\"'`\u201c\u2018](?:\w+(?:Error|Exception
 _HAPPENED = re.compile(
     r"(?i)\b(?:fail\w*|raised?|rais\w+|got|died|crash\w*|abort\w*|threw|throw\w*|with|instance of|exception)\b"
 )
+_QUESTION_MARKS = ("?", "？")
 _HEADING = re.compile(r"#{2,}\s")
 
 

@@ -124,6 +124,8 @@ def _with_most_figures(cause: Finding | None, fatal: list[Finding]) -> Finding |
     requested = cause.figures.requested
     fuller = (other for other in same if other.figures.known > cause.figures.known)
     found = next((other for other in fuller if requested in (None, other.figures.requested)), cause)
+    if found.figures.device_index is None:
+        found = replace(found, figures=replace(found.figures, device_index=cause.figures.device_index))
     return replace(found, confidence=max(found.confidence, cause.confidence), weight=cause.weight)
 
 
@@ -218,7 +220,7 @@ def _phase(finding: Finding, context: list[LogLine]) -> str:
 
 # --- what needs more than a pattern --------------------------------------------------------------
 
-_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*)?$")
+_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|[`'\"*)\]]{0,3})?$")
 
 
 def _memory_errors(view: JoinedLines) -> Iterator[Finding]:

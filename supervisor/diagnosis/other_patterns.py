@@ -96,17 +96,20 @@ ENDS: tuple[Pattern, ...] = (
     _sigkill(r"return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
-        r"|signal:? 9|terminated by SIGKILL|died of signal 9|code=killed, status=9"
+        r"|signal:? 9|was sent SIGKILL|Negsignal\.SIGKILL|died through signal KILL|task \d+: Killed"
+        r"|terminated by SIGKILL|died of signal 9|code=killed, status=9"
     ),
     _sigkill(
-        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)"
+        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code)[:=]?(?: of)? 137)"
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
     # Kubernetes names a kill for memory: OOMKilled.
     other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.DENIED),
+    # A server that kills a worker of its own.
+    other(r"WORKER TIMEOUT \(pid:\d+\)", "time_limit", 0.8, weight=Weight.DENIED),
     other(r"OOMKilled\"?:? (?i:false)", "killed_by_something", 0.6, weight=Weight.DENIED),
     _sigkill(r":? line \d+:? \d+ Killed"),
-    _sigkill(r"\[\d+\][+-]? (?:\d+)? Killed"),
+    _sigkill(r"\[\d+\][+-]? (?:\d+)? [Kk]illed"),
     other(
         r"exit codes? of the workers are \{(?![^}]{0,400}SIGKILL)[A-Z]",
         "worker_died",

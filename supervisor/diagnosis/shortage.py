@@ -19,7 +19,7 @@ from memtop.supervisor.diagnosis.values import Kind
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 # Words that say it by themselves.
 _SHORT_OF_MEMORY = re.compile(
-    rf"(?i)\bout of (?:\w+ ){{0,2}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
@@ -46,7 +46,7 @@ _DEVICE = re.compile(
     r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|webgpu|webgl|(?-i:Gpu[A-Z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -70,7 +70,7 @@ _KILLED = re.compile(
 )
 _WRAPPED = re.compile(r"\b18446744\d{12}\b")
 """A size below zero, printed as a number of 64 bits without a sign."""
-_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？]\s*$")
+_IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
 
 def names_device(text: str) -> bool:
@@ -136,6 +136,8 @@ def _is_mentioned(before: str) -> bool:
 
 _ITEM = re.compile(r"\s*(?:[-*•·–|]|\d{1,2}[.)])\s+['\"`*]{0,3}(?=\S)")
 _NEAR = 4
+# A list names its errors; a sentence tells about one.
+_WITHIN_SENTENCE = re.compile(r"(?i)\b(?:I|we|my|keeps?|always) (?:\w+ ){0,2}(?:get|gets|getting|got|see|receive)\b")
 _OTHER_ERROR = re.compile(r"[Ee]rror|[Ee]xception|Killed|[Mm]emory|OOM|timeout")
 
 
@@ -143,7 +145,7 @@ def is_listed(page: LogText, finding: Finding) -> bool:
     """Whether the message is an item of a list of errors, as advice and summaries print it."""
     line = page.lines[finding.line]
     item = _ITEM.match(line.shown)
-    if item is None or finding.kind is Kind.NOT_MEMORY:
+    if item is None or finding.kind is Kind.NOT_MEMORY or _WITHIN_SENTENCE.search(line.shown):
         return False
     if any("Traceback (" in each.text for each in page.context(finding.line)):
         return False
