@@ -19,7 +19,7 @@ _LONGEST_MESSAGE = 1600
 
 _HEAD = compiled(
     r"out of memory\.? (?:\((?=MPS allocated)|Tried to allocate \d)|out of memory\. Tri"
-    r"|(?<!out of memory\.)(?<!out of memory)Tried to allocate \d"
+    r"|(?<!out of memory\.)(?<!out of memory)(?<!allocate memory\.)Tried to allocate \d"
     r"|GPU \d{0,20} has a total capac|Of the allocated memory \d"
 )
 _REQUESTED = compiled(r"Tried to allocate (SIZE)")

@@ -16,9 +16,6 @@ from typing import NamedTuple
 from memtop.supervisor.diagnosis.finding import Figures, Finding, parse_size
 from memtop.supervisor.diagnosis.text import LogText
 
-ROLES = ("requested", "free", "total", "allocated", "allowed")
-"""What a size can be: the names of the fields of `Figures`."""
-
 LONGEST = 1000
 """Characters of a line that are searched."""
 _BELOW = 6
@@ -223,14 +220,39 @@ def with_printed(page: LogText, finding: Finding, others: Container[int]) -> Fin
     known = finding.figures
     if known.complete:
         return finding
-    read_here = read(_report(page, finding, others) + _statistics(page, finding))
+    here = read(_report(page, finding, others) + _statistics(page, finding))
     taken = {known.requested, known.total, known.free, known.allocated, known.allowed, known.process}
-    more = {
-        name: value
-        for name in ROLES
-        if getattr(known, name) is None and (value := getattr(read_here, name)) is not None and value not in taken
-    }
-    return replace(finding, figures=replace(known, **more)) if more else finding
+
+    def more(mine: int | None, printed: int | None) -> int | None:
+        return mine if mine is not None or printed in taken else printed
+
+    device = known.device_index
+    if device is None and finding.kind.of_gpu:
+        device = _device(page, finding)
+    figures = replace(
+        known,
+        device_index=device,
+        requested=more(known.requested, here.requested),
+        free=more(known.free, here.free),
+        total=more(known.total, here.total),
+        allocated=more(known.allocated, here.allocated),
+        allowed=more(known.allowed, here.allowed),
+    )
+    return replace(finding, figures=figures)
+
+
+_DEVICE_INDEX = re.compile(
+    r"(?:\b(?i:gpu|npu|xpu|device|dev|device ordinal|device[ _]id) ?[:=#]? ?"
+    r"|\b(?:cuda|hip|xpu|npu):|/device:(?!CPU)[A-Z]{2,4}:)"
+    r"(\d{1,2})\b(?!\.\d| ?[KMGTkmgt%]|:\d)"
+)
+
+
+def _device(page: LogText, finding: Finding) -> int | None:
+    """The device that the finding's lines name, if they name only one."""
+    lines = page.lines[finding.line : finding.last_line + 1]
+    named = {match[1] for line in lines for match in _DEVICE_INDEX.finditer(line.text[:LONGEST])}
+    return int(named.pop()) if len(named) == 1 else None
 
 
 def _report(page: LogText, finding: Finding, others: Container[int]) -> str:

@@ -37,7 +37,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?i:out_?of_?memory).{0,20}?(?:cu(?:da)?|hip)(?:Mem)?HostAlloc", PINNED),
     Pattern(r"(?P<size>\d+ bytes)\)? of host memory: CUDA_ERROR_OUT_OF_MEMORY", PINNED),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
-    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
+    Pattern(r"(?:CUDA|HIP|ROCm|SYCL|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
         r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory(?!\.Tri|\(MPS"
         r"|detected|errors|issues|problems|handling)",
@@ -107,6 +107,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:nvenc|nvdec|cuvid).{0,80}? failed: out of memory", GPU),
     Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
     Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"Call rtMalloc fail,.{0,80}? size:\d+", GPU, 0.85),
     Pattern(r"PT_DEVMEM Allocation failed for size::(?P<size>\d+)", GPU, 0.95),
     Pattern(r"Out of memory on device\. You requested: (?P<size>SIZE),? device has (?P<free>SIZE) free", GPU, 0.95),
     Pattern(r"Invalid buffer size: (?P<size>SIZE)", GPU, 0.85),
@@ -235,6 +236,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     # The loader's reserve for variables of threads, whose size is fixed when the program starts.
     other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
+    Pattern(r"CPU can't allocate memory\. Tried to allocate (?P<size>SIZE)", HOST, 0.95),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
@@ -336,7 +338,9 @@ HOST_MEMORY: tuple[Pattern, ...] = (
 
 SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
-    Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
+    Pattern(
+        rf"(?:write|resize|open|allocate|truncate|mmap)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"
+    ),
     Pattern(r"unable to write to file </?torch_\w+>", SHM, 0.85, phase="data"),
     Pattern(r"failed to extend /dev/shm/nccl-\w+ to (?P<size>\d+ bytes)", SHM, 0.85),
     Pattern(rf"shm\w*\.(?:h|cc|c|py):\d+.{{0,80}}? {_FULL}", SHM),

@@ -19,7 +19,7 @@ from memtop.supervisor.diagnosis.values import Kind
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 # Words that say it by themselves.
 _SHORT_OF_MEMORY = re.compile(
-    rf"(?i)\bout of (?:\w+ ){{0,2}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
@@ -43,10 +43,11 @@ _OTHER_THINGS = re.compile(
     r"|shared memory|quota for|semaphores?)\b"
 )
 _DEVICE = re.compile(
-    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
+    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory"
+    r"|on (?:[a-z]+ ){0,2}device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|webgpu|webgl|(?-i:Gpu[A-Z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -70,6 +71,7 @@ _KILLED = re.compile(
 )
 _WRAPPED = re.compile(r"\b18446744\d{12}\b")
 """A size below zero, printed as a number of 64 bits without a sign."""
+_OTHER_MEMORY = re.compile(r"(?i)\b(?:replay|conversation|chat|agent|episodic|vector) memory")
 _IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
 
@@ -115,7 +117,9 @@ def _read(page: LogText, index: int) -> Finding | None:
 def _is_stated(text: str) -> bool:
     """Whether a line states a lack of memory in so many words."""
     words = _SHORT_OF_MEMORY.search(text)
-    if words is None or _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
+    if words is None or _OTHER_MEMORY.search(words[0]):
+        return False
+    if _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
         return False
     return _STATES.search(text[: words.start()]) is not None
 

@@ -166,3 +166,31 @@ def test_the_statistics_of_tensorflows_allocator_stand_below_its_blocks() -> Non
         "MaxInUse:  7516192768\n"
     )
     assert (found.requested_bytes, found.allocated_bytes, found.total_bytes) == (2 * GIB, 6 * GIB, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        ("CUDA error: out of memory on device 3", 3),
+        ("CUDA error: out of memory (cuda:1, 24 GB)", 1),
+        ("CUDA error: out of memory, device_id: 2, size: 4096000", 2),
+        ("CUDA error: out of memory; /job:local/device:DML:1", 1),
+        ("CUDA error: out of memory on GPU 0 and GPU 1", None),
+        ("CUDA error: out of memory on a GPU 24 GB large", None),
+        ("CUDA error: out of memory on a GPU 1.5 GB large", None),
+        ("CUDA error: out of memory on the device: 80% in use", None),
+    ],
+)
+def test_the_device_that_a_message_names(text: str, index: int | None) -> None:
+    assert of(f"RuntimeError: {text}\n").device_index == index
+
+
+def test_the_device_of_the_first_report_of_a_failure() -> None:
+    warned = "host-1:12:34 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
+    found = of(f"{warned}host-1:12:34 [3] include/alloc.h:185 NCCL WARN Failed to CUDA calloc 4096000 bytes\n")
+    assert (found.device_index, found.requested_bytes) == (3, 4096000)
+
+
+def test_the_same_sentence_about_host_memory() -> None:
+    found = of("terminate called\n  what():  Error: CPU can't allocate memory. Tried to allocate 99.5 GB\n")
+    assert (found.kind.value, found.requested_bytes) == ("host_oom_alloc", 199 * GIB // 2)

@@ -497,15 +497,15 @@ def test_only_decisions_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
         assert performer.save_state(model, decided=decided) is None
         return folder.state_path.stat().st_ino != before, len(synced)
 
-    assert save(model, decided=False) == (True, 1), "the file of the last supervisor may contain a decision"
+    assert save(model, decided=False) == (True, 2), "the file of the last supervisor may contain a decision"
     assert save(model, decided=False) == (False, 0)
     later = replace(model, warnings={"log": "long"})
     assert save(later, decided=False) == (True, 0)
-    assert save(later, decided=True) == (True, 1)
+    assert save(later, decided=True) == (True, 2), "the file and its name"
     pending = replace(later, pending=Change(max_updates=5))
-    assert save(pending, decided=True) == (True, 1)
+    assert save(pending, decided=True) == (True, 2)
     assert save(replace(pending, warnings={}), decided=False) == (False, 0)
-    assert save(later, decided=True) == (True, 1)
+    assert save(later, decided=True) == (True, 2), "the file and its name"
 
 
 def test_a_split_within_the_program_is_neither_a_restart_nor_a_success() -> None:

@@ -25,7 +25,7 @@ from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, sync_folder, write_json
 from memtop.supervisor.run.record.output_log import OutputLog
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 
@@ -104,6 +104,11 @@ class RunningAttempt:
     def note_reaped(self, ended: dict[int, int]) -> None:
         """Note children that have ended. One may be a trainer whose shim was killed."""
         self._reaped |= ended
+
+    def continue_shim(self) -> None:
+        """A shim that a signal has stopped would not notice the end of the program."""
+        if self._shim is not None and is_stopped(self._shim.pid):
+            send(self._shim, signal.SIGCONT)
 
     def ended(self) -> ExitFile | None:
         """How the program ended.
@@ -285,6 +290,8 @@ def launch(
         attempt.mkdir(mode=0o755)
         for name in ("process.json", "exit.json"):
             _reserve(attempt / f"{name}{_RESERVED}")
+        # The next supervisor finds the attempt by its folder, also after a power cut.
+        sync_folder(attempt.parent)
     except OSError as error:
         hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise RunFolderError(f"{attempt}: cannot be created: {error.strerror}{hint}") from None

@@ -35,7 +35,8 @@ def started_ticks(pid: int) -> int:
 
 
 def write_json(path: str, value: object, seconds: float = RETRY_SECONDS) -> bool:
-    """Write a file into its reserved space, then give it its name in one step.
+    """Write a file into its reserved space, then give it its name in one step. Both are on the disk
+    when this returns.
 
     If that fails, try again for so many seconds. False if it cannot be written.
     """
@@ -64,6 +65,14 @@ def _write(path: str, content: bytes) -> None:
     finally:
         os.close(file)
     os.replace(reserved, path)
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a network file system that does not do that
+            raise
+    finally:
+        os.close(folder)
 
 
 def spawn(command: dict[str, object], log: int) -> int:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 # A process that checks whether a run is in use holds the lock for a moment.
 _LOCK_SECONDS = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ATTEMPT = re.compile(r"[0-9]{4,9}")
 LATEST = "latest"
 """In place of a run's name: the newest run."""
 # The largest file has some hundred kilobytes. Another user's may have any size.
@@ -109,7 +110,7 @@ class RunFolder:
             names = os.listdir(self.path / "attempts")  # noqa: PTH208 - names alone, a hot path
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        return sorted((int(name) for name in names if _ATTEMPT.fullmatch(name)), reverse=True)
 
     def spec(self, *, own: bool = False) -> RunSpec:
         """The contents of run.json. `own`: RunFolderError if it is not the caller's alone."""
@@ -354,8 +355,9 @@ def _content(path: Path, *, own: bool) -> bytes:
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Replace the file in one step: readers see the old or the new content, never a part of it.
 
-    `sync`: wait until the content is on the disk (fsync), so that this also holds after a power
-    cut. On a busy disk that takes seconds. A folder in its place is renamed.
+    `sync`: wait until the content, and then its name, are on the disk (fsync), so that this also
+    holds after a power cut, and the new content is there. On a busy disk that takes seconds. A
+    folder in its place is renamed.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -368,8 +370,23 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
         if path.is_dir() and not path.is_symlink():
             path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         new.replace(path)
+        if sync:
+            sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink()
         hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror}; {hint}") from None
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in this folder are on the disk. Some network file systems do not do that
+    for a folder, and say EINVAL."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
