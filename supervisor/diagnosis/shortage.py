@@ -67,7 +67,7 @@ _HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap
 # Somebody else ended it, rather than the program itself.
 _KILLED = re.compile(
     r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
-    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b|\bout of memory: killed \d"
 )
 _WRAPPED = re.compile(r"\b18446744\d{12}\b")
 """A size below zero, printed as a number of 64 bits without a sign."""
