@@ -43,10 +43,10 @@ _OTHER_THINGS = re.compile(
     r"|shared memory|quota for|semaphores?)\b"
 )
 _DEVICE = re.compile(
-    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
-    r"|level[_-]zero)(?![a-z])"
+    r"(?i)(?<![a-z])(?:(?:web|w)?gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan"
+    r"|opencl|sycl|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
+    r"|nccl|pooled_storage_manager|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -66,7 +66,7 @@ _HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap
 # Somebody else ended it, rather than the program itself.
 _KILLED = re.compile(
     r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
-    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b|\bkilled \d+ (?:task|process|job|worker)"
 )
 _WRAPPED = re.compile(r"\b18446744\d{12}\b")
 """A size below zero, printed as a number of 64 bits without a sign."""

@@ -194,3 +194,42 @@ def test_the_device_of_the_first_report_of_a_failure() -> None:
 def test_the_same_sentence_about_host_memory() -> None:
     found = of("terminate called\n  what():  Error: CPU can't allocate memory. Tried to allocate 99.5 GB\n")
     assert (found.kind.value, found.requested_bytes) == ("host_oom_alloc", 199 * GIB // 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "requested"),
+    [
+        ("Buffer size (8192000) exceeds the max buffer size limit (4096000).", "gpu_oom", 8192000),
+        ("buffer 'data' size 8192000 is larger than buffer maximum of 4096000", "gpu_oom", 8192000),
+        (
+            "Out of Memory: Not enough space to allocate 8192000 B DRAM buffer across 4 banks, where each bank needs to"
+            " store 2048000 B",
+            "gpu_oom",
+            8192000,
+        ),
+        ("Can't start. Failed to allocate a buffer of\nsize 8192000.", "host_oom_alloc", 8192000),
+        (
+            "new_tensor: not enough space in the context's memory pool (needed 8192000, available 4096000)",
+            "host_oom_alloc",
+            8192000,
+        ),
+        ("ValueError: batch size (8192000) exceeds the max batch size limit (4096000).", "not_memory", None),
+        ("ValueError: Not enough space to allocate 8192000 banners", "not_memory", None),
+    ],
+)
+def test_refusals_of_a_buffer(text: str, kind: str, requested: int | None) -> None:
+    found = of(f"{text}\n")
+    assert (found.kind.value, found.requested_bytes) == (kind, requested)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Caused by: wgpu error\n    Not enough memory left\n", "gpu_oom"),
+        ("fatal: not enough memory left\n", "host_oom_alloc"),
+        ("ERROR: shell: cgroup out of memory: killed 3 tasks on node7\n", "host_oom_killed"),
+        ("ERROR: shell: out of memory, 3 tasks\n", "host_oom_alloc"),
+    ],
+)
+def test_whose_memory_an_unknown_program_means(text: str, kind: str) -> None:
+    assert of(text).kind.value == kind
