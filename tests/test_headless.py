@@ -118,6 +118,21 @@ def test_earlier_events_are_not_printed(follow: Callable[..., int], capsys: pyte
     assert "first attempt" not in printed
 
 
+def test_a_flood_of_events_is_counted_and_hides_no_other_kind(
+    follow: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flood = [Event(time=1.0 + number, attempt=1, kind="warning", message=f"warning {number}") for number in range(1000)]
+    blocks = [EventRows(rows=tuple(flood[first : first + 100])) for first in range(0, 1000, 100)]
+    last = EventRows(rows=(Event(time=2000.0, attempt=2, kind="attempt", message="attempt 2 started"),))
+    assert follow(Connection(*blocks, last, FINISHED)) == 0
+    printed = capsys.readouterr().err.splitlines()
+    assert [line for line in printed if "warning" in line] == [
+        *(f"memtop: warning {number}" for number in range(foreground.MOST_OF_A_KIND)),
+        f"memtop: {1000 - foreground.MOST_OF_A_KIND} more events like these (warning): memtop watch {tmp_path.name} lists them",
+    ]
+    assert "memtop: attempt 2 started" in printed
+
+
 def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> None:
     arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
     with runs.start(*arguments, stderr=subprocess.PIPE) as follower:

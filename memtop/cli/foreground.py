@@ -7,6 +7,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections import Counter
 
 from memtop.cli.common import proposal_lines
 from memtop.cli.output import print_lines, print_message
@@ -23,6 +24,8 @@ RETRY_SECONDS = 0.3
 """How long to wait before connecting again after the supervisor has gone."""
 # Another command can start the new supervisor first. This many failures in a row are an error.
 _REVIVALS = 5
+MOST_OF_A_KIND = 10
+"""Events of one kind that are printed in five seconds. A program can report thousands a second."""
 # Events that are printed as they happen; all are in the ledger.
 _PRINTED = {
     *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
@@ -65,6 +68,9 @@ class _Follower:
         self._last_update: int | None = None
         self._last_event = since
         self._at_last_event: set[tuple[str, str]] = set()
+        self._printed: Counter[str] = Counter()
+        """How many events of each kind came since the last count."""
+        self._counted = 0.0
         self._revival_failures = 0
         self._state: RunState | None = None
 
@@ -180,9 +186,26 @@ class _Follower:
                 self._last_event, self._at_last_event = event.time, set()
             self._at_last_event.add(row)
             if event.kind in _PRINTED:
-                self._print(event.message)
+                self._count_events()
+                self._printed[event.kind] += 1
+                if self._printed[event.kind] <= MOST_OF_A_KIND:
+                    self._print(event.message)
+
+    def _count_events(self, *, at_once: bool = False) -> None:
+        """Every five seconds: say how many events were not printed, and begin to count again."""
+        now = time.monotonic()
+        if not at_once and now - self._counted < _PROGRESS_SECONDS:
+            return
+        self._counted = now
+        for kind, count in self._printed.items():
+            if count > MOST_OF_A_KIND:
+                self._print(
+                    f"{count - MOST_OF_A_KIND} more events like these ({kind}): memtop watch {self._folder.name} lists them"
+                )
+        self._printed.clear()
 
     def _progress(self, run: RunState, machine: MachineSnapshot | None, *, at_once: bool = False) -> None:
+        self._count_events(at_once=at_once)
         due = at_once or time.monotonic() - self._last_line >= _PROGRESS_SECONDS
         if not due or run.updates is None or run.updates == self._last_update:
             return

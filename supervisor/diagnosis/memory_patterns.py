@@ -346,7 +346,9 @@ HOST_MEMORY: tuple[Pattern, ...] = (
 
 SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
-    Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
+    Pattern(
+        rf"(?:write|resize|open|allocate|truncate|mmap)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"
+    ),
     Pattern(r"unable to write to file </?torch_\w+>", SHM, 0.85, phase="data"),
     Pattern(r"failed to extend /dev/shm/nccl-\w+ to (?P<size>\d+ bytes)", SHM, 0.85),
     Pattern(rf"shm\w*\.(?:h|cc|c|py):\d+.{{0,80}}? {_FULL}", SHM),

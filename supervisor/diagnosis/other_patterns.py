@@ -96,10 +96,11 @@ ENDS: tuple[Pattern, ...] = (
     _sigkill(r"return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
-        r"|signal:? 9|terminated by SIGKILL|died of signal 9|code=killed, status=9"
+        r"|signal:? 9|was sent SIGKILL|Negsignal\.SIGKILL|died through signal KILL|task \d+: Killed"
+        r"|terminated by SIGKILL|died of signal 9|code=killed, status=9"
     ),
     _sigkill(
-        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)"
+        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code)[:=]?(?: of)? 137)"
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
     # Kubernetes names a kill for memory: OOMKilled.

@@ -19,7 +19,7 @@ from memtop.supervisor.diagnosis.values import Kind
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 # Words that say it by themselves.
 _SHORT_OF_MEMORY = re.compile(
-    rf"(?i)\bout of (?:\w+ ){{0,2}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
@@ -43,10 +43,11 @@ _OTHER_THINGS = re.compile(
     r"|shared memory|quota for|semaphores?)\b"
 )
 _DEVICE = re.compile(
-    r"(?i)(?<![a-z])(?:(?:web|w)?gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan"
-    r"|opencl|sycl|level[_-]zero)(?![a-z])"
+    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory"
+    r"|on (?:[a-z]+ ){0,2}device|metal|mps|vulkan|opencl|sycl"
+    r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|pooled_storage_manager|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm)"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl|pooled_storage_manager|(?-i:Gpu[A-Z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from memtop.supervisor import holes
 from memtop.supervisor.diagnosis.diagnose import diagnose_file
@@ -91,6 +92,29 @@ def test_a_restart_takes_back_merged_updates_too(db: sqlite3.Connection) -> None
     # The row of 200 to 209 begins with updates that count.
     assert [(row.update, row.attempt) for row in rows[-7:]] == [(190, 1), (200, 1), *((n, 2) for n in range(205, 210))]
     assert metrics.newest(db, 6) == rows[-6:]
+    assert [row.updates for row in rows[-7:]] == [10, 5, *[1] * 5]
+    assert sum(row.updates for row in rows) == 209
+
+
+def test_updates_that_were_taken_back_are_merged_apart(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE attempts SET start_updates = 204 WHERE number = 2")
+    metrics.add(db, 1, [replace(step(update), loss=1.0 if update <= 204 else 0.125) for update in range(1, 501)])
+    metrics.add(db, 2, [replace(step(update), loss=1.0) for update in range(205, 210)])
+    metrics.thin(db, kept=100, at_once=5)
+    rows = list(metrics.final_history(db))
+    assert [(row.update, row.attempt, row.updates) for row in rows[-7:-5]] == [(190, 1, 10), (200, 1, 5)]
+    assert {row.loss for row in rows} == {1.0}
+    assert rows[-6].peak_bytes == 204
+    assert metrics.best_loss(db) == 1.0
+
+
+def test_a_merged_row_that_a_restart_has_cut_has_no_best_loss(db: sqlite3.Connection) -> None:
+    """Which of its updates had that loss is not known any more."""
+    metrics.add(db, 1, [replace(step(update), loss=0.125 if update == 207 else 1.0) for update in range(1, 501)])
+    metrics.thin(db, kept=100, at_once=5)
+    assert metrics.best_loss(db) == 0.125
+    db.execute("UPDATE attempts SET start_updates = 204 WHERE number = 2")
+    assert metrics.best_loss(db) == 1.0
 
 
 def test_the_history_is_read_row_by_row(db: sqlite3.Connection) -> None:

@@ -365,6 +365,19 @@ def test_stop_and_restart_name_a_supervisor_that_cannot_answer_and_what_runs_on(
         assert (after["trainer_pid"], after["state"]) == (program, before["state"]), "a refused command changes nothing"
 
 
+def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
+    there, here = runs.path / "a", runs.path / "b"
+    there.rename(here)
+    for command in ("stop", "restart"):
+        said = runs.memtop(command, "b", status=1).stderr
+        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv {here} {there}`" in said
+        assert f"its program (pid {before['trainer_pid']}) runs on" in said
+    here.rename(there)
+    runs.memtop("stop", "a")
+
+
 async def test_a_dashboard_names_a_supervisor_that_hangs(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)

@@ -365,6 +365,24 @@ def test_a_journal_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
         assert intake.problem is None
 
 
+def test_files_with_names_that_no_rank_and_no_attempt_has_end_nothing(tmp_path: Path) -> None:
+    """A program that sets RANK to a number that SQLite cannot store."""
+    folder = RunFolder(tmp_path)
+    place = folder.attempt(1)
+    place.mkdir(parents=True)
+    for name in ("0", "1", "00", "01", "-1", "+1", "1 ", "\u0663", "9" * 20, "x", ""):
+        (place / f"rank-{name}.jsonl").write_text('{"type": "step", "update": 1}\n')
+    heard: list[int] = []
+    with closing(Ledger(folder.ledger_path)) as ledger:
+        intake = Intake(place, 1, Outbox(ledger), lambda number, steps: None)
+        intake.read(lambda rank, report: heard.append(rank))
+    assert heard == [0, 1]
+    for name in ("9" * 25, "\u0660\u0660\u0660\u0662", "1", "-0001"):
+        (folder.path / "attempts" / name).mkdir()
+    assert folder.attempt_numbers() == [1]
+    open_ledger(folder)[0].close()
+
+
 def test_kept_reports_have_the_order_in_which_they_were_reported(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         failed = SaveFailed(time=2.0, message="disk full")

@@ -197,6 +197,11 @@ def screen_text(app: App[DashboardResult]) -> str:
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
+def screen_colours(app: App[DashboardResult]) -> list[list[tuple[str, str]]]:
+    """The text on the terminal now, each piece with its style."""
+    return [[(segment.text, str(segment.style)) for segment in strip] for strip in app.screen._compositor.render_strips()]
+
+
 async def settle(pilot: Pilot[DashboardResult]) -> None:
     """Let the feed's messages arrive, and what they cause be laid out."""
     for _ in range(4):

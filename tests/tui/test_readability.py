@@ -28,6 +28,7 @@ from tests.tui.support import (
     resize,
     run_state,
     running,
+    screen_colours,
     screen_text,
     settle,
 )
@@ -46,6 +47,24 @@ def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monk
     for name in TEXTS:
         for background in ("background", "mem-track"):
             assert contrast(Color.parse(variables[name]), Color.parse(variables[background])) > 3.0, (name, background)
+
+
+@pytest.mark.parametrize("keys", [("h", "question_mark"), ("m",), ("r",)])
+async def test_another_theme_repaints_every_open_screen(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them looks as if it had been opened with that theme."""
+    seen = []
+    for begins_with in ("textual-light", "memtop"):
+        monkeypatch.setenv("TEXTUAL_THEME", begins_with)
+        async with opened(RecordingFeed(running(gpu(processes=(process(7),)))), *keys) as (app, pilot):
+            app.theme = "textual-light"
+            await settle(pilot)
+            shown = [screen_colours(app)]
+            while len(app.screen_stack) > 1:
+                await press(pilot, "escape")
+                shown.append(screen_colours(app))
+            seen.append(shown)
+    assert len(seen[0]) == len(keys) + 1
+    assert seen[0] == seen[1]
 
 
 def contrast(one: Color, other: Color) -> float:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 # A process that checks whether a run is in use holds the lock for a moment.
 _LOCK_SECONDS = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ATTEMPT = re.compile(r"[0-9]{4,9}")
 LATEST = "latest"
 """In place of a run's name: the newest run."""
 # The largest file has some hundred kilobytes. Another user's may have any size.
@@ -109,7 +110,7 @@ class RunFolder:
             names = os.listdir(self.path / "attempts")  # noqa: PTH208 - names alone, a hot path
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+        return sorted((int(name) for name in names if _ATTEMPT.fullmatch(name)), reverse=True)
 
     def spec(self, *, own: bool = False) -> RunSpec:
         """The contents of run.json. `own`: RunFolderError if it is not the caller's alone."""

@@ -9,6 +9,7 @@ they act at once and the report is stored later: a full disk must not hide what 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from memtop.supervisor import holes
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 
+_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 _CHUNK_BYTES = 4 << 20
 KEPT_BYTES = 8 << 20
 """The end of a journal that stays on the disk, at least."""
@@ -84,9 +86,12 @@ class JournalReader:
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:
-    """The journals of an attempt, in order of rank."""
-    found = {path.stem.removeprefix("rank-"): path for path in attempt_folder.glob("rank-*.jsonl")}
-    return [found[rank] for rank in sorted((rank for rank in found if rank.isdecimal()), key=int)]
+    """The journals of an attempt, in order of rank.
+
+    A program may create any file. Each rank has one name, and is a number that SQLite can store.
+    """
+    found = (_NAME.fullmatch(path.name) for path in attempt_folder.glob("rank-*.jsonl"))
+    return [attempt_folder / name[0] for name in sorted(filter(None, found), key=lambda name: int(name[1]))]
 
 
 Act = Callable[[int, Report], None]

@@ -5,6 +5,11 @@ newest 50,000 updates of a run are exact. Older ones are merged ten at a time, a
 there are about 50,000 rows that stand for 10 updates each, as many for 100, and so on. A merged row
 is the first of its updates, with the means of loss and times and the highest peak of all of them.
 It has no digest of samples.
+
+Updates that count and updates that a later attempt took back are merged apart. A restart may also
+return to an update inside a row that is merged already. What it takes back cannot be removed from
+the means and the peak then: the single updates are gone. The row stands for fewer updates from then
+on, and has no least loss.
 """
 
 from __future__ import annotations
@@ -30,16 +35,18 @@ CREATE TABLE IF NOT EXISTS metrics (
     attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
     sample_digest TEXT, step_seconds REAL, data_wait_seconds REAL, peak_bytes INTEGER, report TEXT NOT NULL,
     updates INTEGER NOT NULL, least_loss REAL, tier INTEGER NOT NULL, PRIMARY KEY (attempt, "update")) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS metrics_by_tier ON metrics (tier, attempt, "update", least_loss, peak_bytes);
+CREATE INDEX IF NOT EXISTS metrics_by_tier ON metrics (tier, attempt, "update", updates, least_loss, peak_bytes);
 """
 _SHOWN = Metric.__struct_fields__
 # A small part of the table, for the two numbers that every start of a supervisor needs.
 _INDEX = "metrics AS m INDEXED BY metrics_by_tier"
-# The updates that count: those that no later attempt took back.
-_COUNTS = """LEFT JOIN (
+# The last update of each attempt that no later attempt took back.
+_WITH_LAST = """LEFT JOIN (
     SELECT number, (SELECT min(start_updates) FROM attempts AS later WHERE later.number > attempts.number) AS last FROM attempts
-    ) ON number = m.attempt WHERE last IS NULL OR "update" <= last"""
-_FINAL = f"metrics AS m {_COUNTS}"
+    ) ON number = m.attempt"""
+_COUNTS = '(last IS NULL OR m."update" <= last)'
+_COUNTS_WHOLLY = '(last IS NULL OR m."update" + m.updates - 1 <= last)'
+_FINAL = f"metrics AS m {_WITH_LAST} WHERE {_COUNTS}"
 
 
 class _Row(NamedTuple):
@@ -90,13 +97,13 @@ def _thin_tier(db: sqlite3.Connection, tier: int, kept: int, at_once: int) -> bo
     # Only whole groups.
     old = (tier, attempt, update // coarser * coarser)
     rows = db.execute(
-        'SELECT attempt, report, updates, least_loss FROM metrics WHERE tier = ? AND (attempt, "update") < (?, ?)'
-        ' ORDER BY attempt, "update"',
+        f"SELECT m.attempt, report, m.updates, least_loss, {_COUNTS} FROM metrics AS m {_WITH_LAST}"
+        ' WHERE tier = ? AND (m.attempt, m."update") < (?, ?) ORDER BY m.attempt, m."update"',
         old,
     ).fetchall()
-    found = (_Row(number, msgspec.json.decode(text, type=Step), n, least) for number, text, n, least in rows)
-    groups = itertools.groupby(found, lambda row: (row.attempt, row.step.update // coarser))
-    merged = [_merged(list(group)) for _, group in groups]
+    found = ((_Row(n, msgspec.json.decode(text, type=Step), *rest), counts) for n, text, *rest, counts in rows)
+    groups = itertools.groupby(found, lambda one: (one[0].attempt, one[0].step.update // coarser, one[1]))
+    merged = [_merged([row for row, _ in group]) for _, group in groups]
     db.execute('DELETE FROM metrics WHERE tier = ? AND (attempt, "update") < (?, ?)', old)
     _insert(db, merged, coarser)
     return True
@@ -144,7 +151,8 @@ def newest(db: sqlite3.Connection, count: int) -> list[Metric]:
 
 
 def _columns() -> str:
-    return ", ".join(f'm."{name}"' for name in _SHOWN)
+    still = f'CASE WHEN {_COUNTS_WHOLLY} THEN m.updates ELSE last - m."update" + 1 END'
+    return ", ".join(still if name == "updates" else f'm."{name}"' for name in _SHOWN)
 
 
 def _read(db: sqlite3.Connection, sql: str) -> Iterator[Metric]:
@@ -152,8 +160,8 @@ def _read(db: sqlite3.Connection, sql: str) -> Iterator[Metric]:
 
 
 def best_loss(db: sqlite3.Connection) -> float | None:
-    """The least loss of the final history."""
-    (loss,) = db.execute(f"SELECT min(least_loss) FROM {_INDEX} {_COUNTS}").fetchone()
+    """The least loss of the final history. Merged rows that a restart has cut do not count."""
+    (loss,) = db.execute(f"SELECT min(least_loss) FROM {_INDEX} {_WITH_LAST} WHERE {_COUNTS_WHOLLY}").fetchone()
     return None if loss is None else float(loss)
 
 
