@@ -362,7 +362,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(r"Usage of EmptyDir volume \"(?:d?shm|shared)", SHM, 0.85),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     # Ray keeps its objects in /dev/shm.
-    Pattern(r"ObjectStoreFullError|PlasmaStoreFull", SHM, 0.85),
+    Pattern(r"ObjectStoreFullError|PlasmaStoreFull|in object store because it is full", SHM, 0.85),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
     Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),

@@ -69,8 +69,8 @@ _KILLED = re.compile(
     r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
     r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b|\bkilled \d+ (?:task|process|job|worker)"
 )
-_WRAPPED = re.compile(r"\b18446744\d{12}\b")
-"""A size below zero, printed as a number of 64 bits without a sign."""
+_WRAPPED = re.compile(r"\b\d{19,20}\b")
+"""No size: mostly one below zero, printed as a number of 64 bits without a sign."""
 _IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
 
