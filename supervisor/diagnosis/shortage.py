@@ -71,6 +71,7 @@ _KILLED = re.compile(
 )
 _WRAPPED = re.compile(r"\b\d{19,20}\b")
 """No size: mostly one below zero, printed as a number of 64 bits without a sign."""
+_OTHER_MEMORY = re.compile(r"(?i)\b(?:replay|conversation|chat|agent|episodic|vector) memory")
 _IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
 
@@ -116,7 +117,9 @@ def _read(page: LogText, index: int) -> Finding | None:
 def _is_stated(text: str) -> bool:
     """Whether a line states a lack of memory in so many words."""
     words = _SHORT_OF_MEMORY.search(text)
-    if words is None or _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
+    if words is None or _OTHER_MEMORY.search(words[0]):
+        return False
+    if _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
         return False
     return _STATES.search(text[: words.start()]) is not None
 

@@ -185,6 +185,7 @@ class Supervisor:
         self._pay()
         attempt, model, alive = self._performer.attempt, self.model, False
         if attempt is not None and model.attempt is not None and model.attempt.stage is not AttemptStage.OVER:
+            attempt.continue_shim()
             attempt.note_reaped(reap_children())
             self._sensors.look()
             self._trim_log(attempt)

@@ -75,6 +75,12 @@ def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path, monkeypatc
         assert attempt.ended() == ExitFile(known, 1.0)
 
 
+@pytest.mark.parametrize("program", ["kill -STOP $PPID; exit 3", "sleep 0.5; kill -STOP $PPID; exit 3"])
+def test_a_program_that_stops_the_shim_has_an_end(runs: Runs, program: str) -> None:
+    runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", program, status=1, timeout=60)
+    assert runs.show("a")["exit_status"] == 3
+
+
 def test_a_search_forgets_no_process_that_another_thread_has_found_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,6 +353,21 @@ def test_a_write_that_failed_is_tried_again_after_some_seconds(tmp_path: Path) -
         assert outbox.due
 
 
+def test_a_ledger_that_another_program_has_locked_is_written_later(tmp_path: Path) -> None:
+    """A person has opened it in an editor for SQLite, and has not stored a change."""
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        outbox = Outbox(ledger)
+        other.execute("BEGIN IMMEDIATE")
+        assert outbox.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts")).id < 0
+        why = "cannot be written: database is locked; another program uses it, `fuser"
+        assert outbox.problem == f"{path}: {why} {path}` shows which: close it there"
+        assert not outbox.damaged
+        other.execute("ROLLBACK")
+        outbox.retry()
+        assert (outbox.problem, [event.message for event in ledger.events()]) == (None, ["starts"])
+
+
 def test_a_journal_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     journal = tmp_path / "rank-0.jsonl"
     journal.mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.run.record.ledger import Ledger, mark_damage
+from memtop.supervisor.run.record.ledger import Ledger, mark_damage, why_not_written
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.wire import Event
 
@@ -95,7 +95,7 @@ class Outbox:
         try:
             write()
         except sqlite3.OperationalError as error:
-            self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
+            self.problem = why_not_written(self.ledger.path, error)
             self._retry_at = self._monotonic() + _RETRY_SECONDS
             return False
         except sqlite3.DatabaseError as error:
