@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
         "Used 19.59G of 15.48G hbm. Exceeded hbm capacity by 4.10G.",
         {Place.TPU, Place.JAX},
-        ("half the batch", "gradient checkpointing"),
+        ("half the batch", "jax.checkpoint", "more TPU cores"),
         ("ALLOC_CONF", "XLA_", "ZeRO", "LoRA"),
     ),
     "jax": (
@@ -128,8 +128,8 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
     "unknown program": (
         "Error: CUDA out of memory.\nrender: not enough GPU memory to continue",
         {Place.CUDA},
-        ("half the batch", "a smaller model"),
-        ("ALLOC_CONF", "ZeRO", "LoRA"),
+        ("smaller pieces", "a smaller model", "nvidia-smi"),
+        ("ALLOC_CONF", "ZeRO", "LoRA", "half the batch", "gradient", "512 tokens"),
     ),
     "windows gpu": (
         TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
@@ -255,7 +255,12 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("a machine with more memory",),
         ("sudo", "docker", "num_workers"),
     ),
-    "plain linux": (KILLED_BY_KERNEL, set(), ("fallocate", "num_workers 0"), ("sbatch", "kubectl", "paging")),
+    "plain linux": (
+        KILLED_BY_KERNEL,
+        set(),
+        ("fallocate", "fewer processes at once"),
+        ("sbatch", "kubectl", "paging", "num_workers"),
+    ),
 }
 
 

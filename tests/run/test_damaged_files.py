@@ -368,6 +368,19 @@ def test_a_ledger_that_another_program_has_locked_is_written_later(tmp_path: Pat
         assert (outbox.problem, [event.message for event in ledger.events()]) == (None, ["starts"])
 
 
+def test_the_end_of_a_run_is_written_once_the_ledger_is_not_locked(runs: Runs) -> None:
+    program = UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
+    runs.wait("a", lambda document: document["alive"])
+    with closing(sqlite3.connect(runs.path / "a/ledger.sqlite", isolation_level=None, timeout=60)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        (runs.root / "go").touch()
+        runs.wait("a", lambda document: document["state"] == "finished" and "is locked" in str(document["warnings"]))
+        other.execute("ROLLBACK")
+    document = runs.wait("a", lambda document: document["supervisor_pid"] is None)
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["finished"]
+
+
 def test_a_journal_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     journal = tmp_path / "rank-0.jsonl"
     journal.mkdir()

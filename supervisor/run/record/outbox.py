@@ -74,6 +74,11 @@ class Outbox:
         """Whether it makes sense to write again: some seconds after a write failed."""
         return not self.damaged and self._monotonic() >= self._retry_at
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is still to be written, and may be."""
+        return not self.damaged and bool(self._attempts or self._records or self._events)
+
     def forget_journal(self, attempt: int, rank: int, until: int) -> bool:
         return self.write(lambda: self.ledger.forget_journal(attempt, rank, until))
 
