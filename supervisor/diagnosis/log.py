@@ -225,7 +225,9 @@ def _phase(finding: Finding, context: list[LogLine]) -> str:
 
 # --- what needs more than a pattern --------------------------------------------------------------
 
-_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|[`'\"*)\]]{0,3})?$")
+_MEMORY_ERROR = re.compile(
+    r"(?:\[[\w-]{0,12}\]\s+)?(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|\(\(.*\)|[`'\"*)\]]{0,3})?$"
+)
 
 
 def _memory_errors(view: JoinedLines) -> Iterator[Finding]:

@@ -47,7 +47,7 @@ _DEVICE = re.compile(
     r"|on (?:[a-z]+ ){0,2}device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|webgpu|webgl|(?-i:Gpu[A-Z]))"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl|pooled_storage_manager|(?-i:Gpu[A-Z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -67,10 +67,10 @@ _HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap
 # Somebody else ended it, rather than the program itself.
 _KILLED = re.compile(
     r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
-    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b|\bkilled \d+ (?:task|process|job|worker)"
 )
-_WRAPPED = re.compile(r"\b18446744\d{12}\b")
-"""A size below zero, printed as a number of 64 bits without a sign."""
+_WRAPPED = re.compile(r"\b\d{19,20}\b")
+"""No size: mostly one below zero, printed as a number of 64 bits without a sign."""
 _OTHER_MEMORY = re.compile(r"(?i)\b(?:replay|conversation|chat|agent|episodic|vector) memory")
 _IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
