@@ -76,6 +76,7 @@ class Place(str, Enum):
     COLAB = "colab"
     KAGGLE = "kaggle"
     DOCKER = "docker"
+    CGROUP = "cgroup"
 
     @property
     def label(self) -> str:
@@ -128,6 +129,7 @@ _LABELS = {
     Place.COLAB: "Google Colab",
     Place.KAGGLE: "Kaggle",
     Place.DOCKER: "a container",
+    Place.CGROUP: "a memory cgroup",
 }
 DEVICES = (
     *(Place.DIRECTML, Place.OPENCL, Place.VULKAN, Place.MPS, Place.NPU, Place.XPU, Place.TPU, Place.HPU),
@@ -161,20 +163,10 @@ PROGRAMS = (
 FRAMEWORKS = (Place.PYTORCH, Place.JAX, Place.TENSORFLOW)
 SYSTEMS = (Place.WSL, Place.WINDOWS, Place.MACOS)
 MANAGED = frozenset(
-    {
-        Place.SLURM,
-        Place.PBS,
-        Place.SGE,
-        Place.LSF,
-        Place.HTCONDOR,
-        Place.YARN,
-        Place.DASK,
-        Place.RAY,
-        Place.KUBERNETES,
-        Place.COLAB,
-        Place.KAGGLE,
-        Place.DOCKER,
-    }
+    (
+        *(Place.SLURM, Place.PBS, Place.SGE, Place.LSF, Place.HTCONDOR, Place.YARN, Place.DASK, Place.RAY),
+        *(Place.KUBERNETES, Place.COLAB, Place.KAGGLE, Place.DOCKER),
+    )
 )
 """What sets the limits of its programs itself. Their users cannot change the machine."""
 
@@ -196,18 +188,9 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
         *("torch_npu", "PYTORCH_NPU", "npu:0", "/Ascend/", "AscendCL", "aclrt"),
     ),
     Place.XPU: (
-        *(
-            "XPUoutofmemory",
-            "XPUerror",
-            "torch.xpu",
-            "torch/xpu",
-            "xpu:0",
-            "UR_RESULT_ERROR",
-            "UR_ERROR_OUT_OF",
-            "PI_ERROR_OUT_OF",
-        ),
-        *("ZE_RESULT_ERROR", "level_zero", "ggml_sycl", "intel_extension_for_pytorch"),
-        "memoryblockwithsizelargerthan4GB",
+        *("XPUoutofmemory", "XPUerror", "torch.xpu", "torch/xpu", "xpu:0", "UR_RESULT_ERROR"),
+        *("UR_ERROR_OUT_OF", "PI_ERROR_OUT_OF", "ZE_RESULT_ERROR", "level_zero", "ggml_sycl"),
+        *("intel_extension_for_pytorch", "memoryblockwithsizelargerthan4GB"),
     ),
     Place.TPU: (
         "libtpu",
@@ -239,7 +222,17 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     ),
     Place.WHISPER_CPP: ("whisper_init", "whisper_model_load", "whisper_full", "whisper.cpp"),
     Place.SD_CPP: ("stable-diffusion.cpp", "sd-cli", "ggml_extend.hpp"),
-    Place.COMFYUI: ("ComfyUI/", "ComfyUI\\", "comfy/", "comfy\\", "custom_nodes", "ComfyUI-", "ComfyUIrun", "comfy_kitchen"),
+    Place.COMFYUI: (
+        "ComfyUI/",
+        "ComfyUI\\",
+        "comfy/",
+        "comfy\\",
+        "custom_nodes",
+        "ComfyUI-",
+        "ComfyUIrun",
+        "ThiserrormeansyouranoutofmemoryonyourGPU",
+        "comfy_kitchen",
+    ),
     Place.WEBUI: ("stable-diffusion-webui", "sd_hijack", "Fooocus", "fooocus", "ldm_patched", "webui-user", "sd_models.py"),
     Place.INVOKEAI: (
         "invokeai",
@@ -301,17 +294,9 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     Place.YARN: ("YarnScheduler", "YarnAllocator", "killedbyYARN", "org.apache.hadoop.yarn"),
     Place.DASK: ("distributed.nanny", "distributed.scheduler", "distributed.worker_memory"),
     Place.RAY: (
-        *(
-            "ray.exceptions",
-            "raylet",
-            "RayTaskError",
-            "ray/_private",
-            "ray._private",
-            "ray/python/",
-            "RAY_memory_usage",
-            "RAY_memory_monitor",
-        ),
-        *("exceedsthememoryusagethreshold", "ray.memory_monitor", "RayOutOfMemoryError", "ray/memory_monitor"),
+        *("ray.exceptions", "raylet", "RayTaskError", "ray/_private", "ray._private", "ray/python/"),
+        *("RAY_memory_usage", "RAY_memory_monitor", "exceedsthememoryusagethreshold", "ray.memory_monitor"),
+        *("RayOutOfMemoryError", "ray/memory_monitor"),
     ),
     Place.KUBERNETES: (
         *("kubectl", "kubelet", "kubepods", "kubernetes.io", "KUBERNETES_", "CrashLoopBackOff"),
@@ -332,6 +317,8 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
         ),
     ),
 }
+_CGROUP = ("Memorycgroupoutofmemory", "CONSTRAINT_MEMCG", "oom_memcg=")
+"""The kernel killed at the limit of a memory cgroup, not because the machine was full."""
 _AFTER = 8
 _ONLY_ROCM = ("ROCm0", "ROCm1", "ROCmerror", "HipCustom", "amdgpu:", "AMDInstinct", "AMDRadeon")
 """PyTorch and llama.cpp call AMD's GPUs "cuda", too."""
@@ -368,6 +355,7 @@ def of_log(page: LogText, line: int | None, message: Sequence[str], *, of_torch:
     found = [_device(texts), *_programs(texts, of_torch=of_torch)]
     found.append(Place.MACOS if Place.MPS in found else _system(page, whole))
     found += [place for place in Place if place in MANAGED and _shows(whole, place)]
+    found.append(Place.CGROUP if any(sign in whole for sign in _CGROUP) else None)
     return together(place for place in found if place is not None)
 
 
@@ -446,6 +434,8 @@ def together(places: Iterable[Place]) -> tuple[Place, ...]:
         found -= {Place.KUBERNETES, Place.DOCKER}
     if Place.KUBERNETES in found:
         found.discard(Place.DOCKER)
+    if found & MANAGED:
+        found.discard(Place.CGROUP)
     if Place.WSL in found:
         found.discard(Place.WINDOWS)
     return tuple(place for place in Place if place in found)

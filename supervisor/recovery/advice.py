@@ -3,6 +3,7 @@ another reason than that it is full. Pure functions; memtop never runs the comma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -32,12 +33,17 @@ About = Literal[
     "program",
     "program_host",
     "inference",
+    "perhaps",
     "unknown",
     "recompute",
     "budget",
     "refused",
 ]
 """The question that a piece of advice answers; the file explains each."""
+
+
+_RAISED = 64
+"""The limit to request, in GiB, if the present one is not known."""
 
 
 class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,9 +68,12 @@ class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         here = set(environment)
         return (not self.places or bool(here & set(self.places))) and here >= set(self.needs) and not here & self._elsewhere
 
-    def remedy(self, environment: Sequence[Place]) -> Remedy:
-        written: tuple[Written, ...] = (Written(self.file, "\n".join(self.lines)),) if self.lines else ()
-        commands = list(self.commands)
+    def remedy(self, environment: Sequence[Place], limit: int | None = None) -> Remedy:
+        """`limit`: the memory limit that was reached, in bytes."""
+        raised = f"{_RAISED if limit is None else max(1, math.ceil(1.5 * limit / (1 << 30)))}"
+        lines = "\n".join(self.lines).replace("{limit}", raised)
+        written: tuple[Written, ...] = (Written(self.file, lines),) if self.lines else ()
+        commands = [command.replace("{limit}", raised) for command in self.commands]
         for variable in self.variables:
             typed, elsewhere = set_variable(variable, environment)
             commands += typed
@@ -100,13 +109,13 @@ def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[s
     return (), (Written("cmd.exe", f"set {assignment}"), Written("PowerShell", f"$env:{name} = '{value}'"))
 
 
-def advice(about: About, environment: Sequence[Place], phase: str = "unknown") -> Iterator[Remedy]:
+def advice(about: About, environment: Sequence[Place], phase: str = "unknown", limit: int | None = None) -> Iterator[Remedy]:
     """What fits the environment, each id once, as remedies that only a person can apply."""
     given: set[str] = set()
     for one in sorted(table(), key=lambda one: phase not in one.first_in):
         if one.about == about and one.id not in given and one.fits(environment):
             given.add(one.id)
-            yield one.remedy(environment)
+            yield one.remedy(environment, limit)
 
 
 # --- a GPU that is not full ----------------------------------------------------------------------

@@ -172,6 +172,8 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator
     of_torch = _is(diagnosis, Place.PYTORCH)
     if diagnosis.phase != "load":
         yield _smaller_batch(diagnosis, () if command is None else command.command)
+        if of_torch and command is None and diagnosis.phase == "unknown":
+            yield from advice("perhaps", diagnosis.environment)
         own = tuple(advice("recompute", diagnosis.environment))
         yield from own or (_option_of("checkpointing", "gradient checkpointing on", _RECOMPUTED, speed=0.75),)
         if of_torch or command is not None or diagnosis.requested_logits is not None:
@@ -333,7 +335,7 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
     leaks = () if command is None else command.leaks
     more = () if leaks else tuple(_more(diagnosis, host))
     # What a manager limits is cheaper to request than to save.
-    first = _is(diagnosis, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
+    first = _is(diagnosis, Place.CGROUP, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
     if first:
         yield from more
     large = host is None and (diagnosis.requested_bytes or 0) >= _MUCH and not _is(diagnosis, *PROGRAMS)

@@ -30,6 +30,7 @@ LLAMA = (
     "llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache\n"
 )
 KILLED_BY_KERNEL = "Memory cgroup out of memory: Killed process 30211 (python) total-vm:1182203kB, anon-rss:43230644kB\n"
+MACHINE_FULL = KILLED_BY_KERNEL.replace("Memory cgroup out of", "Out of")
 KUBEPODS = "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/kubepods/burstable/pod7,task=python,pid=30211,uid=0\n"
 DOCKER = "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/docker/6c1f,task=python,pid=30211,uid=0\n"
 
@@ -255,8 +256,9 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("a machine with more memory",),
         ("sudo", "docker", "num_workers"),
     ),
+    "cgroup": (KILLED_BY_KERNEL, {Place.CGROUP}, ("MemoryMax=64G", "fallocate"), ("num_workers",)),
     "plain linux": (
-        KILLED_BY_KERNEL,
+        MACHINE_FULL,
         set(),
         ("fallocate", "fewer processes at once"),
         ("sbatch", "kubectl", "paging", "num_workers"),
@@ -332,7 +334,7 @@ NEAR_MISSES = (
 
 def test_ordinary_words_are_no_sign_of_an_environment() -> None:
     for line in NEAR_MISSES:
-        assert logs.of(f"{line}\n{KILLED_BY_KERNEL}").environment == (), line
+        assert logs.of(f"{line}\nOut of memory: Killed process 7 (python) total-vm:9kB").environment == (), line
 
 
 def test_what_served_a_model_before_is_not_what_failed() -> None:

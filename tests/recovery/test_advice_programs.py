@@ -224,6 +224,27 @@ def test_host_memory_of_programs_with_options_of_their_own(place: Place) -> None
     assert [part for part in ("num_workers", "pin_memory", "offload off", "whole files") if part in said] == []
 
 
+def test_the_limit_to_request_is_above_the_one_that_was_reached() -> None:
+    killed = died(Kind.HOST_OOM_KILLED, environment=(Place.SLURM,))
+    assert "sbatch --mem=64G" in words(remedies_for_command(killed))
+    assert "sbatch --mem=144G" in words(remedies_for_command(replace(killed, total_bytes=96 * GIB)))
+    assert "sbatch --mem=2G" in words(remedies_for_command(replace(killed, total_bytes=GIB)))
+
+
+def test_a_kill_at_the_limit_of_a_cgroup_raises_the_limit_first() -> None:
+    killed = died(Kind.HOST_OOM_KILLED, environment=(Place.CGROUP,), phase="unknown")
+    assert ids(remedies_for_command(killed))[0] == "memory_limit"
+    assert "memory_limit" not in ids(remedies_for_command(replace(killed, environment=())))
+    kernel = "oom-kill:constraint=CONSTRAINT_MEMCG,task=python,pid=7\nMemory cgroup out of memory: Killed process 7 (python)"
+    assert logs.of(kernel).environment == (Place.CGROUP,)
+    assert logs.of(f"slurmstepd: error: Detected 1 oom_kill event\n{kernel}").environment == (Place.SLURM,)
+
+
+def test_pytorch_that_may_not_train_is_told_what_helps_then() -> None:
+    assert "inference" in ids(remedies_for_command(logs.of(TORCH)))
+    assert "inference" not in ids(remedies_for_command(logs.of(traceback("/home/me/t.py", "    loss.backward()\n" + TORCH))))
+
+
 # --- the GPU --------------------------------------------------------------------------------------
 
 
