@@ -65,10 +65,8 @@ def _damage(path: Path) -> str | None:
     read: the small tables, and the numbers that the rules begin with. Everything is read if the
     last supervisor met damage, or was killed: SQLite's log is left then.
     """
-    if path.is_dir() or (path.is_symlink() and not path.exists()):
-        return "not a file"
-    if not path.exists():
-        return None
+    if not path.is_file():
+        return "not a file" if path.exists() or path.is_symlink() else None
     mark = damage_mark(path)
     whole = mark.exists() or any(_is_left(path.with_name(path.name + suffix)) for suffix in ("-wal", "-journal"))
     try:

@@ -4,9 +4,11 @@ wrong. What memtop can write again counts as missing."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,9 +19,12 @@ import pytest
 from memtop.cli import run as memtop
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run import rebuild
+from memtop.supervisor.run.post_mortem.log_end import error_files, read_log_end
+from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.rebuild import open_ledger
+from memtop.supervisor.run.record.checkpoints import read_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
-from memtop.supervisor.run.record.journal import Intake, find_journals
+from memtop.supervisor.run.record.journal import Intake, JournalReader, find_journals
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Saved, SaveFailed, Step
@@ -409,6 +414,46 @@ def test_files_with_names_that_no_rank_and_no_attempt_has_end_nothing(tmp_path: 
         (folder.path / "attempts" / name).mkdir()
     assert folder.attempt_numbers() == [1]
     open_ledger(folder)[0].close()
+
+
+def read_journal(path: Path) -> object:
+    return JournalReader(path).read_new()
+
+
+def replace_with_shim(path: Path) -> object:
+    return shim.write_json(str(path.with_name(path.name.removesuffix(shim.RESERVED))), {"status": 0}, seconds=0.0)
+
+
+def replace_with_supervisor(path: Path) -> object:
+    with contextlib.suppress(RunFolderError):
+        write_json(path.with_name("state.json"), {})
+    return write_json(path.with_name("state.json"), {})
+
+
+PIPES: list[tuple[str, Callable[[Path], object]]] = [
+    ("rank-0.jsonl", read_journal),
+    ("output.log", read_log_end),
+    ("error.json", lambda path: error_files(path.parent)),
+    ("manifest.json", lambda path: read_checkpoint(path.parent)),
+    ("ledger.sqlite", lambda path: open_ledger(RunFolder(path.parent))[0].close()),
+    (f"exit.json{shim.RESERVED}", replace_with_shim),
+    (f".state.json.{os.getpid()}", replace_with_supervisor),
+]
+
+
+@pytest.mark.parametrize(("name", "use"), PIPES, ids=[name for name, _ in PIPES])
+def test_a_pipe_that_a_program_puts_in_place_of_a_file_blocks_nothing(
+    tmp_path: Path, name: str, use: Callable[[Path], object]
+) -> None:
+    os.mkfifo(tmp_path / name)
+    done = threading.Event()
+
+    def work() -> None:
+        use(tmp_path / name)
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(60)
 
 
 def test_kept_reports_have_the_order_in_which_they_were_reported(tmp_path: Path) -> None:
