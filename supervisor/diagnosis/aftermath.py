@@ -21,7 +21,8 @@ _RECOVERY = re.compile(
     r"|(?:decreas|reduc|halv|lower)ing (?:the )?(?:auto )?(?:micro)?[ _-]?batch(?:[ _-]?size)? (?:from|to|by)"
     r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)"
     r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
-    r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory|skip(?:ping|ped) tactic"
+    r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory"
+    r"|skip(?:ping|ped) tactic|\bcaught (?:an? )?(?:exception|error):"
     r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
 )
 # Words for going on after anything: they count on the message's own line, or where steps follow.

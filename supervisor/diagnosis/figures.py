@@ -58,9 +58,12 @@ _WORD = re.compile(
     r"|batch|step|version|params?|parameters?|port|seed))\b"
 )
 _EXTREME = re.compile(r"(?i)\b(?:max\w*|peak|largest|biggest|min|minimum|smallest)\b")
+_ONE_WORD = re.compile(r" ?(?:\w+ )?")
 _BOUND = re.compile(r"[<>]=? ?$")
 """`usage >= 2 GiB` gives no size."""
 _DEVICE_LIMIT = re.compile(r"(?i)\b(?:device|gpu|card|hbm|cgroup|container)(?: memory)? limit")
+_SUM = re.compile(r"(?i)\b(?:usage|utili[sz]ation|in use|used|allocated):\s*[-*]? {0,4}total\b[^\n]{0,20}$")
+"""A total below such a heading is the sum of what is in use."""
 _NOT_YET = re.compile(r"(?i)\b(?:not|n't|be|to be|can't|cannot) (?:be )?$")
 # A name, as in `free memory: ` or `"free" = `, and the word in front of a number.
 _NAME = re.compile(r"([A-Za-z][\w ()/#.-]{0,60}?)['\"`*]{0,3} {0,30}(?:::?|=>?|\|) {0,30}['\"(`*]{0,3}~?$")
@@ -85,8 +88,9 @@ _COMPARED = re.compile(
 
 _ADJACENT = 10
 """The most characters between `size` and a word that says of what it is the size."""
-_NEAR, _NEAR_BARE = 60, 25
-"""The most characters between a word and the size that it describes, with and without a unit."""
+_NEAR, _NEAR_BARE, _NEAR_ZERO = 60, 25, 14
+"""The most characters between a word and the size that it describes: with and without a unit, and
+if it is 0 without a unit."""
 
 
 class _Size(NamedTuple):
@@ -107,6 +111,8 @@ def read(text: str) -> Figures:
     for at, size in enumerate(sizes):
         following = sizes[at + 1].start if at + 1 < len(sizes) else len(text)
         role = _role(text[end : size.start], text[size.end : following + 1], size)
+        if role == "total" and _SUM.search(text[end : size.start]):
+            role = "allocated"
         end = size.end
         if size.whole is not None:
             if role in ("free", "allocated"):
@@ -176,7 +182,7 @@ def _role(left: str, right: str, size: _Size) -> str | None:
     name = _NAME.search(left)
     if name is not None:
         return None if _EXTREME.search(_CAMEL.sub(" ", name[1])) else _of_words(name[1])
-    return _of_words(left, _NEAR if size.has_unit else _NEAR_BARE)
+    return _of_words(left, _NEAR if size.has_unit else _NEAR_BARE if size.bytes else _NEAR_ZERO)
 
 
 def _of_words(text: str, near: int | None = None) -> str | None:
@@ -197,6 +203,8 @@ def _of_words(text: str, near: int | None = None) -> str | None:
         size = words.pop()
         roles.pop()
     role = roles[-1]
+    if len(words) > 1 and _EXTREME.fullmatch(words[-2][0]) and _ONE_WORD.fullmatch(text, words[-2].end(), words[-1].start()):
+        return None  # "the max alloc size is 2 GiB"
     if role == "other" and size.start() - words[-1].end() > _ADJACENT:
         role = "size"  # the word is about something else than this size
     if role == "allocated" and _NOT_YET.search(text[: words[-1].start()]):

@@ -140,7 +140,7 @@ def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
             if known is None or _worth(finding) > _worth(known):
                 best[finding.line] = finding
     explained = {line for finding in best.values() for line in range(finding.line, finding.last_line + 1)}
-    likely = shortage.find(page, explained)
+    likely = [finding for finding in shortage.find(page, explained) if not shortage.is_listed(page, finding)]
     best = {line: finding for line, finding in best.items() if not shortage.is_listed(page, finding)}
     for finding in [*likely, *_python_errors(page, best)]:
         best.setdefault(finding.line, finding)
@@ -154,7 +154,7 @@ def _worth(finding: Finding) -> tuple[int, int]:
 
 
 def _of_view(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> Iterator[Finding]:
-    yield from allocator.find(view)
+    yield from (finding for finding in allocator.find(view) if not _IF_SEEN.search(page.lines[finding.line].text))
     for pattern in PATTERNS:
         yield from pattern.find(view)
     yield from _memory_errors(view)
@@ -162,6 +162,11 @@ def _of_view(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> I
     yield from _bare_killed(view)
 
 
+# Advice that quotes the message: `if you see "CUDA out of memory ..."`.
+_IF_SEEN = re.compile(
+    r"(?i)\b(?:if|whenever|in case of)\W{1,3}(?:(?:you|we|it|the|an?|get|gets|see|hit|encounter|still|error)\W{1,3}){0,4}"
+    r"(?:\w*Error\W{0,3})?(?-i:[A-Z]{2,4}|MPS backend) out of memory"
+)
 # Commands that kill a program, as a terminal shows them.
 _BY_HAND = re.compile(
     r"^(?:\S{0,40}[$#+>%]\s*)?(?:sudo )?(?:kill (?:-9|-KILL|-s KILL)|p?kill(?:all)? -(?:9|KILL|SIGKILL)"
@@ -220,7 +225,9 @@ def _phase(finding: Finding, context: list[LogLine]) -> str:
 
 # --- what needs more than a pattern --------------------------------------------------------------
 
-_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|[`'\"*)\]]{0,3})?$")
+_MEMORY_ERROR = re.compile(
+    r"(?:\[[\w-]{0,12}\]\s+)?(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|\(\(.*\)|[`'\"*)\]]{0,3})?$"
+)
 
 
 def _memory_errors(view: JoinedLines) -> Iterator[Finding]:

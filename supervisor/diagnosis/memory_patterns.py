@@ -149,7 +149,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(
         r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
-        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM for model|memory capacity is unbalanced",
+        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM (?:for model|in split for)"
+        r"|memory capacity is unbalanced",
         GPU,
         reason=_BUDGET,
     ),
@@ -221,7 +222,13 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Also after the device was lost.
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
     Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
-    Pattern(r"buffer '\w+' size \d+ is larger than buffer maximum of \d+", GPU, 0.85),
+    Pattern(
+        r"(?i:buffer (?:'\w+')? size \(?(?P<size>\d+)\)? (?:is larger than|exceeds) (?:the)? (?:buffer max|max buffer))",
+        GPU,
+        0.85,
+    ),
+    Pattern(r"Cannot allocate (?P<size>SIZE) in GPU (?P<gpu>\d+), available (?P<free>SIZE)", GPU, 0.85),
+    Pattern(r"Not enough space to allocate (?P<size>\d+ B) DRAM buffer across \d+ banks", GPU, 0.95),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
     Pattern(r"\[Upstream (?P<size>\d+B)\]\[FAILURE", GPU),
@@ -241,6 +248,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     # A limit that somebody set for ONNX Runtime's arena, of whatever memory.
+    Pattern(r"Failed to allocate a buffer of size (?P<size>\d+)", HOST, 0.85),
+    Pattern(r"not enough space in the context's memory pool", HOST, 0.45, weight=Weight.LIKELY),
     Pattern(r"Available memory of \d+ is smaller than requested bytes of \d+", HOST, 0.45, weight=Weight.LIKELY),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
     Pattern(
@@ -354,7 +363,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(r"Usage of EmptyDir volume \"(?:d?shm|shared)", SHM, 0.85),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     # Ray keeps its objects in /dev/shm.
-    Pattern(r"ObjectStoreFullError|PlasmaStoreFull", SHM, 0.85),
+    Pattern(r"ObjectStoreFullError|PlasmaStoreFull|in object store because it is full", SHM, 0.85),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
     Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),

@@ -43,10 +43,12 @@ _OTHER_THINGS = re.compile(
     r"|shared memory|quota for|semaphores?)\b"
 )
 _DEVICE = re.compile(
-    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory|on (?:the )?device|metal|mps|vulkan|opencl|sycl"
+    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory"
+    r"|on (?:[a-z]+ ){0,2}device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|webgpu|webgl|(?-i:Gpu[A-Z]))"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl"
+    r"|directml|dmlexec|pooled_storage_manager|(?-i:Gpu[A-Z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -66,10 +68,11 @@ _HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap
 # Somebody else ended it, rather than the program itself.
 _KILLED = re.compile(
     r"(?i)\b(?:job|worker|container|pod|task|executor|been|was|were|being)"
-    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b"
+    r" (?:killed|terminated|evicted|cancell?ed|stopped|ended|reaped)\b|\bkilled \d+ (?:task|process|job|worker)"
 )
-_WRAPPED = re.compile(r"\b18446744\d{12}\b")
-"""A size below zero, printed as a number of 64 bits without a sign."""
+_WRAPPED = re.compile(r"\b\d{19,20}\b")
+"""No size: mostly one below zero, printed as a number of 64 bits without a sign."""
+_OTHER_MEMORY = re.compile(r"(?i)\b(?:replay|conversation|chat|agent|episodic|vector) memory")
 _IS_QUESTION = re.compile(r"[^.!\n]{0,80}[?？](?:\s|$)")
 
 
@@ -115,7 +118,9 @@ def _read(page: LogText, index: int) -> Finding | None:
 def _is_stated(text: str) -> bool:
     """Whether a line states a lack of memory in so many words."""
     words = _SHORT_OF_MEMORY.search(text)
-    if words is None or _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
+    if words is None or _OTHER_MEMORY.search(words[0]):
+        return False
+    if _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
         return False
     return _STATES.search(text[: words.start()]) is not None
 

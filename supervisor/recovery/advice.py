@@ -3,6 +3,7 @@ another reason than that it is full. Pure functions; memtop never runs the comma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Literal
 import msgspec
 
 from memtop.presets.files import PresetFileError, parse
-from memtop.supervisor.diagnosis.environment import ENGINES, MANAGED, Place
+from memtop.supervisor.diagnosis.environment import MANAGED, PROGRAMS, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.recovery.situation import to_do
 from memtop.supervisor.recovery.values import Remedy, Written
 
 _FILE = Path(__file__).with_name("advice.toml")
-_GROUPS = {"managed": MANAGED, "engine": frozenset(ENGINES)}
+_GROUPS = {"managed": MANAGED, "program": frozenset(PROGRAMS)}
 About = Literal[
     "limit",
     "machine",
@@ -29,12 +30,22 @@ About = Literal[
     "disk",
     "others",
     "allocator",
-    "engine",
-    "engine_host",
+    "program",
+    "program_host",
+    "inference",
+    "perhaps",
+    "loading",
+    "ranks",
+    "unknown",
+    "recompute",
     "budget",
     "refused",
 ]
 """The question that a piece of advice answers; the file explains each."""
+
+
+_RAISED = 64
+"""The limit to request, in GiB, if the present one is not known."""
 
 
 class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,14 +63,19 @@ class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     needs: tuple[Place, ...] = ()
     not_in: tuple[str, ...] = ()
     changes: bool = False
+    first_in: tuple[str, ...] = ()
+    """The phases in which it comes before the others."""
 
     def fits(self, environment: Sequence[Place]) -> bool:
         here = set(environment)
         return (not self.places or bool(here & set(self.places))) and here >= set(self.needs) and not here & self._elsewhere
 
-    def remedy(self, environment: Sequence[Place]) -> Remedy:
-        written: tuple[Written, ...] = (Written(self.file, "\n".join(self.lines)),) if self.lines else ()
-        commands = list(self.commands)
+    def remedy(self, environment: Sequence[Place], limit: int | None = None) -> Remedy:
+        """`limit`: the memory limit that was reached, in bytes."""
+        raised = f"{_RAISED if limit is None else max(1, math.ceil(1.5 * limit / (1 << 30)))}"
+        lines = "\n".join(self.lines).replace("{limit}", raised)
+        written: tuple[Written, ...] = (Written(self.file, lines),) if self.lines else ()
+        commands = [command.replace("{limit}", raised) for command in self.commands]
         for variable in self.variables:
             typed, elsewhere = set_variable(variable, environment)
             commands += typed
@@ -95,13 +111,13 @@ def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[s
     return (), (Written("cmd.exe", f"set {assignment}"), Written("PowerShell", f"$env:{name} = '{value}'"))
 
 
-def advice(about: About, environment: Sequence[Place]) -> Iterator[Remedy]:
+def advice(about: About, environment: Sequence[Place], phase: str = "unknown", limit: int | None = None) -> Iterator[Remedy]:
     """What fits the environment, each id once, as remedies that only a person can apply."""
     given: set[str] = set()
-    for one in table():
+    for one in sorted(table(), key=lambda one: phase not in one.first_in):
         if one.about == about and one.id not in given and one.fits(environment):
             given.add(one.id)
-            yield one.remedy(environment)
+            yield one.remedy(environment, limit)
 
 
 # --- a GPU that is not full ----------------------------------------------------------------------
@@ -111,14 +127,21 @@ _FAR, _LEAST_BYTES = 2, 256 << 20
 bytes: the allocator requests more than it prints, and memory can become free after the failure."""
 
 
+_XPU_LIMIT = 4 << 30
+"""The driver of Intel GPUs refuses larger allocations, unless it is told otherwise."""
+
+
 def refusals(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
     """What to do if the device had room, but a limit or the driver refused the request."""
     free, requested, allowed = diagnosis.free_bytes, diagnosis.requested_bytes, diagnosis.allowed_bytes
+    if free is None and diagnosis.total_bytes is not None and diagnosis.allocated_bytes is not None:
+        free = max(0, diagnosis.total_bytes - diagnosis.allocated_bytes) if Place.XPU in diagnosis.environment else None
     if not diagnosis.kind.of_gpu or free is None or requested is None or free <= requested:
         return ()
     if allowed is not None:
         return (_fraction(diagnosis, allowed, free),)
     far = free >= _FAR * requested and free - requested >= _LEAST_BYTES
+    far = far or (Place.XPU in diagnosis.environment and requested >= _XPU_LIMIT)
     return tuple(advice("refused", diagnosis.environment)) if far and diagnosis.kind is Kind.GPU_OOM else ()
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.environment import ENGINES, FRAMEWORKS, MANAGED, Place
+from memtop.supervisor.diagnosis.environment import FRAMEWORKS, MANAGED, PROGRAMS, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals, set_variable
 from memtop.supervisor.recovery.configuration import TRAINED_BYTES
@@ -74,16 +74,22 @@ def _is(diagnosis: Diagnosis, *places: Place) -> bool:
     return any(place in diagnosis.environment for place in places)
 
 
-def _may_be_torch(diagnosis: Diagnosis) -> bool:
-    """Whether the program uses PyTorch, or shows no framework at all."""
-    return _is(diagnosis, Place.PYTORCH) or not _is(diagnosis, *FRAMEWORKS, *ENGINES)
-
-
-def _may_have_workers(diagnosis: Diagnosis, command: ExternalCommand | None) -> bool:
+def _has_workers(diagnosis: Diagnosis, command: ExternalCommand | None) -> bool:
     """Whether the program has processes that load data, as far as that is known."""
     if command is not None:
         return command.loader_workers or command.mentions("workers")
-    return _is(diagnosis, Place.PYTORCH) or (_may_be_torch(diagnosis) and not _is(diagnosis, *MANAGED))
+    if diagnosis.phase == "data":
+        return True
+    trains = _is(diagnosis, Place.PYTORCH) and not _is(diagnosis, Place.INFERENCE)
+    return trains and (diagnosis.requested_bytes or 0) < _MUCH
+
+
+def _trains(diagnosis: Diagnosis, command: ExternalCommand | None) -> bool:
+    """Whether the program trains a neural network, as far as that is known."""
+    if _is(diagnosis, Place.INFERENCE):
+        return False
+    known = command is not None or _is(diagnosis, *FRAMEWORKS, Place.TPU)
+    return known or diagnosis.phase in ("forward", "backward", "optimizer", "evaluation")
 
 
 # --- a full GPU -----------------------------------------------------------------------------------
@@ -98,20 +104,38 @@ def _gpu(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Reme
         yield beyond
     elif diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
         yield strays(diagnosis)
+        yield from advice("ranks", diagnosis.environment)
     else:
         yield from refused
     if diagnosis.reason == MEMORY_BUDGET:
         yield from _budget(diagnosis)
-    elif _is(diagnosis, *ENGINES):
-        yield from advice("engine", diagnosis.environment)
-    elif beyond is not None:
-        if diagnosis.phase == "evaluation":
-            yield _eval_batch()
-        yield _chunked_loss(diagnosis)
-        yield _option_of("seq_len", "shorter samples, at first 512 tokens or more", "this changes the data", changes=True)
+        return
+    if not refused or diagnosis.allowed_bytes is not None:
+        found = _of_program(diagnosis, command)
+        yield from found if beyond is None else (one for one in found if one.id in _MAKES_REQUESTS_SMALLER)
+
+
+_MAKES_REQUESTS_SMALLER = frozenset(
+    ("eval_batch", "chunked_loss", "seq_len", "smaller_inputs", "context_length", "max_model_len", "tiles")
+)
+"""What helps if a single request is larger than the device."""
+
+
+def _of_program(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:
+    """What the program can do with less of a full GPU."""
+    if _is(diagnosis, *PROGRAMS):
+        yield from advice("program", diagnosis.environment, diagnosis.phase)
+    elif _trains(diagnosis, command):
+        yield from _training(diagnosis, command)
+    elif _is(diagnosis, Place.INFERENCE):
+        allocator, fragmented = tuple(_allocator(diagnosis, command)), is_fragmented(diagnosis)
+        if fragmented:
+            yield from allocator
+        yield from advice("inference", diagnosis.environment, diagnosis.phase)
+        if not fragmented:
+            yield from allocator
     else:
-        full = not refused or diagnosis.allowed_bytes is not None
-        yield from _training(diagnosis, command, full=full)
+        yield from advice("unknown", diagnosis.environment)
 
 
 def _budget(diagnosis: Diagnosis) -> Iterator[Remedy]:
@@ -119,6 +143,8 @@ def _budget(diagnosis: Diagnosis) -> Iterator[Remedy]:
     free, total, wanted = diagnosis.free_bytes, diagnosis.total_bytes, diagnosis.requested_bytes
     if _is(diagnosis, Place.VLLM) and free is not None and total is not None and wanted is not None and free < wanted <= total:
         yield strays(diagnosis)
+        if 2 * free < wanted:
+            return  # what is free holds no model for which the engine was set up
         share = int(100 * free / total) / 100
         yield to_do(
             "gpu_memory_utilization",
@@ -130,27 +156,34 @@ def _budget(diagnosis: Diagnosis) -> Iterator[Remedy]:
     yield from advice("budget", diagnosis.environment)
 
 
-def _training(diagnosis: Diagnosis, command: ExternalCommand | None, *, full: bool) -> Iterator[Remedy]:
-    """What a program that trains can change. `full`: the device had no room for the request."""
+def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:
+    """What a program that trains can change."""
     fragmented = is_fragmented(diagnosis)
-    allocator = tuple(_allocator(diagnosis, command)) if full else ()
+    allocator = tuple(_allocator(diagnosis, command))
     if fragmented:
         yield from allocator
+    if diagnosis.phase == "load":
+        yield from advice("loading", diagnosis.environment)
+        if not fragmented:
+            yield from allocator
+        return
     if diagnosis.phase == "evaluation":
         yield _eval_batch()
-    if diagnosis.phase != "load" and full:
-        yield _smaller_batch(diagnosis, () if command is None else command.command)
-        yield _option_of("checkpointing", "gradient checkpointing on", _RECOMPUTED, speed=0.75)
+    of_torch = _is(diagnosis, Place.PYTORCH)
+    yield _smaller_batch(diagnosis, () if command is None else command.command)
+    if of_torch and command is None and diagnosis.phase == "unknown":
+        yield from advice("perhaps", diagnosis.environment)
+    own = tuple(advice("recompute", diagnosis.environment))
+    yield from own or (_option_of("checkpointing", "gradient checkpointing on", _RECOMPUTED, speed=0.75),)
+    if of_torch or command is not None or diagnosis.requested_logits is not None:
         yield _chunked_loss(diagnosis)
     if not fragmented:
         yield from allocator
-    if not full:
-        return
-    of_torch = _is(diagnosis, Place.PYTORCH)
-    if of_torch and not _is(diagnosis, Place.MPS, Place.TPU):
+    if of_torch and not _is(diagnosis, Place.MPS, Place.TPU, Place.DIRECTML):
         yield _option_of("offload_optimizer", "optimizer state in host memory (ZeRO with offload), or in 8 bits", _OFFLOADED)
-    yield _option_of("seq_len", "shorter samples, at first 512 tokens or more", "this changes the data", changes=True)
-    if of_torch if command is None else command.mentions("lora"):
+    images = ", or smaller images" if command is None else ""
+    yield _option_of("seq_len", f"shorter samples, at first 512 tokens or more{images}", "this changes the data", changes=True)
+    if command is not None and command.mentions("lora"):
         yield _option_of("lora_rank", "a smaller LoRA rank with the same alpha / r", "other adapters: a new run", changes=True)
     yield _option_of(
         "smaller_model", "a smaller model", "for example 0.5 B instead of 1.8 B parameters: a new run", changes=True
@@ -183,7 +216,7 @@ def _option_of(
     )
 
 
-_OTHER_DEVICES = (Place.ROCM, Place.MPS, Place.TPU, Place.XPU, Place.NPU, Place.HPU)
+_OTHER_DEVICES = (Place.ROCM, Place.MPS, Place.TPU, Place.XPU, Place.NPU, Place.HPU, Place.DIRECTML, Place.OPENCL, Place.VULKAN)
 
 
 def _allocator(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:
@@ -299,21 +332,36 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         yield _wrong_size(diagnosis)
         return
     leaks = () if command is None else command.leaks
-    more = () if leaks else tuple(one for one in more_host_memory(diagnosis, host) if isinstance(one, Remedy))
+    more = () if leaks else tuple(_more(diagnosis, host))
     # What a manager limits is cheaper to request than to save.
-    first = _is(diagnosis, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
+    first = _is(diagnosis, Place.CGROUP, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
     if first:
         yield from more
+    large = host is None and (diagnosis.requested_bytes or 0) >= _MUCH and not _is(diagnosis, *PROGRAMS)
+    if large:
+        yield _in_pieces(diagnosis)
     can_leak = not leaks or any(leak.role == "loader worker" for leak in leaks)
-    if _may_have_workers(diagnosis, command) and can_leak and diagnosis.address_space_bytes is None:
+    if _has_workers(diagnosis, command) and can_leak and diagnosis.address_space_bytes is None:
         why = "each worker has its own copy of the data that it reads"
         yield _option_of("workers", "no data-loader workers (num_workers 0), or fewer", why)
     if not leaks:
-        yield from _less_host_memory(diagnosis, command)
+        yield from (one for one in _less_host_memory(diagnosis, command) if not large or one.id != "host_level")
     if not first:
         yield from more
 
 
+def _more(diagnosis: Diagnosis, host: HostFacts | None) -> Iterator[Remedy]:
+    """What a person can do about the limit or the machine, without swap that is too small."""
+    small = host is None and (diagnosis.requested_bytes or 0) > _SWAP_HELPS
+    for one in more_host_memory(diagnosis, host):
+        if isinstance(one, Remedy) and not (small and one.id == "swap"):
+            yield one
+
+
+_SWAP_HELPS = 32 << 30
+"""The largest request for which the 8 GiB of swap of the advice can make a difference."""
+_MUCH = 1 << 30
+"""A refused request for so much memory is the cause of the failure itself."""
 _MORE_THAN_MACHINES_HAVE = 4 << 40
 """A request for so much memory (4 TiB) comes from a wrong size, whatever the machine is."""
 
@@ -328,16 +376,29 @@ def _wrong_size(diagnosis: Diagnosis) -> Remedy:
 
 
 def _less_host_memory(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:
-    if _is(diagnosis, *ENGINES):
-        yield from advice("engine_host", diagnosis.environment)
+    if own := tuple(advice("program_host", diagnosis.environment, diagnosis.phase)):
+        yield from own
         return
-    of_torch = _may_have_workers(diagnosis, None)
-    if of_torch if command is None else command.on_gpu and _may_be_torch(diagnosis):
+    of_torch = _is(diagnosis, Place.PYTORCH)
+    on_gpu = of_torch and _is(diagnosis, Place.CUDA, Place.ROCM) if command is None else command.on_gpu
+    if command is None and of_torch and not on_gpu and diagnosis.phase in ("forward", "backward", "optimizer", "evaluation"):
+        why = "a program that computes on the CPU has its activations in host memory"
+        yield _option_of("smaller_batch", "a smaller batch, if it runs on the CPU", why)
+    if on_gpu and (of_torch or not _is(diagnosis, *FRAMEWORKS, *PROGRAMS)) and not _is(diagnosis, Place.INFERENCE):
         yield _option_of("pin_memory", "pin_memory off", "page-locked buffers use host memory that cannot be swapped")
-    if of_torch if command is None else command.mentions("offload", "deepspeed", "zero"):
+    if _is(diagnosis, Place.DEEPSPEED) if command is None else command.mentions("offload", "deepspeed", "zero"):
         why = f"offload needs {TRAINED_BYTES} bytes of host memory per parameter"
         yield _option_of("offload_off", "optimizer offload off, if the GPU has room", why)
-    yield _option_of("host_level", "data read in pieces or memory-mapped", "instead of whole files in memory")
+    if command is None and diagnosis.kind is Kind.HOST_OOM_KILLED and not _is(diagnosis, Place.PYTORCH, *MANAGED):
+        why = "each has its own copy of the data that it reads"
+        yield _option_of("workers", "fewer processes at once, such as workers and parallel jobs", why)
+    yield _in_pieces(diagnosis)
+
+
+def _in_pieces(diagnosis: Diagnosis) -> Remedy:
+    requested = diagnosis.requested_bytes
+    at_once = f": {size(requested)} were requested at once" if requested is not None and requested >= _MUCH else ""
+    return _option_of("host_level", "data read in pieces or memory-mapped", f"instead of whole files in memory{at_once}")
 
 
 # The program, the option that sets its limit, and an environment variable that sets it for the
@@ -359,19 +420,20 @@ def _larger_heap(environment: Sequence[Place], program: str, option: str, variab
 
 
 def _shm(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    if _may_be_torch(diagnosis):
+    if diagnosis.phase == "data" or (_is(diagnosis, Place.PYTORCH) and diagnosis.phase != "unknown"):
         yield _option_of("workers", "no data-loader workers (num_workers 0)", "batches then do not use /dev/shm")
     yield from advice("shm", diagnosis.environment)
 
 
 def _pinned(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    if _may_be_torch(diagnosis):
+    if _is(diagnosis, Place.PYTORCH):
         yield _option_of("pin_memory", "pin_memory off", "copies to the GPU are a little slower")
     yield from advice("pinned", diagnosis.environment)
 
 
 def _disk(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    yield _option_of("save_total_limit", "fewer saved checkpoints", "saves disk space, not memory")
+    if diagnosis.phase == "save":
+        yield _option_of("save_total_limit", "fewer saved checkpoints", "saves disk space, not memory")
     yield from advice("disk", diagnosis.environment)
 
 

@@ -72,7 +72,7 @@ def more_host_memory(diagnosis: Diagnosis, host: HostFacts | None) -> Iterator[R
         yield "swap: the address space is limited, not the memory"
     else:
         if _is_limited(diagnosis, host):
-            yield from advice("limit", diagnosis.environment)
+            yield from advice("limit", diagnosis.environment, limit=diagnosis.allowed_bytes or diagnosis.total_bytes)
         yield from advice("machine", diagnosis.environment)
 
 
@@ -82,7 +82,8 @@ def _is_limited(diagnosis: Diagnosis, host: HostFacts | None) -> bool:
     Schedulers always set one. Containers have one only if it was requested.
     """
     managers = MANAGED.intersection(diagnosis.environment)
-    if managers - {Place.DOCKER} or diagnosis.allowed_bytes is not None:
+    known = diagnosis.allowed_bytes is not None or Place.CGROUP in diagnosis.environment
+    if managers - {Place.DOCKER} or known:
         return True
     return bool(managers) if host is None else host.in_cgroup
 

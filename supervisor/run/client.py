@@ -369,7 +369,13 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
     )
 
 
-def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:
+def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
+    state = folder.state()
+    if state is not None and state.run.folder != str(folder.path) and (pid := _supervisor_pid(folder)):
+        return RefusedError(
+            f"run {folder.name!r}: it was renamed or moved while it ran, and its supervisor (pid {pid}) listens only "
+            f"for its old place: `mv {folder.path} {state.run.folder}`, then repeat the command{_runs_on(folder)}"
+        )
     return NotRunningError(
         f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "
         f"`memtop show {folder.name}` shows how it ended, `memtop restart {folder.name}` continues it"

@@ -63,6 +63,7 @@ from memtop.supervisor.run.processes.members import named, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
+from memtop.supervisor.run.record.ledger import why_not_written
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import Agents, Peer, Publisher
@@ -205,7 +206,7 @@ class Performer:
         try:
             self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start, effect.change)
         except sqlite3.Error as error:
-            why = f"{self._folder.ledger_path}: cannot be written: {error}; free some space"
+            why = why_not_written(self._folder.ledger_path, error)
             return LaunchRefused(number=number, why=why)
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:

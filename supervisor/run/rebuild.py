@@ -19,7 +19,7 @@ from memtop.supervisor.run.processes.attempt import ExitFile
 from memtop.supervisor.run.record import metrics, tiers
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, read_derived
 from memtop.supervisor.run.record.journal import JournalReader, find_journals
-from memtop.supervisor.run.record.ledger import LARGE_TABLES, Ledger, damage_mark
+from memtop.supervisor.run.record.ledger import LARGE_TABLES, Ledger, damage_mark, why_not_written
 from memtop.supervisor.run.reports import End, Plan, Step
 
 _REASON = "found in the run's folder"
@@ -49,7 +49,9 @@ def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
             return ledger, None
         with ledger.transaction():
             _rebuild(folder, ledger, missing)
-    except (sqlite3.Error, OSError) as error:
+    except sqlite3.Error as error:
+        raise RunFolderError(why_not_written(path, error)) from None
+    except OSError as error:
         raise RunFolderError(f"{path}: cannot be used: {error}") from None
     if known:
         return ledger, f"{path} lacked attempts ({', '.join(map(str, missing))}): added from {folder.path / 'attempts'}"
@@ -63,10 +65,8 @@ def _damage(path: Path) -> str | None:
     read: the small tables, and the numbers that the rules begin with. Everything is read if the
     last supervisor met damage, or was killed: SQLite's log is left then.
     """
-    if path.is_dir() or (path.is_symlink() and not path.exists()):
-        return "not a file"
-    if not path.exists():
-        return None
+    if not path.is_file():
+        return "not a file" if path.exists() or path.is_symlink() else None
     mark = damage_mark(path)
     whole = mark.exists() or any(_is_left(path.with_name(path.name + suffix)) for suffix in ("-wal", "-journal"))
     try:

@@ -45,6 +45,8 @@ from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Request
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
 """After the run has ended: how long to stay for viewers that are just connecting."""
+_UNWRITTEN_SECONDS = 30.0
+"""How much longer, while the end of the run cannot be written to the ledger."""
 _ANNOUNCED = ("oom", "survived", "settings")
 """Events that come of a report, each once."""
 
@@ -176,7 +178,7 @@ class Supervisor:
                 linger_until = None
             elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
-            elif self._monotonic() > linger_until:
+            elif self._monotonic() > linger_until + (_UNWRITTEN_SECONDS if self._outbox.waits else 0.0):
                 return
             if self._leaving and self.model.phase.final:
                 return
@@ -185,6 +187,7 @@ class Supervisor:
         self._pay()
         attempt, model, alive = self._performer.attempt, self.model, False
         if attempt is not None and model.attempt is not None and model.attempt.stage is not AttemptStage.OVER:
+            attempt.continue_shim()
             attempt.note_reaped(reap_children())
             self._sensors.look()
             self._trim_log(attempt)

@@ -209,8 +209,8 @@ def test_bytes_of_another_alphabet_are_text(diagnose: Callable[..., str], encodi
 
 
 def test_each_line_of_a_command_is_indented(diagnose: Callable[..., str]) -> None:
-    out = diagnose("Unable to allocate 728. GiB for an array with shape (1,) and data type float64\n")
-    assert out.splitlines()[1] == "An allocation of 728.00 GiB of host memory failed."
+    out = diagnose("Unable to allocate 7.28 GiB for an array with shape (1,) and data type float64\n")
+    assert out.splitlines()[1] == "An allocation of 7.28 GiB of host memory failed."
     advice = out.partition("What can be done")[2].splitlines()[1:]
     assert sum("swap" in line for line in advice) > 3
     assert all(line.startswith("  ") for line in advice)

@@ -59,6 +59,9 @@ def printed(text: str) -> dict[str, int]:
             {"allocated": 3000000, "requested": 200000, "total": 3100000},
         ),
         ("alloc fail type TemporaryBuffer dev 0 size 2048000 bytes", {"requested": 2048000}),
+        ("not possible; current usage:\n* total: 9 GiB", {"allocated": 9 * GIB}),
+        ("not possible; the card:\n* total: 9 GiB", {"total": 9 * GIB}),
+        ("requested 8192000 bytes, but max alloc size of the card is 4096000 bytes", {"requested": 8192000}),
         ("device limit: 16 GiB, pool limit: 8 GiB", {"total": 16 * GIB, "allowed": 8 * GIB}),
     ],
 )
@@ -82,6 +85,8 @@ def test_a_size_means_what_the_word_beside_it_says(text: str, expected: dict[str
         "Total usage >= 22.5G",
         "cudaMalloc failed at 0x7f3a00000000, pid 123456, type = 20000, id: 30000",
         "fragmentation: 680.30MiB",
+        "out of memory (usage: tensors) on card 0:NC 0, now:",
+        "the max supported alloc size is 4096000 bytes",
         "calloc 2097152 / 10485760 bytes",
         "OutOfMemory Error in allocate: 0",
         "Out of memory. Requested 17476.75; Free 2255.5",
@@ -194,3 +199,50 @@ def test_the_device_of_the_first_report_of_a_failure() -> None:
 def test_the_same_sentence_about_host_memory() -> None:
     found = of("terminate called\n  what():  Error: CPU can't allocate memory. Tried to allocate 99.5 GB\n")
     assert (found.kind.value, found.requested_bytes) == ("host_oom_alloc", 199 * GIB // 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "requested"),
+    [
+        ("Buffer size (8192000) exceeds the max buffer size limit (4096000).", "gpu_oom", 8192000),
+        ("buffer 'data' size 8192000 is larger than buffer maximum of 4096000", "gpu_oom", 8192000),
+        (
+            "Out of Memory: Not enough space to allocate 8192000 B DRAM buffer across 4 banks, where each bank needs to"
+            " store 2048000 B",
+            "gpu_oom",
+            8192000,
+        ),
+        ("Can't start. Failed to allocate a buffer of\nsize 8192000.", "host_oom_alloc", 8192000),
+        (
+            "new_tensor: not enough space in the context's memory pool (needed 8192000, available 4096000)",
+            "host_oom_alloc",
+            8192000,
+        ),
+        ("GPU limit passed: requested 2305843008391495680 bytes, cannot allocate", "gpu_oom", None),
+        (
+            "store.cc:12: Failed to put object 64f in object store because it is full. Object size is 8192000 bytes.",
+            "shm_exhausted",
+            8192000,
+        ),
+        ("W0101 10:00:00.1 12 allocator.cc:1] Cannot allocate 8.0MB in GPU 0, available 1.0MB", "gpu_oom", 8 * MIB),
+        ("ValueError: batch size (8192000) exceeds the max batch size limit (4096000).", "not_memory", None),
+        ("ValueError: Not enough space to allocate 8192000 banners", "not_memory", None),
+    ],
+)
+def test_refusals_of_a_buffer(text: str, kind: str, requested: int | None) -> None:
+    found = of(f"{text}\n")
+    assert (found.kind.value, found.requested_bytes) == (kind, requested)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Caused by: wgpu error\n    Not enough memory left\n", "gpu_oom"),
+        ("fatal: not enough memory left\n", "host_oom_alloc"),
+        ("[E:onnxruntime] DmlExecutionProvider\\a.cpp(1): Not enough memory resources\n", "gpu_oom"),
+        ("ERROR: shell: cgroup out of memory: killed 3 tasks on node7\n", "host_oom_killed"),
+        ("ERROR: shell: out of memory, 3 tasks\n", "host_oom_alloc"),
+    ],
+)
+def test_whose_memory_an_unknown_program_means(text: str, kind: str) -> None:
+    assert of(text).kind.value == kind

@@ -30,6 +30,7 @@ LLAMA = (
     "llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache\n"
 )
 KILLED_BY_KERNEL = "Memory cgroup out of memory: Killed process 30211 (python) total-vm:1182203kB, anon-rss:43230644kB\n"
+MACHINE_FULL = KILLED_BY_KERNEL.replace("Memory cgroup out of", "Out of")
 KUBEPODS = "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/kubepods/burstable/pod7,task=python,pid=30211,uid=0\n"
 DOCKER = "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/docker/6c1f,task=python,pid=30211,uid=0\n"
 
@@ -81,7 +82,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
         "Used 19.59G of 15.48G hbm. Exceeded hbm capacity by 4.10G.",
         {Place.TPU, Place.JAX},
-        ("half the batch", "gradient checkpointing"),
+        ("half the batch", "jax.checkpoint", "more TPU cores"),
         ("ALLOC_CONF", "XLA_", "ZeRO", "LoRA"),
     ),
     "jax": (
@@ -128,8 +129,8 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
     "unknown program": (
         "Error: CUDA out of memory.\nrender: not enough GPU memory to continue",
         {Place.CUDA},
-        ("half the batch", "a smaller model"),
-        ("ALLOC_CONF", "ZeRO", "LoRA"),
+        ("smaller pieces", "a smaller model", "nvidia-smi"),
+        ("ALLOC_CONF", "ZeRO", "LoRA", "half the batch", "gradient", "512 tokens"),
     ),
     "windows gpu": (
         TORCH.format(file="C:\\Users\\me\\train.py") + "CUDA " + FULL,
@@ -255,7 +256,13 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
         ("a machine with more memory",),
         ("sudo", "docker", "num_workers"),
     ),
-    "plain linux": (KILLED_BY_KERNEL, set(), ("fallocate", "num_workers 0"), ("sbatch", "kubectl", "paging")),
+    "cgroup": (KILLED_BY_KERNEL, {Place.CGROUP}, ("MemoryMax=64G", "fallocate"), ("num_workers",)),
+    "plain linux": (
+        MACHINE_FULL,
+        set(),
+        ("fallocate", "fewer processes at once"),
+        ("sbatch", "kubectl", "paging", "num_workers"),
+    ),
 }
 
 
@@ -327,7 +334,7 @@ NEAR_MISSES = (
 
 def test_ordinary_words_are_no_sign_of_an_environment() -> None:
     for line in NEAR_MISSES:
-        assert logs.of(f"{line}\n{KILLED_BY_KERNEL}").environment == (), line
+        assert logs.of(f"{line}\nOut of memory: Killed process 7 (python) total-vm:9kB").environment == (), line
 
 
 def test_what_served_a_model_before_is_not_what_failed() -> None:

@@ -62,10 +62,10 @@ def test_the_remedies_contain_the_numbers_of_the_log() -> None:
 def test_order_and_consent_from_the_log_alone() -> None:
     found = remedies_for_command(replace(T5_OOM, reserved_unallocated_bytes=gib(0.1)))
     assert ids(found) == [
-        *("smaller_batch", "checkpointing", "chunked_loss", "allocator", "offload_optimizer", "seq_len", "lora_rank"),
+        *("smaller_batch", "checkpointing", "chunked_loss", "allocator", "offload_optimizer", "seq_len"),
         "smaller_model",
     ]
-    assert [one.id for one in found if not one.keeps_math] == ["seq_len", "lora_rank", "smaller_model"]
+    assert [one.id for one in found if not one.keeps_math] == ["seq_len", "smaller_model"]
     for remedy in found:
         assert remedy.resumable == "none"
         assert remedy.forecast is None
@@ -83,10 +83,10 @@ def test_phases_and_other_processes() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Kind.HOST_OOM_KILLED, ["workers", "pin_memory", "offload_off", "host_level", "swap"]),
-        (Kind.SHM_EXHAUSTED, ["workers", "shm", "shm_container"]),
+        (Kind.HOST_OOM_KILLED, ["workers", "pin_memory", "host_level", "swap"]),
+        (Kind.SHM_EXHAUSTED, ["workers", "shm", "shm_container", "shm_content"]),
         (Kind.PINNED_HOST_OOM, ["pin_memory", "memlock"]),
-        (Kind.DISK_FULL, ["save_total_limit", "free_disk"]),
+        (Kind.DISK_FULL, ["free_disk", "other_disk"]),
         (Kind.NOT_MEMORY, []),
     ],
 )

@@ -132,7 +132,7 @@ def test_offload_is_never_a_remedy_for_host_memory() -> None:
 
 def test_shared_memory() -> None:
     found = climb(died(Kind.SHM_EXHAUSTED, phase="data"), GPU_RUN)
-    assert ids(found) == ["workers", "shm", "shm_container"]
+    assert ids(found) == ["workers", "shm", "shm_container", "shm_content"]
     assert found.remedies[1].command == "sudo mount -o remount,size=8G /dev/shm"
     assert found.remedies[2].command is not None
     assert "docker run --shm-size=8g" in found.remedies[2].command

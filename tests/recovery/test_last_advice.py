@@ -48,6 +48,7 @@ def test_other_failures_have_their_own_last_advice() -> None:
     assert [line.partition(":")[0] for line in shared] == [
         "more shared memory",
         "more shared memory in the container (64 MiB by default)",
+        "look at what is in /dev/shm",
     ]
     assert not any("your program" in line for line in last_advice(situation(died(Kind.HOST_OOM_KILLED))))
     assert last_advice(situation(died(Kind.NOT_MEMORY, reason="python_error"))) == ()

@@ -75,6 +75,12 @@ def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path, monkeypatc
         assert attempt.ended() == ExitFile(known, 1.0)
 
 
+@pytest.mark.parametrize("program", ["kill -STOP $PPID; exit 3", "sleep 0.5; kill -STOP $PPID; exit 3"])
+def test_a_program_that_stops_the_shim_has_an_end(runs: Runs, program: str) -> None:
+    runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", program, status=1, timeout=60)
+    assert runs.show("a")["exit_status"] == 3
+
+
 def test_a_search_forgets_no_process_that_another_thread_has_found_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +369,19 @@ def test_stop_and_restart_name_a_supervisor_that_cannot_answer_and_what_runs_on(
         os.kill(supervisor, signal.SIGCONT)
         after = runs.wait("a", lambda d: d["supervisor_pid"] == supervisor)
         assert (after["trainer_pid"], after["state"]) == (program, before["state"]), "a refused command changes nothing"
+
+
+def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
+    there, here = runs.path / "a", runs.path / "b"
+    there.rename(here)
+    for command in ("stop", "restart"):
+        said = runs.memtop(command, "b", status=1).stderr
+        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv {here} {there}`" in said
+        assert f"its program (pid {before['trainer_pid']}) runs on" in said
+    here.rename(there)
+    runs.memtop("stop", "a")
 
 
 async def test_a_dashboard_names_a_supervisor_that_hangs(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

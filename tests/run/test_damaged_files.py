@@ -4,9 +4,11 @@ wrong. What memtop can write again counts as missing."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,9 +19,12 @@ import pytest
 from memtop.cli import run as memtop
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run import rebuild
+from memtop.supervisor.run.post_mortem.log_end import error_files, read_log_end
+from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.rebuild import open_ledger
+from memtop.supervisor.run.record.checkpoints import read_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
-from memtop.supervisor.run.record.journal import Intake, find_journals
+from memtop.supervisor.run.record.journal import Intake, JournalReader, find_journals
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Saved, SaveFailed, Step
@@ -353,6 +358,34 @@ def test_a_write_that_failed_is_tried_again_after_some_seconds(tmp_path: Path) -
         assert outbox.due
 
 
+def test_a_ledger_that_another_program_has_locked_is_written_later(tmp_path: Path) -> None:
+    """A person has opened it in an editor for SQLite, and has not stored a change."""
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        outbox = Outbox(ledger)
+        other.execute("BEGIN IMMEDIATE")
+        assert outbox.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts")).id < 0
+        why = "cannot be written: database is locked; another program uses it, `fuser"
+        assert outbox.problem == f"{path}: {why} {path}` shows which: close it there"
+        assert not outbox.damaged
+        other.execute("ROLLBACK")
+        outbox.retry()
+        assert (outbox.problem, [event.message for event in ledger.events()]) == (None, ["starts"])
+
+
+def test_the_end_of_a_run_is_written_once_the_ledger_is_not_locked(runs: Runs) -> None:
+    program = UNTIL_GO.replace('"go"', f'"{runs.root}/go"')
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
+    runs.wait("a", lambda document: document["alive"])
+    with closing(sqlite3.connect(runs.path / "a/ledger.sqlite", isolation_level=None, timeout=60)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        (runs.root / "go").touch()
+        runs.wait("a", lambda document: document["state"] == "finished" and "is locked" in str(document["warnings"]))
+        other.execute("ROLLBACK")
+    document = runs.wait("a", lambda document: document["supervisor_pid"] is None)
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["finished"]
+
+
 def test_a_journal_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     journal = tmp_path / "rank-0.jsonl"
     journal.mkdir()
@@ -381,6 +414,46 @@ def test_files_with_names_that_no_rank_and_no_attempt_has_end_nothing(tmp_path: 
         (folder.path / "attempts" / name).mkdir()
     assert folder.attempt_numbers() == [1]
     open_ledger(folder)[0].close()
+
+
+def read_journal(path: Path) -> object:
+    return JournalReader(path).read_new()
+
+
+def replace_with_shim(path: Path) -> object:
+    return shim.write_json(str(path.with_name(path.name.removesuffix(shim.RESERVED))), {"status": 0}, seconds=0.0)
+
+
+def replace_with_supervisor(path: Path) -> object:
+    with contextlib.suppress(RunFolderError):
+        write_json(path.with_name("state.json"), {})
+    return write_json(path.with_name("state.json"), {})
+
+
+PIPES: list[tuple[str, Callable[[Path], object]]] = [
+    ("rank-0.jsonl", read_journal),
+    ("output.log", read_log_end),
+    ("error.json", lambda path: error_files(path.parent)),
+    ("manifest.json", lambda path: read_checkpoint(path.parent)),
+    ("ledger.sqlite", lambda path: open_ledger(RunFolder(path.parent))[0].close()),
+    (f"exit.json{shim.RESERVED}", replace_with_shim),
+    (f".state.json.{os.getpid()}", replace_with_supervisor),
+]
+
+
+@pytest.mark.parametrize(("name", "use"), PIPES, ids=[name for name, _ in PIPES])
+def test_a_pipe_that_a_program_puts_in_place_of_a_file_blocks_nothing(
+    tmp_path: Path, name: str, use: Callable[[Path], object]
+) -> None:
+    os.mkfifo(tmp_path / name)
+    done = threading.Event()
+
+    def work() -> None:
+        use(tmp_path / name)
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(60)
 
 
 def test_kept_reports_have_the_order_in_which_they_were_reported(tmp_path: Path) -> None:

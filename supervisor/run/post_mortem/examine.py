@@ -24,6 +24,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRec
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.run.post_mortem.evidence import RELATED_SECONDS, AttemptEvidence, MachineMoment, kernel_lines
 from memtop.supervisor.run.post_mortem.log_end import error_files, first_dead_rank
+from memtop.supervisor.run.record.folder import open_to_read
 from memtop.supervisor.run.reports import Oom
 
 # With less free space than this, neither output nor the exit file can be written.
@@ -78,6 +79,7 @@ def _not_examined(end: AttemptEnd, error: Exception) -> Diagnosis:
 def _examine(end: AttemptEnd, seen: AttemptEvidence) -> Diagnosis:
     evidence = evidence_of(end, seen)
     try:
+        open_to_read(end.log).close()
         found = diagnose_file(end.log, evidence)
     except OSError:
         found = diagnose((), evidence)  # there is no log: use the other evidence
@@ -243,7 +245,7 @@ class StallWatch:
 
         If not, the message is ignored.
         """
-        with self._log.open("rb") as file:
+        with open_to_read(self._log) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             found = diagnose([file.read()])
         if found.of_memory and found.confidence >= SURE:
@@ -255,7 +257,7 @@ class StallWatch:
         """The newest line with such a message in the new output (only in the end of it, if there is
         very much)."""
         try:
-            with self._log.open("rb") as file:
+            with open_to_read(self._log) as file:
                 end = file.seek(0, 2)
                 file.seek(max(self._offset, end - _BLOCK_BYTES))
                 block = file.read(_BLOCK_BYTES)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.supervisor.run.record.folder import open_to_read
+
 _TAIL_BYTES = 16_384
 _LINES = 8
 _ROOT_CAUSE = "Root Cause (first observed failure):"
@@ -76,7 +78,7 @@ def _rank_lines(text: str) -> list[str]:
 
 def _tail(log: Path) -> str:
     try:
-        with log.open("rb") as file:
+        with open_to_read(log) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
             return file.read().decode(errors="replace").replace("\r", "\n")
@@ -115,7 +117,7 @@ def error_files(folder: Path) -> list[str]:
     found = []
     for path in paths[:_MOST]:
         try:
-            with path.open("rb") as file:
+            with open_to_read(path) as file:
                 found.append(file.read(_BYTES).decode(errors="replace"))
         except OSError:
             continue  # no such file was written

@@ -105,6 +105,11 @@ class RunningAttempt:
         """Note children that have ended. One may be a trainer whose shim was killed."""
         self._reaped |= ended
 
+    def continue_shim(self) -> None:
+        """A shim that a signal has stopped would not notice the end of the program."""
+        if self._shim is not None and is_stopped(self._shim.pid):
+            send(self._shim, signal.SIGCONT)
+
     def ended(self) -> ExitFile | None:
         """How the program ended.
 

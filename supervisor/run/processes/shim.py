@@ -56,7 +56,8 @@ def write_json(path: str, value: object, seconds: float = RETRY_SECONDS) -> bool
 
 def _write(path: str, content: bytes) -> None:
     reserved = path + RESERVED
-    file = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    # The program may have put a pipe in its place, which would make this wait for ever.
+    file = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     try:
         if os.write(file, content) != len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

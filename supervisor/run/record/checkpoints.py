@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.run.record.folder import open_to_read
 from memtop.supervisor.run.reports import Count, Time, Word
 from memtop.supervisor.wire import Checkpoint
 
@@ -47,7 +48,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         return None
     manifest_path = folder / "manifest.json"
     try:
-        manifest = msgspec.json.decode(manifest_path.read_bytes(), type=_Manifest)
+        with open_to_read(manifest_path) as file:
+            manifest = msgspec.json.decode(file.read(), type=_Manifest)
     except FileNotFoundError:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was interrupted")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:

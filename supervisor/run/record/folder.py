@@ -91,7 +91,8 @@ class RunFolder:
     def open_supervisor_log(self) -> BinaryIO:
         """supervisor.log, for appending. Raises OSError."""
         # No umask makes it writable for other users.
-        return os.fdopen(os.open(self.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644), "ab")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.fdopen(os.open(self.supervisor_log, flags, 0o644), "ab")
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
@@ -352,6 +353,19 @@ def _content(path: Path, *, own: bool) -> bytes:
         return file.read()
 
 
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a file that a program may have written. OSError if it has put anything else in its
+    place: a pipe would make the reader wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Replace the file in one step: readers see the old or the new content, never a part of it.
 
@@ -362,7 +376,9 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # No umask makes it writable for other users.
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "wb") as file:
+        # What a program has put in its place is refused, then removed below.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(new, flags, 0o644), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
             file.flush()
             if sync:

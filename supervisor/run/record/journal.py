@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memtop.supervisor import holes
+from memtop.supervisor.run.record.folder import open_to_read
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 
@@ -59,7 +60,7 @@ class JournalReader:
         4 MiB is no report: it is skipped, too, and what is left of its line is not valid JSON.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_to_read(self.path) as file:
                 file.seek(start)
                 block = file.read(_CHUNK_BYTES)
                 if block.startswith(b"\0"):

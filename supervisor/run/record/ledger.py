@@ -46,8 +46,22 @@ LARGE_TABLES = ("metrics", "history", "samples")
 # Older events are deleted.
 EVENTS_STORED = 100_000
 _KEPT_OF_A_KIND = 50
+_OPEN_SECONDS, _LOCKED_SECONDS = 5.0, 0.25
+"""How long a write waits for a lock: at a start, and later. It blocks the supervisor."""
 # Updates between two looks whether there are too many.
 _THIN_EVERY = 1000
+
+
+def why_not_written(path: Path, error: sqlite3.Error) -> str:
+    """Why the ledger cannot be written, and what to do. SQLite has only words for it before Python
+    3.11."""
+    words = str(error)
+    what = "check the disk and the folder's permissions"
+    if "locked" in words:
+        what = f"another program uses it, `fuser {path}` shows which: close it there"
+    elif "full" in words:
+        what = "free some space"
+    return f"{path}: cannot be written: {words}; {what}"
 
 
 def damage_mark(ledger: Path) -> Path:
@@ -136,13 +150,14 @@ class Ledger:
         else:
             # One writer, in one thread at a time. Autocommit is off, so that a batch is one
             # transaction.
-            self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=_OPEN_SECONDS, check_same_thread=False)
             # WAL lets others read while we write. File systems without shared memory keep the
             # default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             # All tables in one transaction: readers see all of them or none.
             self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{metrics.SCHEMA}{tiers.SCHEMA}COMMIT;")
+            self._wait_for_lock(_LOCKED_SECONDS)
         self._recorder: tiers.Recorder | None = None
         self._unthinned = 0
         self._in_transaction = False
@@ -158,6 +173,10 @@ class Ledger:
                 self._recorder.flush()
         finally:
             self._db.close()
+
+    def _wait_for_lock(self, seconds: float) -> None:
+        """How long a write waits for a program that has locked the ledger."""
+        self._db.execute(f"PRAGMA busy_timeout = {seconds * 1000:.0f}")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -184,11 +203,15 @@ class Ledger:
         change: Change = Change(),  # noqa: B008 - a frozen value
     ) -> None:
         text = None if settings is None else msgspec.json.encode(settings).decode()
-        with self.transaction():
-            self._db.execute(
-                "INSERT INTO attempts (number, reason, settings, started, start_updates, change) VALUES (?, ?, ?, ?, ?, ?)",
-                (number, reason, text, started, start_updates, msgspec.json.encode(change).decode()),
-            )
+        sql = "INSERT INTO attempts (number, reason, settings, started, start_updates, change) VALUES (?, ?, ?, ?, ?, ?)"
+        row = (number, reason, text, started, start_updates, msgspec.json.encode(change).decode())
+        # The program starts only after this.
+        self._wait_for_lock(_OPEN_SECONDS)
+        try:
+            with self.transaction():
+                self._db.execute(sql, row)
+        finally:
+            self._wait_for_lock(_LOCKED_SECONDS)
 
     def update_attempt(self, number: int, **values: Any) -> None:
         """Set columns of an attempt.

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.run.record.ledger import Ledger, mark_damage
+from memtop.supervisor.run.record.ledger import Ledger, mark_damage, why_not_written
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.wire import Event
 
@@ -74,6 +74,11 @@ class Outbox:
         """Whether it makes sense to write again: some seconds after a write failed."""
         return not self.damaged and self._monotonic() >= self._retry_at
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is still to be written, and may be."""
+        return not self.damaged and bool(self._attempts or self._records or self._events)
+
     def forget_journal(self, attempt: int, rank: int, until: int) -> bool:
         return self.write(lambda: self.ledger.forget_journal(attempt, rank, until))
 
@@ -95,7 +100,7 @@ class Outbox:
         try:
             write()
         except sqlite3.OperationalError as error:
-            self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
+            self.problem = why_not_written(self.ledger.path, error)
             self._retry_at = self._monotonic() + _RETRY_SECONDS
             return False
         except sqlite3.DatabaseError as error:
