@@ -227,6 +227,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.85,
     ),
+    Pattern(r"Cannot allocate (?P<size>SIZE) in GPU (?P<gpu>\d+), available (?P<free>SIZE)", GPU, 0.85),
     Pattern(r"Not enough space to allocate (?P<size>\d+ B) DRAM buffer across \d+ banks", GPU, 0.95),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),

@@ -47,7 +47,8 @@ _DEVICE = re.compile(
     r"|on (?:[a-z]+ ){0,2}device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
-    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl|pooled_storage_manager|(?-i:Gpu[A-Z]))"
+    r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl"
+    r"|directml|dmlexec|pooled_storage_manager|(?-i:Gpu[A-Z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(

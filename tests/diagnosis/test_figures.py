@@ -224,6 +224,7 @@ def test_the_same_sentence_about_host_memory() -> None:
             "shm_exhausted",
             8192000,
         ),
+        ("W0101 10:00:00.1 12 allocator.cc:1] Cannot allocate 8.0MB in GPU 0, available 1.0MB", "gpu_oom", 8 * MIB),
         ("ValueError: batch size (8192000) exceeds the max batch size limit (4096000).", "not_memory", None),
         ("ValueError: Not enough space to allocate 8192000 banners", "not_memory", None),
     ],
@@ -238,6 +239,7 @@ def test_refusals_of_a_buffer(text: str, kind: str, requested: int | None) -> No
     [
         ("Caused by: wgpu error\n    Not enough memory left\n", "gpu_oom"),
         ("fatal: not enough memory left\n", "host_oom_alloc"),
+        ("[E:onnxruntime] DmlExecutionProvider\\a.cpp(1): Not enough memory resources\n", "gpu_oom"),
         ("ERROR: shell: cgroup out of memory: killed 3 tasks on node7\n", "host_oom_killed"),
         ("ERROR: shell: out of memory, 3 tasks\n", "host_oom_alloc"),
     ],
