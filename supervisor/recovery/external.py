@@ -106,13 +106,20 @@ def _gpu(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Reme
         yield strays(diagnosis)
         yield from advice("ranks", diagnosis.environment)
     else:
-        yield from refused
+        yield from refused or _in_the_way(diagnosis)
     if diagnosis.reason == MEMORY_BUDGET:
         yield from _budget(diagnosis)
         return
     if not refused or diagnosis.allowed_bytes is not None:
         found = _of_program(diagnosis, command)
         yield from found if beyond is None else (one for one in found if one.id in _MAKES_REQUESTS_SMALLER)
+
+
+def _in_the_way(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    """Other processes without which the request would have fitted."""
+    others, free, requested = diagnosis.other_process_bytes or 0, diagnosis.free_bytes, diagnosis.requested_bytes
+    if others >= _MUCH and free is not None and requested is not None and free < requested <= free + others:
+        yield replace(strays(diagnosis), why=f"without them the request for {size(requested)} would have fitted")
 
 
 _MAKES_REQUESTS_SMALLER = frozenset(

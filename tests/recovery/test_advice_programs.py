@@ -261,6 +261,12 @@ def test_ranks_that_share_a_gpu_are_named_beside_other_programs() -> None:
     assert "ranks" not in ids(remedies_for_command(replace(shared, environment=(Place.CUDA, Place.VLLM))))
 
 
+@pytest.mark.parametrize(("others", "first"), [(3.4, "strays"), (2.0, "smaller_batch"), (0.5, "smaller_batch")])
+def test_other_processes_come_first_if_the_request_would_have_fitted_without_them(others: float, first: str) -> None:
+    sizes = {"total_bytes": gib(24), "free_bytes": gib(0.9), "requested_bytes": gib(3.8)}
+    assert ids(remedies_for_command(died(**sizes, other_process_bytes=gib(others))))[0] == first
+
+
 def test_the_log_of_an_image_generator_is_its_own() -> None:
     started = "Starting server in /opt/ComfyUI/main.py\n" + "step\n" * 300
     assert Place.COMFYUI in logs.of(started + TORCH).environment
