@@ -143,7 +143,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         reason=_BUDGET,
     ),
     Pattern(
-        r"(?i:not enough memory).{0,120}? mem[-_]fraction[-_]static|(?i:not enough memory to handle \d+ prefill tokens)",
+        r"(?i:not enough memory).{0,120}? mem[-_]fraction[-_]static"
+        r"|(?i:not enough memory to handle \d+ (?:prefill|total) tokens)",
         GPU,
         reason=_BUDGET,
     ),
