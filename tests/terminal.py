@@ -23,6 +23,8 @@ class Terminal:
     def __init__(self, command: Sequence[str], *, columns: int, rows: int, cwd: str, environment: dict[str, str]) -> None:
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
+        self.received = 0
+        """How many bytes the program has sent."""
         self._master, slave = pty.openpty()
         self.resize(columns, rows)
         self.process = Program(
@@ -94,6 +96,7 @@ class Terminal:
                 return  # the other side is closed
             if not block:
                 return
+            self.received += len(block)
             self._stream.feed(block)
             seconds = 0
 

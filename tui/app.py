@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.driver import Driver
 from textual.events import Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
@@ -27,6 +28,7 @@ from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
 from memtop.tui.line import ROLES
+from memtop.tui.pace import Pace, counting, pace_of_terminal
 from memtop.tui.processes.actions import ProcessActions, RealProcessActions
 
 SMALLEST = (60, 15)
@@ -103,9 +105,13 @@ class DashboardApp(App[DashboardResult]):
         self, feed: Feed, *, title: str | None = None, interval: float = 1.0, process_actions: ProcessActions | None = None
     ) -> None:
         super().__init__()
+        self.pace: Pace = pace_of_terminal()
+        """How fast it may draw."""
         self._own_filters = (CleanFilter(), AsciiFilter()) if ascii_wanted() else (CleanFilter(),)
         actions = process_actions or RealProcessActions()
-        self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval, process_actions=actions)
+        self._dashboard = DashboardScreen(
+            feed, label=title or feed.label, interval=interval, process_actions=actions, pace=self.pace
+        )
         self._ended = threading.Event()
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
@@ -116,6 +122,9 @@ class DashboardApp(App[DashboardResult]):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return dict(_MEMORY_COLOURS if self.current_theme.dark else _LIGHT_MEMORY_COLOURS)
+
+    def get_driver_class(self) -> type[Driver]:
+        return counting(super().get_driver_class(), lambda count: self.pace.sent(count))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return (*super().get_line_filters(), *self._own_filters)

@@ -87,10 +87,14 @@ class HistoryScreen(FullScreen):
         yield LinePanel(self._draw, title=self._panel_title, id="history", classes="panel")
 
     def on_mount(self) -> None:
-        self.set_interval(1.0, self._show)
+        self.set_interval(1.0, self._show_when_possible)
         self.set_interval(_REREAD_SECONDS, self._read)
         self._show()
         self._read()
+
+    def _show_when_possible(self) -> None:
+        if not self.dashboard.pace.wait():
+            self._show()
 
     def _show(self) -> None:
         self.query_one("#history", LinePanel).show(self.dashboard.store)
@@ -132,7 +136,7 @@ class HistoryScreen(FullScreen):
             self._problem = str(error)
         finally:
             self._reading = False
-        self._show()
+        self._show_when_possible()
 
     def _buckets(self, key: str, name: str) -> list[Bucket]:
         """The ledger's values up to the start of the last hour, then the values in memory."""

@@ -28,6 +28,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.monitor.history import History
 from memtop.tui.line import STRONG, Line, join, line, spread
+from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
@@ -47,6 +48,8 @@ class Dashboard(Screen[None]):
     history: History
     """The samples of the last hour, for the history screen."""
     process_actions: ProcessActions
+    pace: Pace
+    """How fast the terminal takes what is drawn."""
     ending_processes = False
     """Whether chosen processes are being ended at the moment."""
 

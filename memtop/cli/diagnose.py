@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 import msgspec
@@ -55,11 +57,11 @@ def _diagnosis(log: str | None, evidence: Evidence) -> Diagnosis:
     if log is None and sys.stdin.isatty():
         raise UsageError("LOG: give a log file, or - for standard input")
     if log is None or log == "-":
-        return diagnosis_of(_of_text(chunks_of(sys.stdin.buffer), "-"), evidence)
+        return diagnosis_of(_of_text(sys.stdin.buffer, "-"), evidence)
     path = Path(log)
     try:
         with path.open("rb") as file:
-            return diagnosis_of(_of_text(chunks_of(file), log), evidence)
+            return diagnosis_of(_of_text(file, log), evidence)
     except IsADirectoryError:
         raise UsageError(f"LOG {log}: is a folder; give a log file") from None
     except FileNotFoundError:
@@ -70,13 +72,24 @@ def _diagnosis(log: str | None, evidence: Evidence) -> Diagnosis:
         raise UsageError(f"LOG {log!r}: cannot be read: {reason}") from None
 
 
-def _of_text(chunks: Iterator[bytes], name: str) -> Iterator[bytes]:
-    """The chunks; UsageError if the first one is not text."""
+def _of_text(file: BinaryIO, name: str) -> Iterator[bytes]:
+    """The chunks; UsageError if the first one is not text, or comes from a device without end."""
+    chunks = chunks_of(file)
     first = next(chunks, b"")
+    # A log that was emptied while its program wrote begins with zeros, too; it is no device.
+    if first and not first.strip(b"\0") and _is_device(file):
+        raise UsageError(f"LOG {name}: is a device that only gives zeros; give a log file")
     if why := why_no_text(first):
         raise UsageError(f"LOG {name}: {why}")
     yield first
     yield from chunks
+
+
+def _is_device(file: BinaryIO) -> bool:
+    try:
+        return stat.S_ISCHR(os.fstat(file.fileno()).st_mode)
+    except OSError:
+        return False  # not a file of the system
 
 
 def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any]:

@@ -136,18 +136,10 @@ DEVICES = (
     *(Place.ROCM, Place.CUDA),
 )
 """The names of rarer devices come first: their messages name CUDA, too."""
+_IMAGES = (Place.COMFYUI, Place.WEBUI, Place.INVOKEAI)
+"""All of the log of such a program is its own."""
 _SERVERS = (
-    *(
-        Place.VLLM,
-        Place.SGLANG,
-        Place.OLLAMA,
-        Place.WHISPER_CPP,
-        Place.SD_CPP,
-        Place.LLAMA_CPP,
-        Place.COMFYUI,
-        Place.WEBUI,
-        Place.INVOKEAI,
-    ),
+    *(Place.VLLM, Place.SGLANG, Place.OLLAMA, Place.WHISPER_CPP, Place.SD_CPP, Place.LLAMA_CPP, *_IMAGES),
     *(Place.CTRANSLATE2, Place.TENSORRT, Place.ONNXRUNTIME),
 )
 _USED_BY = {Place.LLAMA_CPP: (Place.OLLAMA, Place.WHISPER_CPP, Place.SD_CPP), Place.CUPY: (Place.CHAINER,)}
@@ -368,7 +360,10 @@ def _programs(texts: tuple[str, str, str], *, of_torch: bool) -> list[Place | No
     """The framework, or else the program with options of its own."""
     told, near, whole = texts
     framework = Place.PYTORCH if of_torch else _first(FRAMEWORKS, (told, near))
-    program = _first(PROGRAMS, texts) if framework is None else _first((*_SERVERS, *_LIKE_TORCH), (told, near))
+    if framework is None:
+        program = _first(PROGRAMS, texts)
+    else:
+        program = _first((*_SERVERS, *_LIKE_TORCH), (told, near)) or _first(_IMAGES, (whole,))
     users = _USED_BY.get(program, ()) if program is not None else ()
     program = next((user for user in users if _shows(whole, user)), program)
     if program is not None:

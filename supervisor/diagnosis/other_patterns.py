@@ -45,6 +45,13 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?i:memory quota (?:vastly )?exceeded|over(?:ran)? (?:its )?memory budget)", KILLED, 0.8),
     Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.8),
     Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory|container killed due to memory)", KILLED),
+    Pattern(
+        r"(?i:(?:job|container|worker|pod|task|process|executor|session|kernel|instance) (?:\d{1,12} )?(?:was |has been )?"
+        r"(?:killed|terminated|evicted) (?:by (?:\w{1,12} ){1,3}?)?(?:due to|because of|for) "
+        r"(?:excessive|high|too much|exceeding|insufficient|lack of) (?:\w{1,12} )?memory)",
+        KILLED,
+        0.8,
+    ),
     Pattern(r"(?i:notebook|session|kernel) tried to allocate more memory than is available", KILLED, 0.8),
     Pattern(
         r"(?i:(?:violat|exceed|surpass|reach)\w{1,5} (?:the |its )?(?:\w{1,12} )?memory limit"

@@ -34,6 +34,8 @@ About = Literal[
     "program_host",
     "inference",
     "perhaps",
+    "loading",
+    "ranks",
     "unknown",
     "recompute",
     "budget",

@@ -104,8 +104,9 @@ def _gpu(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Reme
         yield beyond
     elif diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
         yield strays(diagnosis)
+        yield from advice("ranks", diagnosis.environment)
     else:
-        yield from refused
+        yield from refused or _in_the_way(diagnosis)
     if diagnosis.reason == MEMORY_BUDGET:
         yield from _budget(diagnosis)
         return
@@ -114,14 +115,15 @@ def _gpu(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Reme
         yield from found if beyond is None else (one for one in found if one.id in _MAKES_REQUESTS_SMALLER)
 
 
-_MAKES_REQUESTS_SMALLER = (
-    "eval_batch",
-    "chunked_loss",
-    "seq_len",
-    "smaller_inputs",
-    "context_length",
-    "max_model_len",
-    "tiles",
+def _in_the_way(diagnosis: Diagnosis) -> Iterator[Remedy]:
+    """Other processes without which the request would have fitted."""
+    others, free, requested = diagnosis.other_process_bytes or 0, diagnosis.free_bytes, diagnosis.requested_bytes
+    if others >= _MUCH and free is not None and requested is not None and free < requested <= free + others:
+        yield replace(strays(diagnosis), why=f"without them the request for {size(requested)} would have fitted")
+
+
+_MAKES_REQUESTS_SMALLER = frozenset(
+    ("eval_batch", "chunked_loss", "seq_len", "smaller_inputs", "context_length", "max_model_len", "tiles")
 )
 """What helps if a single request is larger than the device."""
 
@@ -167,17 +169,21 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator
     allocator = tuple(_allocator(diagnosis, command))
     if fragmented:
         yield from allocator
+    if diagnosis.phase == "load":
+        yield from advice("loading", diagnosis.environment)
+        if not fragmented:
+            yield from allocator
+        return
     if diagnosis.phase == "evaluation":
         yield _eval_batch()
     of_torch = _is(diagnosis, Place.PYTORCH)
-    if diagnosis.phase != "load":
-        yield _smaller_batch(diagnosis, () if command is None else command.command)
-        if of_torch and command is None and diagnosis.phase == "unknown":
-            yield from advice("perhaps", diagnosis.environment)
-        own = tuple(advice("recompute", diagnosis.environment))
-        yield from own or (_option_of("checkpointing", "gradient checkpointing on", _RECOMPUTED, speed=0.75),)
-        if of_torch or command is not None or diagnosis.requested_logits is not None:
-            yield _chunked_loss(diagnosis)
+    yield _smaller_batch(diagnosis, () if command is None else command.command)
+    if of_torch and command is None and diagnosis.phase == "unknown":
+        yield from advice("perhaps", diagnosis.environment)
+    own = tuple(advice("recompute", diagnosis.environment))
+    yield from own or (_option_of("checkpointing", "gradient checkpointing on", _RECOMPUTED, speed=0.75),)
+    if of_torch or command is not None or diagnosis.requested_logits is not None:
+        yield _chunked_loss(diagnosis)
     if not fragmented:
         yield from allocator
     if of_torch and not _is(diagnosis, Place.MPS, Place.TPU, Place.DIRECTML):

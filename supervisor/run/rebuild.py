@@ -76,8 +76,8 @@ def _damage(path: Path) -> str | None:
         return None  # it cannot be opened now, which proves nothing
     except sqlite3.DatabaseError as error:
         return str(error)
-    if found is None:
-        mark.unlink(missing_ok=True)
+    if found is None and mark.is_file():
+        mark.unlink()
     return found
 
 

@@ -125,6 +125,9 @@ class ControlServer:
         self._inode: int | None = None
 
     async def start(self) -> None:
+        """Listen, or listen again at a new socket. Connections stay. Raises RunFolderError."""
+        if self._server is not None:
+            self._server.close()
         # We hold the run's lock, so an existing socket belongs to a supervisor that has died.
         self.path.unlink(missing_ok=True)
         try:

@@ -173,6 +173,7 @@ class Supervisor:
         linger_until: float | None = None
         while True:
             await asyncio.sleep(_TICK_SECONDS)
+            await self._keep_socket()
             self._tick()
             if not self.model.phase.final:
                 linger_until = None
@@ -182,6 +183,17 @@ class Supervisor:
                 return
             if self._leaving and self.model.phase.final:
                 return
+
+    async def _keep_socket(self) -> None:
+        """Make the socket again if something has removed it: programs that clean /tmp do that."""
+        problem = None
+        if not self._socket.exists():
+            try:
+                socket_path(self.folder.path)  # makes its folder
+                await self._server.start()
+            except RunFolderError as error:
+                problem = str(error)
+        self._check("socket", problem)
 
     def _tick(self) -> None:
         self._pay()

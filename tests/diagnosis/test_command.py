@@ -129,6 +129,7 @@ def test_a_program_that_failed_for_another_reason_gets_no_remedy(diagnose: Calla
     [
         (["no-such.log"], "LOG no-such.log: no such file"),
         (["."], "LOG .: is a folder; give a log file"),
+        (["/dev/zero"], "LOG /dev/zero: is a device that only gives zeros; give a log file"),
         (["n" * 300], "cannot be read: File name too long"),
         (["x", "--exit-code", "300"], "--exit-code 300: no program has this exit status; give 0 to 255, or -N for signal N"),
         (["x", "--exit-code", "-65"], "--exit-code -65: no program has this exit status"),

@@ -248,6 +248,30 @@ def test_pytorch_that_may_not_train_is_told_what_helps_then() -> None:
 # --- the GPU --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("framework", [Place.PYTORCH, Place.JAX, Place.TENSORFLOW])
+def test_while_the_model_is_loaded_neither_batch_nor_optimizer_matter(framework: Place) -> None:
+    found = ids(remedies_for_command(died(phase="load", environment=(Place.CUDA, framework))))
+    assert "smaller_model" in found
+    assert not {"smaller_batch", "seq_len", "offload_optimizer", "checkpointing"} & set(found)
+
+
+def test_ranks_that_share_a_gpu_are_named_beside_other_programs() -> None:
+    shared = died(Kind.GPU_OOM_OTHER_PROCESS, other_process_bytes=gib(30))
+    assert ids(remedies_for_command(shared))[:2] == ["strays", "ranks"]
+    assert "ranks" not in ids(remedies_for_command(replace(shared, environment=(Place.CUDA, Place.VLLM))))
+
+
+@pytest.mark.parametrize(("others", "first"), [(3.4, "strays"), (2.0, "smaller_batch"), (0.5, "smaller_batch")])
+def test_other_processes_come_first_if_the_request_would_have_fitted_without_them(others: float, first: str) -> None:
+    sizes = {"total_bytes": gib(24), "free_bytes": gib(0.9), "requested_bytes": gib(3.8)}
+    assert ids(remedies_for_command(died(**sizes, other_process_bytes=gib(others))))[0] == first
+
+
+def test_the_log_of_an_image_generator_is_its_own() -> None:
+    started = "Starting server in /opt/ComfyUI/main.py\n" + "step\n" * 300
+    assert Place.COMFYUI in logs.of(started + TORCH).environment
+
+
 def test_a_share_that_holds_no_model_is_not_offered() -> None:
     budget = died(reason=MEMORY_BUDGET, environment=(Place.CUDA, Place.VLLM), phase="load", total_bytes=80 * GIB)
     near = remedies_for_command(replace(budget, free_bytes=gib(60), requested_bytes=gib(72)))

@@ -85,7 +85,7 @@ def test_phases_and_other_processes() -> None:
     [
         (Kind.HOST_OOM_KILLED, ["workers", "pin_memory", "host_level", "swap"]),
         (Kind.SHM_EXHAUSTED, ["workers", "shm", "shm_container", "shm_content"]),
-        (Kind.PINNED_HOST_OOM, ["pin_memory", "memlock"]),
+        (Kind.PINNED_HOST_OOM, ["pin_memory", "host_memory", "memlock"]),
         (Kind.DISK_FULL, ["free_disk", "other_disk"]),
         (Kind.NOT_MEMORY, []),
     ],

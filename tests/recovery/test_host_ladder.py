@@ -140,11 +140,11 @@ def test_shared_memory() -> None:
 
 def test_pinned_memory() -> None:
     found = climb(died(Kind.PINNED_HOST_OOM), replace(OFFLOADED, pin_memory=True))
-    assert ids(found) == ["pin_memory", "memlock"]
+    assert ids(found) == ["pin_memory", "host_memory", "memlock"]
     assert found.remedies[0].assignments == {"pin_memory": "false"}
-    assert (found.remedies[1].command or "").splitlines()[0] == "ulimit -l unlimited"
+    assert (found.remedies[2].command or "").splitlines()[0] == "ulimit -l unlimited"
     off = climb(died(Kind.PINNED_HOST_OOM), replace(OFFLOADED, pin_memory=False))
-    assert ids(off) == ["memlock"]
+    assert ids(off) == ["host_memory", "memlock"]
 
 
 def test_on_a_full_disk_nothing_is_deleted_and_the_saved_states_are_listed() -> None:

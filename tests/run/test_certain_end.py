@@ -4,6 +4,7 @@ what they leave behind."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -382,6 +383,20 @@ def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs
         assert f"its program (pid {before['trainer_pid']}) runs on" in said
     here.rename(there)
     runs.memtop("stop", "a")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the socket", "its folder"])
+def test_a_socket_that_was_removed_is_made_again(runs: Runs, whole: bool) -> None:
+    """Programs that clean /tmp do that to a run of some weeks."""
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    path = Path(json.loads((runs.path / "a/state.json").read_text())["socket"])
+    path.unlink()
+    if whole:
+        path.parent.rmdir()
+    wait_for_file(path)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    runs.memtop("stop", "a")
+    assert runs.show("a")["state"] == "stopped"
 
 
 async def test_a_dashboard_names_a_supervisor_that_hangs(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

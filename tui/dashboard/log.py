@@ -19,6 +19,7 @@ from textual.strip import Strip
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.tui.line import Line, line
+from memtop.tui.pace import Pace
 from memtop.tui.panel import RoleStyles
 
 LINES_KEPT = 5_000
@@ -29,8 +30,9 @@ _ALARMING = ("error", "out of memory", "outofmemory", "traceback", "killed")
 class LogPanel(RoleStyles, ScrollView, can_focus=True):
     """Lines of text in a scrollable view."""
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+    def __init__(self, pace: Pace, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
+        self._pace = pace
         self._rows: list[str] = []
         self._unfinished = False
         self._widest = 0
@@ -70,7 +72,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
             if rows or tail.partial != shown:
                 shown = tail.partial
                 self.append(rows, shown)
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(max(_POLL_SECONDS, self._pace.wait()))
 
     def append(self, rows: Sequence[str], unfinished: str = "") -> None:
         """Add lines at the end and drop the oldest beyond the limit.

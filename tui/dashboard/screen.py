@@ -37,6 +37,7 @@ from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
 from memtop.tui.machine.host import draw_host
+from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
@@ -113,7 +114,7 @@ class DashboardScreen(Dashboard):
             super().__init__()
             self.content = content
 
-    def __init__(self, feed: Feed, *, label: str | None, interval: float, process_actions: ProcessActions) -> None:
+    def __init__(self, feed: Feed, *, label: str | None, interval: float, process_actions: ProcessActions, pace: Pace) -> None:
         super().__init__()
         self.feed = feed
         self.process_actions = process_actions
@@ -125,6 +126,8 @@ class DashboardScreen(Dashboard):
         self._heard = time.monotonic()
         self._log_shown = 0
         self._hand_down_due = False
+        self.pace = pace
+        self._showing_later = False
         self._bands: dict[str, Band] = {}
         self._plan: DashboardLayout | None = None
         self._card_shown: tuple[str, int] | None = None
@@ -155,7 +158,7 @@ class DashboardScreen(Dashboard):
             yield LinePanel(t.draw_compact_training, id="compact-training")
         yield ProcessPanel(m.draw_processes, title="GPU processes", opens="processes", id="processes", classes="panel")
         yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
-        yield LogPanel(id="log", classes="panel")
+        yield LogPanel(self.pace, id="log", classes="panel")
         yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
         yield FlashPanel()
         yield ActionBar()
@@ -180,7 +183,23 @@ class DashboardScreen(Dashboard):
         self._record(message.content)
         if isinstance(message.content, ReplayPosition) and not self.flash.has_message:
             self.say("replay: Space pauses or continues, < > speed, ← → a minute, Home End start and end")
-        self.store = fold(self.store, message.content)
+        # What arrives before the terminal takes the next frame shares that frame.
+        self.set_reactive(DashboardScreen.store, fold(self.store, message.content))
+        self._show_when_possible()
+
+    def _show_when_possible(self) -> None:
+        if self._showing_later:
+            return
+        wait = self.pace.wait()
+        if wait:
+            self._showing_later = True
+            self.set_timer(wait, self._show_later)
+        else:
+            self.mutate_reactive(DashboardScreen.store)
+
+    def _show_later(self) -> None:
+        self._showing_later = False
+        self._show_when_possible()
 
     def _record(self, content: FeedMessage) -> None:
         if isinstance(content, wire.HistoryRows):
@@ -252,6 +271,18 @@ class DashboardScreen(Dashboard):
         """Whether a full screen hides the dashboard. Dialogs do not."""
         above = self.app.screen_stack[1:]
         return any(not isinstance(screen, ModalScreen) for screen in above)
+
+    @property
+    def is_current(self) -> bool:
+        # Textual would paint the screen above again for each change of this one.
+        return super().is_current and not self._is_covered()
+
+    def _compositor_refresh(self) -> None:
+        super()._compositor_refresh()
+        if self.app.screen is not self:
+            # Below a dialog: Textual has told the dialog what to paint, and would ask for the same
+            # again without end.
+            self._repaint_required = False
 
     def on_screen_resume(self) -> None:
         self._hand_down()
