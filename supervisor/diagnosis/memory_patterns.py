@@ -76,25 +76,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     # The words of CuPy before version 7: the total would be the pool's.
     Pattern(r"out of memory to allocate (?P<size>SIZE) \(total (?P<allocated>SIZE)\)", GPU, 0.95),
-    Pattern(
-        r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
-        r"(?: memory on GPU \d+,(?: (?P<allocated>SIZE) memory has been allocated and)?"
-        r" available memory is only (?P<free>SIZE))?",
-        GPU,
-        0.95,
-    ),
-    Pattern(
-        r"Memory allocation error on worker \d+: .{0,160}? - Free memory: (?P<free>SIZE|\d+)"
-        r" - Requested memory: (?P<size>SIZE|\d+)",
-        GPU,
-        0.95,
-    ),
-    Pattern(
-        r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory.{0,30}? Currently allocated: (?P<allocated>SIZE)"
-        r" Requested: (?P<size>SIZE) Device limit: (?P<total>SIZE) Free \(according to CUDA\): (?P<free>SIZE)",
-        GPU,
-        0.95,
-    ),
+    Pattern(r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"Memory allocation error on worker \d+:", GPU, 0.95),
     Pattern(r"(?:cu|cl|hip)\w{0,20}?Mem\w{0,20} failed: (?:out of memory|MEM_OBJECT_ALLOCATION_FAILURE)", GPU),
     Pattern(r"\w+ failed: MEM_OBJECT_ALLOCATION_FAILURE", GPU),
     Pattern(r"CUDA: out of memory|\[CUDA\] out of memory|Cuda Runtime \(out of memory\)", GPU),
@@ -143,7 +126,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         reason=_BUDGET,
     ),
     Pattern(
-        r"(?i:not enough memory).{0,120}? mem[-_]fraction[-_]static|(?i:not enough memory to handle \d+ prefill tokens)",
+        r"(?i:not enough memory).{0,120}? mem[-_]fraction[-_]static"
+        r"|(?i:not enough memory to handle \d+ (?:prefill|total) tokens)",
         GPU,
         reason=_BUDGET,
     ),
@@ -192,12 +176,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.95,
     ),
-    Pattern(
-        r"Attempting to (?:allocate|reserve) (?P<size>SIZE|[\d.]{1,12}[KMGT]).{0,40}? That was not possible"
-        r"(?:\. There are (?P<free>SIZE|[\d.]{1,12}[KMGT]) free)?",
-        GPU,
-        0.95,
-    ),
+    Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE|[\d.]{1,12}[KMGT]).{0,40}? That was not possible", GPU, 0.95),
     Pattern(
         r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
     ),

@@ -147,6 +147,7 @@ def test_a_refusal_for_lack_of_host_memory_is_one_of_a_budget() -> None:
             7 * GIB // 2,
         ),
         ("RuntimeError: No enough gpu memory for kv cache.", "gpu_oom", None, None),
+        ("RuntimeError: Not enough memory to handle 9000 total tokens with 3 prefill tokens.", "gpu_oom", None, None),
         (
             'msg="model request too large for system" requested="8.0 GiB" available=2147483648',
             "host_oom_alloc",
