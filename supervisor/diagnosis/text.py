@@ -319,7 +319,8 @@ def _without_front(shown: str) -> tuple[str, int | None]:
 
 # --- the text of a log ---------------------------------------------------------------------------
 
-_SPACE = re.compile(r"\s+")
+# White space, and the backslash of a line that is continued.
+_SPACE = re.compile(r"\s+|\\$")
 _WORD = re.compile(r"\w")
 _TRACEBACK = "Traceback (most recent call last)"
 

@@ -437,6 +437,13 @@ def test_a_message_that_the_program_printed_itself_and_a_fault_that_follows(afte
     assert of(raised + after.format(traceback=traceback)).kind is Kind.GPU_OOM
 
 
+@pytest.mark.parametrize("fold", ["\n", "\\\n", "\\\r\n", " \\\n    "])
+def test_a_message_is_read_over_a_fold_in_a_word_and_up_to_a_cut_in_a_word(fold: str) -> None:
+    message = f"RuntimeError: {_PRINTED}".replace("already", f"alre{fold}ady").replace(")\n", "; 12.00 MiB fr")
+    found = of(message)
+    assert (found.kind, found.allocated_bytes, found.free_bytes) == (Kind.GPU_OOM, 15 << 29, 12 << 20)
+
+
 def test_a_loss_after_a_caught_failure_is_progress() -> None:
     caught = f"2025-01-01 10:00:00 run[7] DEBUG {_PRINTED}2025-01-01 10:00:00 run[7] WARNING skipping batch.\n"
     assert of(f"{caught}2025-01-01 10:00:06 run[7] DEBUG Batch loss: 0.0106\n").reason in ("oom_retried", "oom_handled")
