@@ -14,6 +14,11 @@ from memtop.supervisor.diagnosis.values import Kind
 _BUFFER = 8 << 10
 _NEAR = 12
 _MANY_STEPS = 3
+# How many lines around a message are compared, and how many lines or words are few.
+_LOOP = 30
+_FEW = 3
+_WITH_NUMBER = re.compile(r"\S*\d\S*")
+_WORDS = re.compile(r"[^\W\d]{2,}")
 
 # Words for going on after a lack of memory.
 _RECOVERY = re.compile(
@@ -49,6 +54,9 @@ _COMPLETED = re.compile(
 # The last line of a program that reports its normal end.
 _DONE = re.compile(r"(?i)(?:[\d:,./ -]{8,30})?\W*(?:all )?(?:done|finished|completed)(?: successfully)?\W*$")
 _FAILS = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\]|\b[Ee]rror\b ?[:\[]|\b(?:could not|failed to|cannot) \w+")
+_TROUBLE = re.compile(
+    r"(?i)error|exception|traceback|fail|abort|killed|core dumped|segfault|fault\b|exit|memory|oom|panic|assert"
+)
 _EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|completed?)\b|\bcompleted epoch \d+")
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
@@ -60,8 +68,9 @@ _STEP = re.compile(
 _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
+_TRACEBACK = "Traceback (most recent call last)"
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
-_MILD = re.compile(r"^[Ww]arning:|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
+_MILD = re.compile(r"^[Ww]arning:|^W: |\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
 # Failures that always end the program, whatever other ranks or buffers print after them.
@@ -141,18 +150,26 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         helper = finding.weight is Weight.ERROR and finding.phase != "data"
         return "oom_handled" if helper and progress.between(finding.last_line + 1, until)[0] >= _MANY_STEPS else None
     here = page.lines[finding.line]
-    if finding.kind is Kind.PINNED_HOST_OOM and _any_matches(_DOES_WITHOUT, page.lines[finding.last_line : until]):
+    if finding.kind is Kind.PINNED_HOST_OOM and (
+        _any_matches(_DOES_WITHOUT, page.lines[finding.last_line : until]) or (not failed and _ends_well(page, finding, until))
+    ):
         return "oom_handled"
-    own = page.lines[max(0, finding.line - 1) : finding.last_line + 1]
     after = finding.last_line + 1
+    # The line above can say that the program goes on, but not where an exception follows it.
+    raised = any(_TRACEBACK in line.text for line in page.lines[after : after + 1])
+    own = page.lines[finding.line if raised else max(0, finding.line - 1) : after]
     steps, distance = progress.between(after, until)
     if finding.kind is not Kind.NOT_MEMORY:
         # The program can also report that it gives up after the last of several tries.
         near, late = page.lines[after : min(until, after + _NEAR)], page.lines[until : until + _NEAR]
+        earlier = page.lines[max(0, finding.line - _NEAR) : finding.line]
         tried = _any_matches(_RECOVERY, [*own, *near]) or _any_matches(_ANOTHER_TRY, [*own, *near] if steps else own)
-        if tried and not _any_matches(_GAVE_UP, [*own, *near, *late]) and not progress.tried_in_vain(finding.line):
+        if tried and not _any_matches(_GAVE_UP, [*earlier, *own, *near, *late]) and not progress.tried_in_vain(finding.line):
             return "oom_retried"
     if is_mild(here) or _RAISED.match(here.text) is None:
+        again = _does_the_same_again(page, finding, until) or (is_mild(here) and _ends_well(page, finding, until))
+        if finding.kind is not Kind.NOT_MEMORY and not failed and again:
+            return "oom_handled"
         if finding.kind is not Kind.NOT_MEMORY and until == len(page.lines) > after and _DONE.match(page.lines[-1].text):
             return "oom_handled"
         # One line can be another thread's. A warning says itself that the program goes on.
@@ -160,6 +177,33 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
     # Output that was still buffered when the error was written follows it; more than a buffer was
     # computed later.
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
+
+
+def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
+    """Whether a line after the message reports the same work as one before it: `reading 3.jpg`, the
+    message, `reading 4.jpg`."""
+    before = {_work(line) for line in page.lines[max(0, finding.line - _LOOP) : finding.line]} - {None}
+    after = page.lines[finding.last_line + 1 : min(until, finding.last_line + 1 + _LOOP)]
+    return any(_work(line) in before for line in after)
+
+
+def _work(line: LogLine) -> str | None:
+    """What a line reports, without its numbers. None for a line without numbers or with hardly a
+    word, and for one that is part of a traceback or about a failure."""
+    if line.bar or line.shown[:1].isspace() or _TROUBLE.search(line.text) or is_mild(line):
+        return None
+    work, numbers = _WITH_NUMBER.subn("#", line.text[:_STEP_WITHIN].strip())
+    return work if numbers and len(_WORDS.findall(work)) >= _FEW else None
+
+
+def _ends_well(page: LogText, finding: Finding, until: int) -> bool:
+    """Whether several lines follow the message up to the end of the log, and none of them is about
+    a failure."""
+    after = page.lines[finding.last_line + 1 : until]
+    own = [line for line in after[:_LOOP] if line.text.strip() and not line.shown[:1].isspace()]
+    if until < len(page.lines) or len(own) < _FEW or _RAISED.match(page.lines[finding.line].text):
+        return False
+    return not any(_FAILS.search(line.text) or _TROUBLE.search(line.text) or is_mild(line) for line in after)
 
 
 def _is_step(line: LogLine) -> bool:

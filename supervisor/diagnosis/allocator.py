@@ -24,12 +24,12 @@ _HEAD = compiled(
 )
 _REQUESTED = compiled(r"Tried to allocate (SIZE)")
 _DEVICE = compiled(r"[GNXP]PU(\d{1,5})(?:has a total|;\d)")
-_TOTAL = compiled(r"(?:has a total capaci?ty of (SIZE)|(SIZE) total capacity)")
-# A log can be cut within the word "free".
+# A log can be cut within a word: only its first letters are asked for.
+_TOTAL = compiled(r"(?:has a total capaci?ty of (SIZE)|[;(] (SIZE) total)")
 _FREE = compiled(r"(?:of which (SIZE) is free|already allocated;(?:SIZE current active;)? (SIZE) f)")
 _PROCESS = compiled(r"this process has (SIZE) memory in use")
 _OTHERS = compiled(r"Process(\d{1,10})has (SIZE) memory in use")
-_ALLOCATED = compiled(r"(?:Of the allocated memory (SIZE) is allocated|(SIZE) already allocated|MPS allocated:(SIZE))")
+_ALLOCATED = compiled(r"(?:Of the allocated memory (SIZE) is a|(SIZE) already allocated|MPS allocated:(SIZE))")
 _UNALLOCATED = compiled(r"(?:(SIZE) is reserved by PyTorch but unallocated|(SIZE) cached)")
 _RESERVED = compiled(r"(SIZE) reserved in total")
 _ALLOWED = compiled(r"(?:(SIZE) allowed;|max allowed:(SIZE))")

@@ -7,6 +7,7 @@ and records of a kill at this end, the supervisor's samples, the log, the exit s
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 from collections.abc import Iterable, Iterator
@@ -261,6 +262,10 @@ def _with_log(found: Finding, reading: Reading) -> Finding:
 def _ended_well(reading: Reading) -> Finding:
     of_memory = [(finding, how) for finding, how in reading.survived if finding.kind is not Kind.NOT_MEMORY]
     cause, confidence = reading.cause, 0.95
+    killed = next((each for each in reading.findings if _is_state_of_job(each, reading)), None)
+    if killed is not None:
+        # The status is that of the main program, and the kill was of another one of the job.
+        return replace(_quoted(reading, killed), confidence=_CLEAR)
     if of_memory:
         cause, reason = of_memory[-1]
     elif cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.ERROR:
@@ -271,6 +276,14 @@ def _ended_well(reading: Reading) -> Finding:
         cause, reason = None, "finished"
     lines = () if cause is None else _lines(reading, cause)
     return Finding(Kind.NOT_MEMORY, reason, confidence, source="exit_status", evidence=lines)
+
+
+# What the platform calls the end of a job: "State: OUT_OF_MEMORY", "Reason: OOMKilled".
+_STATE = re.compile(r"(?i)(?:state|reason)\W{1,20}(?:OUT_OF_ME|OOMKilled)")
+
+
+def _is_state_of_job(finding: Finding, reading: Reading) -> bool:
+    return finding.kind is Kind.HOST_OOM_KILLED and _STATE.search(reading.page.lines[finding.line].text) is not None
 
 
 def _of_signal(number: int) -> Finding:

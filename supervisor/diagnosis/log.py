@@ -49,6 +49,14 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
             fatal.append(finding)
         else:
             survived.append((finding, how))
+    # After a warning, the program went on at least as far as to the same failure that it survived.
+    last_of = {finding.kind: (finding.line, how) for finding, how in survived}
+    for finding in [each for each in fatal if _is_warning(page, each)]:
+        line, how = last_of.get(finding.kind, (-1, ""))
+        if line > finding.line:
+            fatal.remove(finding)
+            survived.append((finding, how))
+    survived.sort(key=lambda pair: pair[0].line)
     if any(how == _TEARDOWN for _, how in survived):
         fatal = [finding for finding in fatal if finding.weight >= Weight.CAUSE]
     if failed and not fatal and survived and progress.between(survived[-1][0].last_line + 1, len(page.lines))[0] == 0:
@@ -100,6 +108,10 @@ def _until(page: LogText, findings: list[Finding], index: int) -> int:
             return other.line
         end = other.last_line
     return len(page.lines)
+
+
+def _is_warning(page: LogText, finding: Finding) -> bool:
+    return finding.kind is not Kind.NOT_MEMORY and is_mild(page.lines[finding.line])
 
 
 def _another_rank(page: LogText, one: Finding, other: Finding) -> bool:
@@ -304,14 +316,21 @@ _KILLED_LINE = re.compile(
     r"|Unicestwiony)[*_`]{0,3}$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$"
 )
 """The word as shells print it, in the languages they print it in."""
+_AFTER_PROGRESS = re.compile(r"(?:[\d%\])|█-▏=>#.]|\d%\|[^|]{0,300})Killed(?:: 9)?$")
+"""The same behind a progress bar or a step that had no end of line yet."""
 
 
 def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
     """The one word that a shell prints, perhaps followed by the command."""
     short = (index for index, line in enumerate(view.lines) if len(line.text) < _LONGEST_KILLED)
     found = [index for index in short if _KILLED_LINE.match(view.lines[index].text)]
+    found += [
+        index
+        for index, line in enumerate(view.lines)
+        if line.text.endswith(("Killed", "Killed: 9")) and _AFTER_PROGRESS.search(line.text)
+    ]
     yield from both_ends(
-        found,
+        sorted(found),
         lambda index: Finding(
             Kind.HOST_OOM_KILLED,
             confidence=SUSPECTED,

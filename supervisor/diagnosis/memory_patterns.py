@@ -50,7 +50,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"NVML_SUCCESS == r INTERNAL ASSERT FAILED at .{0,120}?CachingAllocator", GPU, 0.7),
     Pattern(r"(?i:(?:cuda|hip) runtime error) \(?2\)?:? out of memory", GPU),
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
-    Pattern(r"Error 2: out of memory", GPU, 0.85),
+    Pattern(r"Error 2: out of memory|returned \(2\): Out of memory", GPU, 0.85),
     Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
     Pattern(r"== cudaSuccess \(2 vs\. 0\)", GPU),
     Pattern(r"cudaErrorMemoryAllocation(?!=\d)", GPU, 0.85),

@@ -52,6 +52,9 @@ ENDS: tuple[Pattern, ...] = (
         KILLED,
         0.8,
     ),
+    Pattern(
+        r"(?i:(?:put|placed) on hold|held) .{0,40}? (?i:due to|because of|for) (?i:\w{1,12} ){0,2}?(?i:memory)", KILLED, 0.8
+    ),
     Pattern(r"(?i:notebook|session|kernel) tried to allocate more memory than is available", KILLED, 0.8),
     Pattern(
         r"(?i:(?:violat|exceed|surpass|reach)\w{1,5} (?:the |its )?(?:\w{1,12} )?memory limit"

@@ -26,6 +26,7 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"|\balloc\w* (?:\w+ ){{0,3}}{_MEMORY} (?:has |was )?(?:fail|refused)"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
     rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
@@ -48,7 +49,8 @@ _DEVICE = re.compile(
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
     r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl"
-    r"|directml|dmlexec|pooled_storage_manager|(?-i:Gpu[A-Z]))"
+    r"|directml|dmlexec|pooled_storage_manager|(?-i:Gpu[A-Z])|(?<!/)nvidia|geforce|[rg]tx ?\d|radeon|intel arc"
+    r"|malloc_device|neuron|mindspore)"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -104,7 +106,7 @@ def _may_be(text: str) -> bool:
 def _read(page: LogText, index: int) -> Finding | None:
     line = page.lines[index]
     text = line.text[: figures.LONGEST]
-    if text.startswith(("##", "|")) or is_mild(line):
+    if text.startswith("##") or _ROW.match(text) or is_mild(line):
         return None
     found = figures.read(text)
     if not (_is_stated(text) or ((found.requested is not None or _WRAPPED.search(text)) and _is_refused(text))):
@@ -139,7 +141,8 @@ def _is_mentioned(before: str) -> bool:
 
 # --- errors in a list -----------------------------------------------------------------------------
 
-_ITEM = re.compile(r"\s*(?:[-*•·–|]|\d{1,2}[.)])\s+['\"`*]{0,3}(?=\S)")
+_ROW = re.compile(r"\|.*\|")
+_ITEM = re.compile(r"\s*(?:[-*•·–]|\|(?=.*\|)|\d{1,2}[.)])\s+['\"`*]{0,3}(?=\S)")
 _NEAR = 4
 # A list names its errors; a sentence tells about one.
 _WITHIN_SENTENCE = re.compile(r"(?i)\b(?:I|we|my|keeps?|always) (?:\w+ ){0,2}(?:get|gets|getting|got|see|receive)\b")

@@ -444,6 +444,13 @@ def test_a_message_is_read_over_a_fold_in_a_word_and_up_to_a_cut_in_a_word(fold:
     assert (found.kind, found.allocated_bytes, found.free_bytes) == (Kind.GPU_OOM, 15 << 29, 12 << 20)
 
 
+@pytest.mark.parametrize("state", ["State: OUT_OF_MEMORY (exit code 0)", "  Reason:       OOMKilled\n  Exit Code:    0"])
+def test_a_platform_that_names_a_kill_counts_more_than_the_status_of_the_main_program(state: str) -> None:
+    found = of(f"{STEPS}{state}\n", exit_status=0)
+    assert (found.kind, found.confidence) == (Kind.HOST_OOM_KILLED, 0.8)
+    assert of(f"{STEPS}error: 1 OOMKilled task was started again\n", exit_status=0).kind is Kind.NOT_MEMORY
+
+
 def test_a_loss_after_a_caught_failure_is_progress() -> None:
     caught = f"2025-01-01 10:00:00 run[7] DEBUG {_PRINTED}2025-01-01 10:00:00 run[7] WARNING skipping batch.\n"
     assert of(f"{caught}2025-01-01 10:00:06 run[7] DEBUG Batch loss: 0.0106\n").reason in ("oom_retried", "oom_handled")
