@@ -126,8 +126,10 @@ def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[s
 
 
 def advice(about: About, environment: Sequence[Place], phase: str = "unknown", limit: int | None = None) -> Iterator[Remedy]:
-    """What fits the environment, each id once, as remedies that only a person can apply. `limit`: the
-    memory limit to request, in bytes."""
+    """What fits the environment, each id once, as remedies that only a person can apply.
+
+    `limit`: the memory limit to request, in bytes.
+    """
     given: set[str] = set()
     for one in sorted(table(), key=lambda one: phase not in one.first_in):
         if one.about == about and one.id not in given and one.fits(environment):

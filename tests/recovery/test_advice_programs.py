@@ -256,7 +256,7 @@ def test_a_limit_that_was_measured_is_raised_and_the_memory_of_the_machine_is_no
         ("SLURM_JOB_ID=7\n{array}\ntotal memory: 2 GiB read", "sbatch --mem=MORE_THAN_NOW "),
         ("KUBERNETES_SERVICE_HOST=1\n{array}\ntotal memory: 4 GiB", "resources.limits.memory: MORE_THAN_NOW"),
         ("slurmstepd: error: Job 12 exceeded memory limit (140000000 > 134217728), being killed", "--mem="),
-        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 137.", "bsub -M MORE_THAN_NOW "),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 9.", "bsub -M MORE_THAN_NOW"),
         ("=>> PBS: job killed: mem 34034000kb exceeded limit 33554432kb", "mem=48gb,vmem=48gb"),
     ],
 )
