@@ -18,7 +18,6 @@ from tests.conftest import Runs
 from tests.terminal import Terminal
 from tests.tui.support import RecordingFeed, dashboard, gpu, opened, press, running, screen_text, settle
 
-
 VERY_SLOW = 1.0
 MANY = 3600
 """Bytes for which a line that slow needs longer than any test."""
