@@ -1,4 +1,5 @@
-"""What commands and dashboards do when the supervisor is stopped, hangs, ends, or has lost its socket."""
+"""What commands and dashboards do when the supervisor is stopped, hangs or ends, or its socket is
+gone."""
 
 from __future__ import annotations
 
