@@ -167,6 +167,41 @@ def test_a_program_that_trains_is_no_inference() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "trains"),
+    [
+        ("step 10 reward 1.0", True),
+        ("[update 3/500] kl=0.02 reward_mean=-1.5", True),
+        ("iteration 100 | lr: 1e-5", True),
+        ("{'loss': 1.92}", True),
+        ("step 10/50 of the sampler", False),
+        ("Step 1: calculate what the function returns", False),
+    ],
+)
+def test_the_report_of_a_step_means_training_although_it_failed_in_generate(line: str, trains: bool) -> None:
+    found = logs.of(f"{line}\n" + traceback("ppo.py", "    out = model.generate(ids)\n" + TORCH))
+    assert (Place.INFERENCE not in found.environment) is trains
+    assert ("smaller_batch" in ids(remedies_for_command(found))) is trains
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Successfully installed xgboost-2.0\n{prep}MemoryError", ()),
+        ("Loading darknet53.conv.74\nepoch 1 loss 3\nRuntimeError: CUDA error: out of memory", (Place.CUDA,)),
+        ("starting langchainer service\nMemoryError", ()),
+        ("Traceback of langchainer:\n{chainer}MemoryError", (Place.CHAINER,)),
+        ("{prep}xgboost.core.XGBoostError: std::bad_alloc", (Place.XGBOOST,)),
+        ("{prep}MemoryError: bad allocation in libxgboost.so", (Place.XGBOOST,)),
+        ("./darknet detector train\nCUDA Error: out of memory", (Place.CUDA, Place.DARKNET)),
+    ],
+)
+def test_a_library_that_the_log_only_names_did_not_fail(text: str, expected: tuple[Place, ...]) -> None:
+    prep = traceback("/home/me/prep.py", "    df = pandas.read_csv(path)\n")
+    chainer = traceback("/venv/site-packages/chainer/training/updater.py", "    loss = func(x)\n")
+    assert logs.of(text.format(prep=prep, chainer=chainer)).environment == expected
+
+
+@pytest.mark.parametrize(
     ("line", "windows"),
     [
         (r'  File "G:\work\net\train.py", line 3', True),
