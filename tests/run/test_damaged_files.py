@@ -9,7 +9,9 @@ import shutil
 import sqlite3
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,7 +19,9 @@ from unittest.mock import Mock
 import pytest
 
 from memtop.cli import run as memtop
+from memtop.supervisor import holes
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
 from memtop.supervisor.run import rebuild
 from memtop.supervisor.run.post_mortem.log_end import error_files, read_log_end
 from memtop.supervisor.run.processes import shim
@@ -25,7 +29,7 @@ from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.checkpoints import read_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.journal import Intake, JournalReader, find_journals
-from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.ledger import Ledger, damage_mark
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Saved, SaveFailed, Step
 from memtop.supervisor.run.server import Publisher
@@ -321,6 +325,25 @@ def test_damage_that_a_reader_meets_is_mended_by_the_restart_that_it_advises(
     assert "was damaged (" in words
 
 
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("numbers", [b"xyz", "text"])
+def test_a_history_with_values_that_cannot_be_read_is_damage(tmp_path: Path, numbers: object, killed: bool) -> None:
+    folder = RunFolder(tmp_path)
+    folder.attempt(1).mkdir(parents=True)
+    with closing(Ledger(folder.ledger_path)) as ledger:
+        ledger.add_attempt(1, "start", None, 1.0)
+        ledger.recorder.add(MachineSnapshot(time=time.time(), gpus=(), host=HostSample(used_fraction=0.5)), 7)
+        ledger.recorder.flush()
+    with closing(sqlite3.connect(folder.ledger_path, isolation_level=None)) as other:
+        assert other.execute("UPDATE history SET numbers = ?", (numbers,)).rowcount > 0
+    if killed:
+        damage_mark(folder.ledger_path).touch()
+    ledger, words = open_ledger(folder)
+    ledger.close()
+    assert words is not None
+    assert "was damaged (wrong values: " in words
+
+
 def test_after_a_supervisor_was_killed_the_whole_ledger_is_read(long_run: RunFolder, tmp_path: Path) -> None:
     with closing(Ledger(long_run.ledger_path)) as ledger:
         ledger.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts"))
@@ -430,12 +453,19 @@ def replace_with_supervisor(path: Path) -> object:
     return write_json(path.with_name("state.json"), {})
 
 
+def remove_hole(path: Path) -> object:
+    with pytest.raises(OSError, match=r"No such device|not a regular file"):
+        holes.remove(path, 0, 1)
+    return None
+
+
 PIPES: list[tuple[str, Callable[[Path], object]]] = [
     ("rank-0.jsonl", read_journal),
     ("output.log", read_log_end),
     ("error.json", lambda path: error_files(path.parent)),
     ("manifest.json", lambda path: read_checkpoint(path.parent)),
     ("ledger.sqlite", lambda path: open_ledger(RunFolder(path.parent))[0].close()),
+    ("rank-1.jsonl", remove_hole),
     (f"exit.json{shim.RESERVED}", replace_with_shim),
     (f".state.json.{os.getpid()}", replace_with_supervisor),
 ]
@@ -446,14 +476,16 @@ def test_a_pipe_that_a_program_puts_in_place_of_a_file_blocks_nothing(
     tmp_path: Path, name: str, use: Callable[[Path], object]
 ) -> None:
     os.mkfifo(tmp_path / name)
-    done = threading.Event()
+    done: Future[object] = Future()
 
     def work() -> None:
-        use(tmp_path / name)
-        done.set()
+        try:
+            done.set_result(use(tmp_path / name))
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    assert done.wait(60)
+    done.result(60)
 
 
 def test_kept_reports_have_the_order_in_which_they_were_reported(tmp_path: Path) -> None:
