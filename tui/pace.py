@@ -1,7 +1,9 @@
 """How fast the dashboard draws: no faster than its terminal can take it.
 
-A frame of a large terminal has 20 kB and more. A slow line would show it long after it was drawn,
+A frame of a large terminal has up to 100 kB. A slow line would show it long after it was drawn,
 and keys would seem to have no effect. So the samples that arrive in the meantime share one frame.
+The frames that answer keys are never held back. Many of them do not add up: most terminals are
+faster than assumed here, and a terminal that is not blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from textual.driver import Driver
 
 MOST_PER_SECOND = 128 << 10
 """Bytes per second for a terminal that names no speed, such as a window or most ssh connections."""
+MOST_COUNTED = 128 << 10
+"""How many bytes the next frame waits for at most: one frame of a large terminal."""
 _BITS_OF_A_BYTE = 10
 _SLOW = (50, 75, 110, 134, 150, 200, 300, 600, 1200, 1800, 2400, 4800, 9600, 19200)
 """Speeds in bits per second that a terminal does not have by default (ssh hands them on)."""
@@ -30,13 +34,14 @@ class Pace:
         self._rate = bytes_per_second
         self._takes_more = takes_more
         self._done = 0.0
-        """When the terminal has everything, on the monotonic clock."""
+        """When the terminal has what counts, on the monotonic clock."""
 
     def sent(self, count: int) -> None:
-        self._done = max(self._done, time.monotonic()) + count / self._rate
+        now = time.monotonic()
+        self._done = min(max(self._done, now) + count / self._rate, now + MOST_COUNTED / self._rate)
 
     def wait(self) -> float:
-        """Seconds until the terminal has what was sent; 0: draw now."""
+        """Seconds until the terminal has what counts of all that was sent; 0: draw now."""
         if not self._takes_more():
             return _BLOCKED_SECONDS
         return max(0.0, self._done - time.monotonic())

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import cache
+from typing import NamedTuple
 
 from memtop.supervisor.diagnosis.text import LogText
 
@@ -185,14 +187,7 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
         *("intel_extension_for_pytorch", "memoryblockwithsizelargerthan4GB"),
     ),
     Place.TPU: (
-        "libtpu",
-        "TPUv",
-        "TPU_",
-        "device:TPU",
-        "TpuDevice",
-        "memoryspacehbm",
-        "hbmcapacity",
-        "cloud.google.com/tpu",
+        *("libtpu", "TPUv", "TPU_", "device:TPU", "TpuDevice", "memoryspacehbm", "hbmcapacity", "cloud.google.com/tpu"),
         "TPUEstimator",
     ),
     Place.HPU: ("PT_DEVMEM", "habana", "hpu:0", "HPU_"),
@@ -215,15 +210,8 @@ _SIGNS: dict[Place, tuple[str, ...]] = {
     Place.WHISPER_CPP: ("whisper_init", "whisper_model_load", "whisper_full", "whisper.cpp"),
     Place.SD_CPP: ("stable-diffusion.cpp", "sd-cli", "ggml_extend.hpp"),
     Place.COMFYUI: (
-        "ComfyUI/",
-        "ComfyUI\\",
-        "comfy/",
-        "comfy\\",
-        "custom_nodes",
-        "ComfyUI-",
-        "ComfyUIrun",
+        *("ComfyUI/", "ComfyUI\\", "comfy/", "comfy\\", "custom_nodes", "ComfyUI-", "ComfyUIrun", "comfy_kitchen"),
         "ThiserrormeansyouranoutofmemoryonyourGPU",
-        "comfy_kitchen",
     ),
     Place.WEBUI: ("stable-diffusion-webui", "sd_hijack", "Fooocus", "fooocus", "ldm_patched", "webui-user", "sd_models.py"),
     Place.INVOKEAI: (
@@ -315,16 +303,14 @@ _AFTER = 8
 _ONLY_ROCM = ("ROCm0", "ROCm1", "ROCmerror", "HipCustom", "amdgpu:", "AMDInstinct", "AMDRadeon")
 """PyTorch and llama.cpp call AMD's GPUs "cuda", too."""
 _TRAINS = (
-    "backward()",
-    "loss.backward",
-    "training_step",
-    "Trainer",
-    "trainer.",
-    "train.py",
-    "finetune",
-    "Epoch",
-    "epoch",
+    *("backward()", "loss.backward", "training_step", "Trainer", "trainer.", "train.py", "finetune", "Epoch", "epoch"),
     "optimizer",
+)
+# The report of a step: its number and a figure that only training has, or a loss.
+_STEP = re.compile(
+    r"(?i)(?:\b(?:step|iter|iteration|update|episode|global_step|timestep)s?\b[^0-9a-z\n]{0,4}\d.{0,200}?"
+    r"(?:\b|_)(?:rewards?|returns?|lr|learning_rate|grad_norm|kl|ppl|perplexity|loss)|(?:\b|_)loss)"
+    r"(?:[_/]\w{1,20})?['\"]?[ \t:=|]{1,4}-?(?:\d|nan\b)"
 )
 _WINDOWS_PATH = re.compile(
     r"(?<![A-Za-z0-9\\])[A-Za-z]:\\{1,2}[A-Za-z_.][^\\/:\"'|<>]*\\"  # C:\FOLDER\
@@ -340,28 +326,40 @@ def of_log(page: LogText, line: int | None, message: Sequence[str], *, of_torch:
     and that says more than the rest of the log: a program that trains can also serve a model.
     `of_torch`: the failure is known to be PyTorch's.
     """
-    told = _joined(message)
-    near = told if line is None else _joined(each.shown for each in (*page.context(line), *page.lines[line : line + _AFTER]))
-    whole = _joined(each.shown for each in page.lines)
+    told = _text(message)
+    near = told if line is None else _text(each.shown for each in (*page.context(line), *page.lines[line : line + _AFTER]))
+    whole = _text(each.shown for each in page.lines)
     texts = (told, near, whole)
     found = [_device(texts), *_programs(texts, of_torch=of_torch)]
     found.append(Place.MACOS if Place.MPS in found else _system(page, whole))
     found += [place for place in Place if place in MANAGED and _shows(whole, place)]
-    found.append(Place.CGROUP if any(sign in whole for sign in _CGROUP) else None)
+    found.append(Place.CGROUP if any(sign in whole.joined for sign in _CGROUP) else None)
     return together(place for place in found if place is not None)
 
 
-def _device(texts: tuple[str, str, str]) -> Place | None:
+class _Text(NamedTuple):
+    """Some lines of a log in two forms."""
+
+    joined: str
+    """Without white space, so that a sign is found wherever a line was folded."""
+    lines: str
+
+
+def _device(texts: tuple[_Text, _Text, _Text]) -> Place | None:
     found = _first(DEVICES, texts)
-    return Place.ROCM if found is Place.CUDA and any(sign in texts[-1] for sign in _ONLY_ROCM) else found
+    return Place.ROCM if found is Place.CUDA and any(sign in texts[-1].joined for sign in _ONLY_ROCM) else found
 
 
-def _programs(texts: tuple[str, str, str], *, of_torch: bool) -> list[Place | None]:
-    """The framework, or else the program with options of its own."""
+def _programs(texts: tuple[_Text, _Text, _Text], *, of_torch: bool) -> list[Place | None]:
+    """The program with options of its own, or else the framework and how it is used.
+
+    Only a server of models is looked for in the whole log: other libraries that it names did not
+    have to fail.
+    """
     told, near, whole = texts
     framework = Place.PYTORCH if of_torch else _first(FRAMEWORKS, (told, near))
     if framework is None:
-        program = _first(PROGRAMS, texts)
+        program = _first(PROGRAMS, (told, near)) or _first(_SERVERS, (whole,))
     else:
         program = _first((*_SERVERS, *_LIKE_TORCH), (told, near)) or _first(_IMAGES, (whole,))
     users = _USED_BY.get(program, ()) if program is not None else ()
@@ -372,29 +370,41 @@ def _programs(texts: tuple[str, str, str], *, of_torch: bool) -> list[Place | No
     if framework is not Place.PYTORCH:
         return [framework]
     deepspeed = Place.DEEPSPEED if _shows(whole, Place.DEEPSPEED) else None
-    infers = _shows(near, Place.INFERENCE) and deepspeed is None and not any(sign in whole for sign in _TRAINS)
+    trains = deepspeed is not None or any(sign in whole.joined for sign in _TRAINS)
+    infers = _shows(near, Place.INFERENCE) and not trains and _STEP.search(whole.lines) is None
     return [framework, deepspeed, Place.INFERENCE if infers else None]
 
 
-def _system(page: LogText, whole: str) -> Place | None:
+def _system(page: LogText, whole: _Text) -> Place | None:
     found = _first(SYSTEMS, (whole,))
     return Place.WINDOWS if found is None and any(_WINDOWS_PATH.search(each.shown) for each in page.lines) else found
 
 
-def _of_xla(told: str) -> Place | None:
-    return Place.JAX if "RESOURCE_EXHAUSTED" in told else None
+def _of_xla(told: _Text) -> Place | None:
+    return Place.JAX if "RESOURCE_EXHAUSTED" in told.joined else None
 
 
-def _joined(lines: Iterable[str]) -> str:
-    return "".join("".join(line.split()) for line in lines)
+def _text(lines: Iterable[str]) -> _Text:
+    text = "\n".join(lines)
+    return _Text("".join(text.split()), text)
 
 
-def _first(places: Sequence[Place], texts: Sequence[str]) -> Place | None:
+def _first(places: Sequence[Place], texts: Sequence[_Text]) -> Place | None:
     return next((place for text in texts for place in places if _shows(text, place)), None)
 
 
-def _shows(text: str, place: Place) -> bool:
-    return any(sign in text for sign in _SIGNS[place])
+def _shows(text: _Text, place: Place) -> bool:
+    found = (sign for sign in _SIGNS[place] if sign in text.joined)
+    if place not in PROGRAMS:
+        return any(found)
+    return any(sign.lower() != place.value or _as_word(sign).search(text.lines) for sign in found)
+
+
+@cache
+def _as_word(name: str) -> re.Pattern[str]:
+    """The name of a program, as no part of a longer one: `langchainer` is not Chainer, and
+    `darknet53` is a model."""
+    return re.compile(r"(?<![A-Za-z0-9])(?:lib)?" + r"\s*".join(name) + r"(?![a-z0-9])")
 
 
 _VARIABLES: dict[str, Place] = {

@@ -4,6 +4,7 @@ another reason than that it is full. Pure functions; memtop never runs the comma
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -44,8 +45,10 @@ About = Literal[
 """The question that a piece of advice answers; the file explains each."""
 
 
-_RAISED = 64
-"""The limit to request, in GiB, if the present one is not known."""
+_UNKNOWN_LIMIT = "MORE_THAN_NOW"
+"""What a person replaces with a limit, if the present one is not known."""
+_LIMIT = re.compile(r"\{limit\}[A-Za-z]*")
+"""The new limit in the text of the table, with its unit."""
 
 
 class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,11 +74,10 @@ class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (not self.places or bool(here & set(self.places))) and here >= set(self.needs) and not here & self._elsewhere
 
     def remedy(self, environment: Sequence[Place], limit: int | None = None) -> Remedy:
-        """`limit`: the memory limit that was reached, in bytes."""
-        raised = f"{_RAISED if limit is None else max(1, math.ceil(1.5 * limit / (1 << 30)))}"
-        lines = "\n".join(self.lines).replace("{limit}", raised)
+        """`limit`: the memory limit to request, in bytes; None if it is not known."""
+        lines = _with_limit("\n".join(self.lines), limit)
         written: tuple[Written, ...] = (Written(self.file, lines),) if self.lines else ()
-        commands = [command.replace("{limit}", raised) for command in self.commands]
+        commands = [_with_limit(command, limit) for command in self.commands]
         for variable in self.variables:
             typed, elsewhere = set_variable(variable, environment)
             commands += typed
@@ -87,6 +89,18 @@ class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _elsewhere(self) -> frozenset[Place]:
         groups = (_GROUPS[name] if name in _GROUPS else {Place(name)} for name in self.not_in)
         return frozenset().union(*groups)
+
+
+def _with_limit(text: str, limit: int | None) -> str:
+    if limit is None:
+        return _LIMIT.sub(_UNKNOWN_LIMIT, text)
+    return text.replace("{limit}", str(max(1, math.ceil(limit / (1 << 30)))))
+
+
+def raised(reached: int | None, requested: int | None) -> int | None:
+    """A higher limit than the one that was reached, with room for the request that failed; None if
+    the limit is not known."""
+    return None if reached is None else max(reached * 3 // 2, reached + (requested or 0))
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,7 +126,10 @@ def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[s
 
 
 def advice(about: About, environment: Sequence[Place], phase: str = "unknown", limit: int | None = None) -> Iterator[Remedy]:
-    """What fits the environment, each id once, as remedies that only a person can apply."""
+    """What fits the environment, each id once, as remedies that only a person can apply.
+
+    `limit`: the memory limit to request, in bytes.
+    """
     given: set[str] = set()
     for one in sorted(table(), key=lambda one: phase not in one.first_in):
         if one.about == about and one.id not in given and one.fits(environment):

@@ -192,9 +192,8 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator
     yield _option_of("seq_len", f"shorter samples, at first 512 tokens or more{images}", "this changes the data", changes=True)
     if command is not None and command.mentions("lora"):
         yield _option_of("lora_rank", "a smaller LoRA rank with the same alpha / r", "other adapters: a new run", changes=True)
-    yield _option_of(
-        "smaller_model", "a smaller model", "for example 0.5 B instead of 1.8 B parameters: a new run", changes=True
-    )
+    why = "for example 0.5 B instead of 1.8 B parameters: a new run"
+    yield _option_of("smaller_model", "a smaller model", why, changes=True)
 
 
 def _eval_batch() -> Remedy:
@@ -280,9 +279,8 @@ def _smaller_batch(diagnosis: Diagnosis, command: Sequence[str]) -> Remedy:
 def _chunked_loss(diagnosis: Diagnosis) -> Remedy:
     why = "the logits of all tokens are never in memory at once; training is unchanged"
     if diagnosis.requested_logits is not None:
-        why += (
-            f"; the request that failed ({units.size(diagnosis.requested_bytes)}) was for them, and two or three copies exist"
-        )
+        failed = units.size(diagnosis.requested_bytes)
+        why += f"; the request that failed ({failed}) was for them, and two or three copies exist"
     return _option_of("chunked_loss", "a fused loss, or one over a few tokens at a time", why)
 
 

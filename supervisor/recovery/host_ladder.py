@@ -16,7 +16,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.environment import MANAGED, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.monitor.values import EDGE_FROM
-from memtop.supervisor.recovery.advice import advice
+from memtop.supervisor.recovery.advice import advice, raised
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,
     checkpointing,
@@ -68,12 +68,22 @@ def more_host_memory(diagnosis: Diagnosis, host: HostFacts | None) -> Iterator[R
     if beyond is not None:
         yield beyond
     elif diagnosis.address_space_bytes is not None:
-        yield from advice("address_space", diagnosis.environment)
+        limit = raised(diagnosis.address_space_bytes, diagnosis.requested_bytes)
+        yield from advice("address_space", diagnosis.environment, limit=limit)
         yield "swap: the address space is limited, not the memory"
     else:
         if _is_limited(diagnosis, host):
-            yield from advice("limit", diagnosis.environment, limit=diagnosis.allowed_bytes or diagnosis.total_bytes)
+            limit = raised(_reached(diagnosis, host), diagnosis.requested_bytes)
+            yield from advice("limit", diagnosis.environment, limit=limit)
         yield from advice("machine", diagnosis.environment)
+
+
+def _reached(diagnosis: Diagnosis, host: HostFacts | None) -> int | None:
+    """The memory limit of the job, pod or container that was reached, if it is known. A program
+    that is refused memory names a limit of its own."""
+    if diagnosis.kind is Kind.HOST_OOM_KILLED and diagnosis.allowed_bytes is not None:
+        return diagnosis.allowed_bytes
+    return host.limit_bytes if host is not None and host.in_cgroup else None
 
 
 def _is_limited(diagnosis: Diagnosis, host: HostFacts | None) -> bool:

@@ -41,7 +41,7 @@ _START_SECONDS = 30.0
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 ANSWER_SECONDS = 30.0
-"""A supervisor that has sent nothing for so long is given up."""
+"""A supervisor that has left questions unanswered for so long is given up."""
 LOOK_SECONDS = 2.0
 """How often a command looks at a supervisor that says nothing."""
 _LEAVE_SECONDS = 10.0
@@ -103,12 +103,12 @@ class AsyncRunClient:
 
         RunFolderError if it cannot be read, RefusedError if the supervisor is stopped or hangs.
         """
-        begun = time.monotonic()
+        silence = Silence(self._folder, self._pid)
         while True:
             try:
                 line = await asyncio.wait_for(self._reader.readline(), LOOK_SECONDS)
             except asyncio.TimeoutError:
-                refuse_silent(self._folder, self._pid, time.monotonic() - begun)
+                silence.check()
                 self._writer.write(_STATUS)
             except ConnectionError:
                 return None
@@ -133,8 +133,7 @@ def ask(
     Raises RefusedError if it is refused or fails, UsageError if the request is wrong.
     """
     with _connected(folder) as connection:
-        connection.sendall(msgspec.json.encode(make(1)) + b"\n")
-        for line in _lines(folder, connection):
+        for line in _lines(folder, connection, msgspec.json.encode(make(1)) + b"\n"):
             message = _decoded(folder, line)
             if not isinstance(message, Answer):
                 continue
@@ -147,38 +146,75 @@ def ask(
     raise NotRunningError(f"the supervisor of run {folder.name!r} ended: memtop watch {folder.name} starts a new one")
 
 
-def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
-    """The lines that the supervisor sends. RefusedError if it is stopped or hangs: it answers each
-    `Status`, also while it carries out the request.
+def _lines(folder: RunFolder, connection: socket.socket, request: bytes) -> Iterator[bytes]:
+    """Send the request. Yield the lines that the supervisor sends, until it closes the connection.
+
+    RefusedError if it is stopped or hangs: it answers each `Status`, also while it carries out the
+    request.
     """
-    heard = time.monotonic()
+    if not _sent(connection, request):
+        return
+    silence = Silence(folder, peer_of(connection).pid)
     rest = b""
     connection.settimeout(LOOK_SECONDS)
     while True:
         try:
             received = connection.recv(1 << 16)
         except TimeoutError:
-            refuse_silent(folder, peer_of(connection).pid, time.monotonic() - heard)
-            connection.sendall(_STATUS)
+            silence.check()
+            if not _sent(connection, _STATUS):
+                return
             continue
+        except ConnectionError:
+            return  # it ended, and had not read all that was sent to it
         if not received:
             return
-        heard = time.monotonic()
+        silence.heard()
         *lines, rest = (rest + received).split(b"\n")
         if len(rest) > _ANSWER_LIMIT:
             raise _unreadable(folder, _TOO_LONG.format(_ANSWER_LIMIT >> 20))
         yield from lines
 
 
-def refuse_silent(folder: RunFolder, pid: int, seconds: float) -> None:
-    """RefusedError if the run's supervisor, the process `pid`, is stopped, or has sent nothing for
-    too many seconds."""
-    refuse_stopped(folder, pid)
-    if seconds > ANSWER_SECONDS:
-        raise RefusedError(
-            f"run {folder.name!r}: its supervisor has not answered for {seconds:.0f} s: see {folder.supervisor_log}; "
-            f"it may still do what you asked for{_runs_on(folder)}{_to_end(pid)}"
-        )
+def _sent(connection: socket.socket, line: bytes) -> bool:
+    """Send a line. False if the supervisor has closed the connection."""
+    try:
+        connection.sendall(line)
+    except ConnectionError:
+        return False
+    return True
+
+
+class Silence:
+    """How many questions in a row a supervisor has left unanswered.
+
+    The time since its last message proves nothing: a command that was paused (Ctrl-Z) has asked
+    nothing meanwhile.
+    """
+
+    def __init__(self, folder: RunFolder, pid: int) -> None:
+        self._folder = folder
+        self._pid = pid
+        self._unanswered = 0
+
+    def heard(self) -> None:
+        """The supervisor has sent something."""
+        self._unanswered = 0
+
+    def check(self) -> None:
+        """Call this after LOOK_SECONDS without a message, then send a `Status`.
+
+        RefusedError if the supervisor is stopped, or has left too many questions unanswered.
+        """
+        refuse_stopped(self._folder, self._pid)
+        seconds = self._unanswered * LOOK_SECONDS
+        if seconds >= ANSWER_SECONDS:
+            raise RefusedError(
+                f"run {self._folder.name!r}: its supervisor has not answered for {seconds:.0f} s: "
+                f"see {self._folder.supervisor_log}; it may still do what you asked for"
+                f"{_runs_on(self._folder)}{_to_end(self._pid)}"
+            )
+        self._unanswered += 1
 
 
 def refuse_stopped(folder: RunFolder, pid: int) -> None:
@@ -192,7 +228,9 @@ def refuse_stopped(folder: RunFolder, pid: int) -> None:
 
 def _runs_on(folder: RunFolder) -> str:
     """What a supervisor that cannot answer leaves running, for the end of a sentence."""
-    program = read_state(folder).trainer_pid
+    program = None
+    with contextlib.suppress(MemtopError):  # what the caller says is more important
+        program = read_state(folder).trainer_pid
     return "" if program is None else f"; its program (pid {program}) runs on"
 
 

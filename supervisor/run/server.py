@@ -128,14 +128,18 @@ class ControlServer:
         """Listen, or listen again at a new socket. Connections stay. Raises RunFolderError."""
         if self._server is not None:
             self._server.close()
-        # We hold the run's lock, so an existing socket belongs to a supervisor that has died.
-        self.path.unlink(missing_ok=True)
         try:
+            # We hold the run's lock, so an existing socket belongs to a supervisor that has died.
+            self.path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._serve, path=str(self.path), limit=_LINE_LIMIT)
+            self.path.chmod(0o600)
+            self._inode = self.path.stat().st_ino
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot create a socket: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
-        self.path.chmod(0o600)
-        self._inode = self.path.stat().st_ino
+
+    def is_there(self) -> bool:
+        """Whether clients can find the socket. False if its folder is closed to this user."""
+        return os.path.exists(self.path)  # noqa: PTH110 - `Path.exists` raises PermissionError
 
     async def close(self) -> None:
         if self._server is not None:
@@ -143,7 +147,7 @@ class ControlServer:
         for peer in list(self.peers):
             peer._writer.close()
         # A run that was deleted and created anew has the same path, and another supervisor.
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
 

@@ -47,6 +47,8 @@ _LINGER_SECONDS = 3.0
 """After the run has ended: how long to stay for viewers that are just connecting."""
 _UNWRITTEN_SECONDS = 30.0
 """How much longer, while the end of the run cannot be written to the ledger."""
+_SOCKET_SECONDS = 5.0
+"""How long to wait after the socket could not be made again."""
 _ANNOUNCED = ("oom", "survived", "settings")
 """Events that come of a report, each once."""
 
@@ -77,6 +79,7 @@ class Supervisor:
         self._agents = Agents()
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._ledger_problem: str | None = None
+        self._socket_due = 0.0
         self._newest_client = 0
         self._leaving = False
         """Another run takes the name of this one, which is over."""
@@ -186,13 +189,16 @@ class Supervisor:
 
     async def _keep_socket(self) -> None:
         """Make the socket again if something has removed it: programs that clean /tmp do that."""
+        if self._monotonic() < self._socket_due:
+            return
         problem = None
-        if not self._socket.exists():
+        if not self._server.is_there():
             try:
                 socket_path(self.folder.path)  # makes its folder
                 await self._server.start()
             except RunFolderError as error:
                 problem = str(error)
+                self._socket_due = self._monotonic() + _SOCKET_SECONDS
         self._check("socket", problem)
 
     def _tick(self) -> None:

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.environment import PROGRAMS, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.advice import advice
-from memtop.supervisor.recovery.external import MEMORY_BUDGET, remedies_for_command
+from memtop.supervisor.recovery.external import MEMORY_BUDGET, ExternalCommand, remedies_for_command
+from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.values import Remedy
 from tests.diagnosis import logs
 from tests.recovery.support import GIB, died, gib, ids
@@ -166,6 +167,41 @@ def test_a_program_that_trains_is_no_inference() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "trains"),
+    [
+        ("step 10 reward 1.0", True),
+        ("[update 3/500] kl=0.02 reward_mean=-1.5", True),
+        ("iteration 100 | lr: 1e-5", True),
+        ("{'loss': 1.92}", True),
+        ("step 10/50 of the sampler", False),
+        ("Step 1: calculate what the function returns", False),
+    ],
+)
+def test_the_report_of_a_step_means_training_although_it_failed_in_generate(line: str, trains: bool) -> None:
+    found = logs.of(f"{line}\n" + traceback("ppo.py", "    out = model.generate(ids)\n" + TORCH))
+    assert (Place.INFERENCE not in found.environment) is trains
+    assert ("smaller_batch" in ids(remedies_for_command(found))) is trains
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Successfully installed xgboost-2.0\n{prep}MemoryError", ()),
+        ("Loading darknet53.conv.74\nepoch 1 loss 3\nRuntimeError: CUDA error: out of memory", (Place.CUDA,)),
+        ("starting langchainer service\nMemoryError", ()),
+        ("Traceback of langchainer:\n{chainer}MemoryError", (Place.CHAINER,)),
+        ("{prep}xgboost.core.XGBoostError: std::bad_alloc", (Place.XGBOOST,)),
+        ("{prep}MemoryError: bad allocation in libxgboost.so", (Place.XGBOOST,)),
+        ("./darknet detector train\nCUDA Error: out of memory", (Place.CUDA, Place.DARKNET)),
+    ],
+)
+def test_a_library_that_the_log_only_names_did_not_fail(text: str, expected: tuple[Place, ...]) -> None:
+    prep = traceback("/home/me/prep.py", "    df = pandas.read_csv(path)\n")
+    chainer = traceback("/venv/site-packages/chainer/training/updater.py", "    loss = func(x)\n")
+    assert logs.of(text.format(prep=prep, chainer=chainer)).environment == expected
+
+
+@pytest.mark.parametrize(
     ("line", "windows"),
     [
         (r'  File "G:\work\net\train.py", line 3', True),
@@ -224,11 +260,45 @@ def test_host_memory_of_programs_with_options_of_their_own(place: Place) -> None
     assert [part for part in ("num_workers", "pin_memory", "offload off", "whole files") if part in said] == []
 
 
-def test_the_limit_to_request_is_above_the_one_that_was_reached() -> None:
-    killed = died(Kind.HOST_OOM_KILLED, environment=(Place.SLURM,))
-    assert "sbatch --mem=64G" in words(remedies_for_command(killed))
-    assert "sbatch --mem=144G" in words(remedies_for_command(replace(killed, total_bytes=96 * GIB)))
-    assert "sbatch --mem=2G" in words(remedies_for_command(replace(killed, total_bytes=GIB)))
+@pytest.mark.parametrize(
+    ("kind", "sizes", "command"),
+    [
+        (Kind.HOST_OOM_KILLED, {}, "--mem=MORE_THAN_NOW "),
+        (Kind.HOST_OOM_KILLED, {"allowed_bytes": 96 * GIB}, "--mem=144G"),
+        (Kind.HOST_OOM_KILLED, {"allowed_bytes": GIB}, "--mem=2G"),
+        (Kind.HOST_OOM_KILLED, {"total_bytes": 2 * GIB}, "--mem=MORE_THAN_NOW "),
+        (Kind.HOST_OOM_KILLED, {"allowed_bytes": 2 * GIB, "requested_bytes": 12 * GIB}, "--mem=14G"),
+        (Kind.HOST_OOM_ALLOC, {"total_bytes": 2 * GIB, "requested_bytes": 12 * GIB}, "--mem=MORE_THAN_NOW "),
+        (Kind.HOST_OOM_ALLOC, {"allowed_bytes": 128 << 20}, "--mem=MORE_THAN_NOW "),
+    ],
+)
+def test_the_limit_to_request_is_above_the_one_that_was_reached(kind: Kind, sizes: dict[str, int], command: str) -> None:
+    assert f"sbatch {command}" in words(remedies_for_command(died(kind, environment=(Place.SLURM,), **sizes)))
+
+
+def test_a_limit_that_was_measured_is_raised_and_the_memory_of_the_machine_is_none() -> None:
+    refused = died(Kind.HOST_OOM_ALLOC, environment=(Place.DOCKER,), requested_bytes=12 * GIB)
+    seen = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=4 * GIB, in_cgroup=True))
+    assert "docker update --memory 16g" in words(remedies_for_command(refused, seen))
+    whole = replace(refused, environment=(Place.SLURM,))
+    machine = replace(seen, host=HostFacts(limit_bytes=4 * GIB))
+    assert "sbatch --mem=MORE_THAN_NOW" in words(remedies_for_command(whole, machine))
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("SLURM_JOB_ID=7\n{array}\ntotal memory: 2 GiB read", "sbatch --mem=MORE_THAN_NOW "),
+        ("KUBERNETES_SERVICE_HOST=1\n{array}\ntotal memory: 4 GiB", "resources.limits.memory: MORE_THAN_NOW"),
+        ("slurmstepd: error: Job 12 exceeded memory limit (140000000 > 134217728), being killed", "--mem="),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 9.", "bsub -M MORE_THAN_NOW"),
+        ("=>> PBS: job killed: mem 34034000kb exceeded limit 33554432kb", "mem=48gb,vmem=48gb"),
+    ],
+)
+def test_no_limit_is_made_up_from_other_sizes_of_the_log(text: str, limit: str) -> None:
+    said = words(remedies_for_command(logs.of(text.format(array=ARRAY.format("12.0 GiB")))))
+    assert limit in said
+    assert "--mem=64G" not in said
 
 
 def test_a_kill_at_the_limit_of_a_cgroup_raises_the_limit_first() -> None:

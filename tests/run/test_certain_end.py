@@ -4,34 +4,25 @@ what they leave behind."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from memtop.cli import run as memtop
-from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
-from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes import attempt as attempt_module
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt
 from memtop.supervisor.run.processes.members import SHIM, alive, family, named
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
-from memtop.supervisor.wire import Answer, Outcome, Phase, RunState, StateUpdate, Stop, Subscribe
-from memtop.tui.feed import Disconnected, RunFeed
+from memtop.supervisor.wire import Phase, StateUpdate, Subscribe
 from tests.conftest import Runs, wait_for_file
 from tests.run.test_supervisor import hasty
 
@@ -284,161 +275,3 @@ def test_a_run_that_goes_on_keeps_its_name(runs: Runs) -> None:
     refused = runs.memtop("train", "--name", "a", "--fresh", "--detach", "--", "true", status=1)
     assert "run 'a' is in use: `memtop stop a` first" in refused.stderr
     assert runs.show("a")["alive"]
-
-
-async def everything(viewer: AsyncRunClient) -> None:
-    while await viewer.receive() is not None:
-        pass
-
-
-async def test_a_stopped_supervisor_is_named_with_what_to_do(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    follower = runs.start("train", "--name", "a", "--", "sleep", "600", stderr=subprocess.PIPE)
-    assert follower.stderr is not None
-    while "attempt 1" not in follower.stderr.readline():
-        assert follower.poll() is None
-    supervisor = runs.show("a")["supervisor_pid"]
-    viewer = await AsyncRunClient.connect(runs.path / "a")
-    advice = f"its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: `kill -CONT {supervisor}` lets it continue"
-    os.kill(supervisor, signal.SIGSTOP)
-    try:
-        assert advice in runs.memtop("checkpoint", "a", status=1).stderr
-        with pytest.raises(RefusedError, match=f"kill -CONT {supervisor}"):
-            await asyncio.wait_for(everything(viewer), 60)
-        feed = RunFeed(runs.path / "a", sampler_factory=Mock)
-        async for message in feed.messages():
-            if isinstance(message, Disconnected):
-                assert advice in message.reason
-                break
-        assert advice in follower.stderr.readline()
-    finally:
-        os.kill(supervisor, signal.SIGCONT)
-    runs.memtop("stop", "a")
-    _, said = follower.communicate(timeout=120)
-    assert "run a: stopped" in said
-    assert advice not in said, "it is said once"
-    await viewer.close()
-
-
-def test_a_supervisor_that_does_not_even_accept_a_request_is_given_up(
-    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
-    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
-    folder = create_run(tmp_path, spec, fresh=False)
-    with socket.socket(socket.AF_UNIX) as silent:
-        path = client.socket_path(folder.path)
-        silent.bind(str(path))
-        silent.listen()
-        with pytest.raises(
-            RefusedError, match=rf"its supervisor has not answered for \d+ s: see /.*`kill -KILL {os.getpid()}`"
-        ):
-            client.ask(folder, lambda number: Stop(id=number))
-
-
-@pytest.mark.parametrize("state", ["stopped", "hung"])
-def test_stop_and_restart_name_a_supervisor_that_cannot_answer_and_what_runs_on(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
-) -> None:
-    for name in ("MEMTOP_RUNS_DIR", "MEMTOP_SOCKET_DIR"):
-        monkeypatch.setenv(name, runs.environment[name])
-    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
-    before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
-    supervisor, program = before["supervisor_pid"], before["trainer_pid"]
-    words = f"is stopped (SIGSTOP or Ctrl-Z) and cannot answer: `kill -CONT {supervisor}` lets it continue; "
-    if state == "hung":
-        # As a process that waits for a disk: it answers nothing, and is not stopped.
-        monkeypatch.setattr(client, "is_stopped", lambda _: False)
-        monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
-        monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
-        words = f"has not answered for 0 s: see {runs.path}/a/supervisor.log; it may still do what you asked for; "
-    os.kill(supervisor, signal.SIGSTOP)
-    for command in (["stop"], ["restart", "--detach"], ["restart", "--live", "--batch", "2"]):
-        assert memtop([*command, "a"]) == 1
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert f"memtop: run 'a': its supervisor {words}its program (pid {program}) runs on" in err
-    if state == "hung":
-        assert f"`kill -KILL {supervisor}`: the next command starts a new supervisor" in err
-        monkeypatch.undo()
-        # The advice can be followed.
-        runs.kill(supervisor)
-        runs.memtop("stop", "a")
-    else:
-        os.kill(supervisor, signal.SIGCONT)
-        after = runs.wait("a", lambda d: d["supervisor_pid"] == supervisor)
-        assert (after["trainer_pid"], after["state"]) == (program, before["state"]), "a refused command changes nothing"
-
-
-def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs) -> None:
-    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
-    before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
-    there, here = runs.path / "a", runs.path / "b"
-    there.rename(here)
-    for command in ("stop", "restart"):
-        said = runs.memtop(command, "b", status=1).stderr
-        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv {here} {there}`" in said
-        assert f"its program (pid {before['trainer_pid']}) runs on" in said
-    here.rename(there)
-    runs.memtop("stop", "a")
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["the socket", "its folder"])
-def test_a_socket_that_was_removed_is_made_again(runs: Runs, whole: bool) -> None:
-    """Programs that clean /tmp do that to a run of some weeks."""
-    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
-    path = Path(json.loads((runs.path / "a/state.json").read_text())["socket"])
-    path.unlink()
-    if whole:
-        path.parent.rmdir()
-    wait_for_file(path)
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    runs.memtop("stop", "a")
-    assert runs.show("a")["state"] == "stopped"
-
-
-async def test_a_dashboard_names_a_supervisor_that_hangs(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.05)
-    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
-    folder = create_run(tmp_path, spec, fresh=False)
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(client.socket_path(folder.path)))
-        silent.listen()
-        viewer = await AsyncRunClient.connect(folder.path)
-        with pytest.raises(RefusedError, match=r"its supervisor has not answered for \d+ s"):
-            await asyncio.wait_for(everything(viewer), 60)
-        await viewer.close()
-
-
-def test_a_request_that_takes_long_is_waited_for_while_the_supervisor_answers(
-    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It accepts the request, answers ten questions whether it is there, then the request."""
-    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
-    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
-    folder = create_run(tmp_path, spec, fresh=False)
-    state = msgspec.json.encode(StateUpdate(run=RunState(name="a", folder="a", state=Phase.STOPPING, created=1.0)))
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(client.socket_path(folder.path)))
-        server.listen()
-
-        def serve() -> None:
-            connection = server.accept()[0]
-            with connection, connection.makefile("rwb", buffering=0) as lines:
-                assert b"stop" in lines.readline()
-                lines.write(msgspec.json.encode(Answer(id=1, outcome=Outcome.ACCEPTED, message="asked")) + b"\n")
-                for _ in range(10):
-                    assert b"status" in lines.readline()
-                    lines.write(state + b"\n")
-                lines.write(msgspec.json.encode(Answer(id=1, outcome=Outcome.DONE, message="stopped")) + b"\n")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        assert client.ask(folder, lambda number: Stop(id=number)).message == "stopped"
-        thread.join(60)

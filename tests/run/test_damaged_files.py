@@ -441,7 +441,7 @@ PIPES: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "use"), PIPES, ids=[name for name, _ in PIPES])
+@pytest.mark.parametrize(("name", "use"), PIPES, ids=[name.replace(str(os.getpid()), "PID") for name, _ in PIPES])
 def test_a_pipe_that_a_program_puts_in_place_of_a_file_blocks_nothing(
     tmp_path: Path, name: str, use: Callable[[Path], object]
 ) -> None:
