@@ -143,6 +143,8 @@ _GOES_ON = re.compile(
     r"|using (?:the |an? )?(?:cpu|disk|host|small\w*|default\w*|lower|slower|fallback|system|swap))\b"
 )
 _AN_EARLIER_ONE = re.compile(r"(?i)\b(?:previous|last|earlier) (?:job|worker|container|pod|task|process|run|attempt|session)\b")
+_NCCL_ERROR = "NCCL WARN"
+"""How NCCL reports errors: it has no higher level."""
 _OF_WORDS, _KILL_OF_WORDS = 0.9, 0.8
 """The most confidence of patterns that match ordinary words, and not a code or a size."""
 
@@ -154,7 +156,7 @@ def is_taken_lightly(finding: Finding, here: LogLine) -> bool:
     exact = finding.confidence > (_KILL_OF_WORDS if killed else _OF_WORDS)
     if finding.kind is Kind.NOT_MEMORY or (exact and not page_locked):
         return False
-    if is_mild(here) and (page_locked or finding.figures.known == 0):
+    if is_mild(here) and _NCCL_ERROR not in here.text and (page_locked or finding.figures.known == 0):
         return True
     return _GOES_ON.search(here.text) is not None or (killed and _AN_EARLIER_ONE.search(here.text) is not None)
 

@@ -50,7 +50,8 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(
         r"(?i:(?:job|container|worker|pod|task|process|executor|session|kernel|instance) (?:\d{1,12} )?(?:was |has been )?"
         r"(?:killed|terminated|evicted) (?:by\w{1,36}?)?(?:due to|because of|for) (?:(?:excessive|too much|exceeding"
-        rf"|insufficient|lack of) (?:\w{{1,12}} )?memory(?! {_NO_SHORTAGE})|high (?:\w{{1,12}} )?memory (?:us|consum|pressure)))",
+        rf"|insufficient|lack of) (?:\w{{1,12}} )?memory(?! {_NO_SHORTAGE})"
+        r"|high (?:\w{1,12} )?memory (?:us|consum|pressure)))",
         KILLED,
         0.8,
     ),
