@@ -359,7 +359,8 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(rf"could not resize shared memory segment .{{0,80}}? {_FULL}", SHM),
     # The disk.
     Pattern(
-        r"[Ee]rror writing .{0,200}? Resource exhausted:(?!.{0,80}?(?i:(?<!disk)quota (?:exceeded )?(?:for|metric)|rate (?:limit|exceeded)|per minute|too many|message larger))",
+        r"[Ee]rror writing .{0,200}? Resource exhausted:"
+        r"(?!.{0,80}?(?i:(?<!disk)quota (?:exceeded )?(?:for|metric)|rate (?:limit|exceeded)|per minute|too many|message larger))",
         DISK,
         0.85,
         phase="save",
