@@ -14,11 +14,11 @@ from memtop.supervisor.diagnosis.values import Kind
 _BUFFER = 8 << 10
 _NEAR = 12
 _MANY_STEPS = 3
-# How many lines around a message are compared, and how many lines or words are few.
+# How many lines around a message are compared, and how many lines are few.
 _LOOP = 30
 _FEW = 3
 _WITH_NUMBER = re.compile(r"\S*\d\S*")
-_WORDS = re.compile(r"[^\W\d]{2,}")
+_WORD = re.compile(r"[^\W\d]{4,}")
 
 # Words for going on after a lack of memory.
 _RECOVERY = re.compile(
@@ -27,7 +27,7 @@ _RECOVERY = re.compile(
     r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)"
     r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
     r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory"
-    r"|skip(?:ping|ped) tactic|\bcaught (?:an? )?(?:exception|error):"
+    r"|skip(?:ping|ped) tactic"
     r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
 )
 # Words for going on after anything: they count on the message's own line, or where steps follow.
@@ -69,8 +69,11 @@ _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
-_RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
-_MILD = re.compile(r"^[Ww]arning:|^W: |\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
+_RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
+_MILD = re.compile(
+    r"^[Ww]arning:|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
+    r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
+)
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
 # Failures that always end the program, whatever other ranks or buffers print after them.
@@ -192,10 +195,7 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         if tried and not _any_matches(_GAVE_UP, [*earlier, *own, *near, *late]) and not progress.tried_in_vain(finding.line):
             return "oom_retried"
     if is_mild(here) or _RAISED.match(here.text) is None:
-        again = _does_the_same_again(page, finding, until) or (is_mild(here) and _ends_well(page, finding, until))
-        if finding.kind is not Kind.NOT_MEMORY and not failed and again:
-            return "oom_handled"
-        if finding.kind is not Kind.NOT_MEMORY and until == len(page.lines) > after and _DONE.match(page.lines[-1].text):
+        if finding.kind is not Kind.NOT_MEMORY and not failed and _seems_handled(page, finding, until):
             return "oom_handled"
         # One line can be another thread's. A warning says itself that the program goes on.
         return "oom_handled" if steps >= (_MANY_STEPS if failed else 1 if is_mild(here) else 2) else None
@@ -204,21 +204,38 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
+def _seems_handled(page: LogText, finding: Finding, until: int) -> bool:
+    """Whether the lines after a message that is no exception show that the program handled it."""
+    if _does_the_same_again(page, finding, until):
+        return True
+    after = page.lines[finding.last_line + 1 :]
+    if until == len(page.lines) and after and _DONE.match(after[-1].text):
+        return not _any_matches(_FAILS, after) and not _any_matches(_TROUBLE, after)
+    return is_mild(page.lines[finding.line]) and _ends_well(page, finding, until)
+
+
 def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
-    """Whether a line after the message reports the same work as one before it: `reading 3.jpg`, the
-    message, `reading 4.jpg`."""
-    before = {_work(line) for line in page.lines[max(0, finding.line - _LOOP) : finding.line]} - {None}
+    """Whether a line after the message reports the same work as one before it, with other numbers:
+    `reading 3.jpg`, the message, `reading 4.jpg`."""
+    lines = page.lines[max(0, finding.line - _LOOP) : finding.line]
+    before, texts = {_work(line) for line in lines} - {None}, {line.text for line in lines}
     after = page.lines[finding.last_line + 1 : min(until, finding.last_line + 1 + _LOOP)]
-    return any(_work(line) in before for line in after)
+    return any(_work(line) in before and line.text not in texts for line in after)
+
+
+def is_ordinary(line: LogLine) -> bool:
+    """Whether the line is neither part of a traceback nor about a failure."""
+    about_failure = _FAILS.search(line.text) or _TROUBLE.search(line.text) or is_mild(line)
+    return not about_failure and not line.shown[:1].isspace() and _WORD.search(line.text) is not None
 
 
 def _work(line: LogLine) -> str | None:
-    """What a line reports, without its numbers. None for a line without numbers or with hardly a
+    """What a line reports, without its numbers. None for a line without a number or without a
     word, and for one that is part of a traceback or about a failure."""
-    if line.bar or line.shown[:1].isspace() or _TROUBLE.search(line.text) or is_mild(line):
+    if line.bar or not is_ordinary(line):
         return None
     work, numbers = _WITH_NUMBER.subn("#", line.text[:_STEP_WITHIN].strip())
-    return work if numbers and len(_WORDS.findall(work)) >= _FEW else None
+    return work if numbers and _WORD.search(work) else None
 
 
 def _ends_well(page: LogText, finding: Finding, until: int) -> bool:

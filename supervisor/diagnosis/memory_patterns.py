@@ -67,7 +67,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
     Pattern(r"(?:failed|unable) to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer", GPU, 0.85),
     Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
-    Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", GPU),
+    Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|vk[A-Z]\w{3,40} (?:failed|returned):? -2", GPU),
     Pattern(
         r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
         r"(?:\(allocated so far: (?P<allocated>SIZE))?",
@@ -360,12 +360,14 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # The disk.
     Pattern(
         r"[Ee]rror writing .{0,200}? Resource exhausted:"
-        r"(?!.{0,80}?(?i:(?<!disk)quota (?:exceeded )?(?:for|metric)|rate (?:limit|exceeded)|per minute|too many|message larger))",
+        r"(?!.{0,80}?(?i:(?<!disk)quota (?:exceeded )?(?:for|metric)"
+        r"|rate (?:limit|exceeded)|per minute|too many|message larger))",
         DISK,
         0.85,
         phase="save",
     ),
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
+    Pattern(r"(?i:exceed\w{0,3} (?:the |its )?(?:\w{1,12} )?(?:disk|jobfs|storage|scratch|file system) quota)", DISK),
     Pattern(_FULL, DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(

@@ -124,7 +124,7 @@ ENDS: tuple[Pattern, ...] = (
     # A server that kills a worker of its own.
     other(r"WORKER TIMEOUT \(pid:\d+\)", "time_limit", 0.8, weight=Weight.DENIED),
     other(r"OOMKilled\"?:? (?i:false)", "killed_by_something", 0.6, weight=Weight.DENIED),
-    _sigkill(r":? line \d+:? \d+ Killed"),
+    _sigkill(r":? line \d+:? \d+ Killed|: \d+: \d+ [Kk]illed"),
     _sigkill(r"\[\d+\][+-]? (?:\d+)? [Kk]illed"),
     other(
         r"exit codes? of the workers are \{(?![^}]{0,400}SIGKILL)[A-Z]",
