@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from memtop.cli import run as memtop
+from memtop.supervisor import holes
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run import rebuild
 from memtop.supervisor.run.post_mortem.log_end import error_files, read_log_end
@@ -282,12 +284,19 @@ def replace_with_supervisor(path: Path) -> object:
     return write_json(path.with_name("state.json"), {})
 
 
+def remove_hole(path: Path) -> object:
+    with pytest.raises(OSError, match=r"No such device|not a regular file"):
+        holes.remove(path, 0, 1)
+    return None
+
+
 PIPES: list[tuple[str, Callable[[Path], object]]] = [
     ("rank-0.jsonl", read_journal),
     ("output.log", read_log_end),
     ("error.json", lambda path: error_files(path.parent)),
     ("manifest.json", lambda path: read_checkpoint(path.parent)),
     ("ledger.sqlite", lambda path: open_ledger(RunFolder(path.parent))[0].close()),
+    ("rank-1.jsonl", remove_hole),
     (f"exit.json{shim.RESERVED}", replace_with_shim),
     (f".state.json.{os.getpid()}", replace_with_supervisor),
 ]
@@ -298,14 +307,16 @@ def test_a_pipe_that_a_program_puts_in_place_of_a_file_blocks_nothing(
     tmp_path: Path, name: str, use: Callable[[Path], object]
 ) -> None:
     os.mkfifo(tmp_path / name)
-    done = threading.Event()
+    done: Future[object] = Future()
 
     def work() -> None:
-        use(tmp_path / name)
-        done.set()
+        try:
+            done.set_result(use(tmp_path / name))
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    assert done.wait(60)
+    done.result(60)
 
 
 def test_kept_reports_have_the_order_in_which_they_were_reported(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,9 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from memtop.cli import run as memtop
+from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
-from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.ledger import Ledger, damage_mark
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.server import Publisher
@@ -101,6 +103,25 @@ def test_damage_that_a_reader_meets_is_mended_by_the_restart_that_it_advises(
     ledger.close()
     assert words is not None
     assert "was damaged (" in words
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("numbers", [b"xyz", "text"])
+def test_a_history_with_values_that_cannot_be_read_is_damage(tmp_path: Path, numbers: object, killed: bool) -> None:
+    folder = RunFolder(tmp_path)
+    folder.attempt(1).mkdir(parents=True)
+    with closing(Ledger(folder.ledger_path)) as ledger:
+        ledger.add_attempt(1, "start", None, 1.0)
+        ledger.recorder.add(MachineSnapshot(time=time.time(), gpus=(), host=HostSample(used_fraction=0.5)), 7)
+        ledger.recorder.flush()
+    with closing(sqlite3.connect(folder.ledger_path, isolation_level=None)) as other:
+        assert other.execute("UPDATE history SET numbers = ?", (numbers,)).rowcount > 0
+    if killed:
+        damage_mark(folder.ledger_path).touch()
+    ledger, words = open_ledger(folder)
+    ledger.close()
+    assert words is not None
+    assert "was damaged (wrong values: " in words
 
 
 def test_after_a_supervisor_was_killed_the_whole_ledger_is_read(long_run: RunFolder, tmp_path: Path) -> None:

@@ -199,6 +199,12 @@ def test_a_user_without_rights_looks_or_is_told_in_one_line_who_can_give_them(he
     assert [line.endswith(words) for line in lines] == [True] * 3
     assert done.stdout.count("status 1\n") == 3
     assert f"unreadable: {folder}/{words}" in done.stdout
+    # A home folder that is closed: the advice opens nothing in it but the way.
+    home = here.root / "ho(me"
+    planted(here, home / "runs")
+    os.chown(home, OTHER, OTHER)
+    home.chmod(0o700)
+    assert f"{home} is closed: nobody can let others pass: `chmod go+x '{home}'`\n" in look(home / "runs", "show a").stderr
     refused = look(here.root / "open", "stop a", "restart a --headless", "watch a --once").stderr.splitlines()
     assert len(refused) == 3
     assert all("open/a belongs to nobody, and memtop acts only on your own runs" in line for line in refused)
