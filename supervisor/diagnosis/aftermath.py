@@ -139,6 +139,31 @@ def is_mild(line: LogLine) -> bool:
     return _MILD.search(line.shown[:120]) is not None
 
 
+# How a message closes after which the program goes on.
+_GOES_ON = re.compile(
+    r"(?i)[;,.:(] (?:(?:it|we|will|is|was|be|now) ){0,4}(?:trying (?:the )?(?:next|another)|spill(?:ing|ed)|retracting"
+    r"|truncat(?:ing|ed)|restart(?:ing|ed)|evicting|moving|offloading|using (?:[\w-]+ ){1,4}instead"
+    r"|using (?:the |an? )?(?:cpu|disk|host|small\w*|default\w*|lower|slower|fallback|system|swap))\b"
+)
+_AN_EARLIER_ONE = re.compile(r"(?i)\b(?:previous|last|earlier) (?:job|worker|container|pod|task|process|run|attempt|session)\b")
+_NCCL_ERROR = "NCCL WARN"
+"""How NCCL reports errors: it has no higher level."""
+_OF_WORDS, _KILL_OF_WORDS = 0.9, 0.8
+"""The most confidence of patterns that match ordinary words, and not a code or a size."""
+
+
+def is_taken_lightly(finding: Finding, here: LogLine) -> bool:
+    """Whether the message is a warning in ordinary words, or says itself that the program goes
+    on."""
+    killed, page_locked = finding.kind is Kind.HOST_OOM_KILLED, finding.kind is Kind.PINNED_HOST_OOM
+    exact = finding.confidence > (_KILL_OF_WORDS if killed else _OF_WORDS)
+    if finding.kind is Kind.NOT_MEMORY or (exact and not page_locked):
+        return False
+    if is_mild(here) and _NCCL_ERROR not in here.text and (page_locked or finding.figures.known == 0):
+        return True
+    return _GOES_ON.search(here.text) is not None or (killed and _AN_EARLIER_ONE.search(here.text) is not None)
+
+
 def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *, failed: bool) -> str | None:
     """How the program went on after the finding: `oom_retried` or `oom_handled`; None if it can
     have ended the program.

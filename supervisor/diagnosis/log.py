@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, figures, memory_patterns, other_patterns, shortage
-from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, went_on
+from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, is_taken_lightly, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
@@ -217,8 +217,8 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
     if finding.kind is Kind.HOST_OOM_ALLOC and "bad_alloc" in here.text and _of_device(context[-2:]):
         finding = replace(finding, kind=Kind.GPU_OOM)  # C++ libraries of a device raise it, too
-    if finding.kind is Kind.PINNED_HOST_OOM and is_mild(here):
-        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN))
+    if is_taken_lightly(finding, here):
+        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=min(finding.weight, Weight.BROKEN))
     if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
         finding = figures.with_printed(page, finding, others)
     if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
