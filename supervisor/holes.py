@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,11 @@ def remove(path: Path, start: int, end: int, marker: bytes = b"") -> bool:
 
     False if the file system has no holes (some network file systems). Raises OSError otherwise.
     """
-    # Without O_APPEND, which would put the marker at the end.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    # Without O_APPEND, which would put the marker at the end. A pipe in its place must not block.
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         libc = ctypes.CDLL(None, use_errno=True)
         arguments = ctypes.c_int(descriptor), ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE)
         if libc.fallocate(*arguments, ctypes.c_int64(start), ctypes.c_int64(end - start)) == 0:

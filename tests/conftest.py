@@ -235,3 +235,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small file system can only be mounted as root: {mounted.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def here(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Commands in this process use the folders of the test."""
+    for name in ("MEMTOP_RUNS_DIR", "MEMTOP_SOCKET_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, runs.environment[name])
+    monkeypatch.chdir(runs.root)
+    return runs

@@ -4,15 +4,19 @@ scripted driver, real scrapes."""
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from memtop.cli import http_server
-from memtop.cli.http_server import MOST_CONNECTIONS
+from memtop.cli.http_server import MOST_CONNECTIONS, HttpServer
 from memtop.cli.prometheus import Endpoint, is_loopback, parse_address
 from memtop.cli.streams import CSV_COLUMNS, CSV_RUN_COLUMNS
 from memtop.supervisor.errors import UsageError
@@ -323,6 +327,46 @@ def test_no_connection_lives_long(endpoint: tuple[Endpoint, int], monkeypatch: p
     for sent in (b"", b"GET /metrics HTTP/1.0\r\nX: "):
         with connected(endpoint[1], sent) as one:
             assert is_closed(one)
+
+
+def test_without_a_list_of_its_open_files_it_serves(endpoint: tuple[Endpoint, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, port = endpoint
+    serving.update(machine(1.0), None)
+
+    def listdir(path: str, problem: int) -> list[str]:
+        raise OSError(problem, os.strerror(problem), path)
+
+    monkeypatch.setattr(http_server.os, "listdir", partial(listdir, problem=errno.ENOENT))
+    assert "memtop_gpu_up" in scrape(port)
+    for problem in (errno.EMFILE, errno.ENFILE):
+        monkeypatch.setattr(http_server.os, "listdir", partial(listdir, problem=problem))
+        with connected(port, b"GET /metrics HTTP/1.0\r\n\r\n") as one:
+            assert is_closed(one)
+
+
+def test_a_client_is_refused_while_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CLOSING_SECONDS", 0.01)
+    asked, answer = threading.Semaphore(0), threading.Event()
+
+    def application(environment: Any, start: Any) -> list[bytes]:
+        asked.release()
+        assert answer.wait(120)
+        start("200 OK", [])
+        return [b"done"]
+
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(HttpServer("127.0.0.1", 0, application)))
+        stack.callback(answer.set)
+        request = b"GET / HTTP/1.0\r\n\r\n"
+        for _ in range(MOST_CONNECTIONS):
+            stack.enter_context(connected(server.server_port, request))
+            assert asked.acquire(timeout=120)
+        # The second is refused too: a client that waits does not keep the next one from it.
+        for _ in range(2):
+            assert is_closed(stack.enter_context(connected(server.server_port, request)))
+        answer.set()
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=120) as found:
+            assert found.read() == b"done"
 
 
 def test_a_run_whose_folder_has_an_invalid_name_is_served(endpoint: tuple[Endpoint, int]) -> None:

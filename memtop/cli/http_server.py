@@ -7,6 +7,7 @@ connection is closed after 10 seconds.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -19,10 +20,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 MOST_CONNECTIONS = 32
 LONGEST_SECONDS = 10.0
+CLOSING_SECONDS = 2.0
+"""How long a new client waits until an ended connection is closed; then it is refused."""
 _SPARE_FILES = 16
 """Descriptors that stay free for the rest of memtop; of a very low limit a quarter."""
-_CLOSING_SECONDS = 1.0
-"""How long the thread of an ended connection may take to close it."""
 
 
 class HttpServer(ThreadingMixIn, WSGIServer):
@@ -89,7 +90,8 @@ class HttpServer(ThreadingMixIn, WSGIServer):
                 oldest = next((request for request in self._open if request not in self._ended), None)
                 if oldest is not None:
                     self._end(oldest)
-                self._closed.wait(_CLOSING_SECONDS)
+                if not self._closed.wait(CLOSING_SECONDS):
+                    return False
         return True
 
     def _end_those_before(self, moment: float) -> None:
@@ -114,8 +116,9 @@ def _files_left() -> bool:
         return True
     try:
         opened = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
-    except OSError:
-        return False  # not even this folder can be opened
+    except OSError as error:
+        # Not even this folder can be opened. Without /proc it is not known: clients are served.
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
     return limit - opened >= min(_SPARE_FILES, limit // 4)
 
 

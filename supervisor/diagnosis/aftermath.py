@@ -14,11 +14,11 @@ from memtop.supervisor.diagnosis.values import Kind
 _BUFFER = 8 << 10
 _NEAR = 12
 _MANY_STEPS = 3
-# How many lines around a message are compared, and how many lines or words are few.
+# How many lines around a message are compared, and how many lines are few.
 _LOOP = 30
 _FEW = 3
 _WITH_NUMBER = re.compile(r"\S*\d\S*")
-_WORDS = re.compile(r"[^\W\d]{2,}")
+_WORD = re.compile(r"[^\W\d]{4,}")
 
 # Words for going on after a lack of memory.
 _RECOVERY = re.compile(
@@ -27,7 +27,7 @@ _RECOVERY = re.compile(
     r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)"
     r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
     r"|(?:attempting|trying) to free (?:up )?(?:some )?memory|reclaiming memory"
-    r"|skip(?:ping|ped) tactic|\bcaught (?:an? )?(?:exception|error):"
+    r"|skip(?:ping|ped) tactic"
     r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
 )
 # Words for going on after anything: they count on the message's own line, or where steps follow.
@@ -69,8 +69,11 @@ _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
-_RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
-_MILD = re.compile(r"^[Ww]arning:|^W: |\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror")
+_RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
+_MILD = re.compile(
+    r"^[Ww]arning:|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
+    r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
+)
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
 # Failures that always end the program, whatever other ranks or buffers print after them.
@@ -136,6 +139,31 @@ def is_mild(line: LogLine) -> bool:
     return _MILD.search(line.shown[:120]) is not None
 
 
+# How a message closes after which the program goes on.
+_GOES_ON = re.compile(
+    r"(?i)[;,.:(] (?:(?:it|we|will|is|was|be|now) ){0,4}(?:trying (?:the )?(?:next|another)|spill(?:ing|ed)|retracting"
+    r"|truncat(?:ing|ed)|restart(?:ing|ed)|evicting|moving|offloading|using (?:[\w-]+ ){1,4}instead"
+    r"|using (?:the |an? )?(?:cpu|disk|host|small\w*|default\w*|lower|slower|fallback|system|swap))\b"
+)
+_AN_EARLIER_ONE = re.compile(r"(?i)\b(?:previous|last|earlier) (?:job|worker|container|pod|task|process|run|attempt|session)\b")
+_NCCL_ERROR = "NCCL WARN"
+"""How NCCL reports errors: it has no higher level."""
+_OF_WORDS, _KILL_OF_WORDS = 0.9, 0.8
+"""The most confidence of patterns that match ordinary words, and not a code or a size."""
+
+
+def is_taken_lightly(finding: Finding, here: LogLine) -> bool:
+    """Whether the message is a warning in ordinary words, or says itself that the program goes
+    on."""
+    killed, page_locked = finding.kind is Kind.HOST_OOM_KILLED, finding.kind is Kind.PINNED_HOST_OOM
+    exact = finding.confidence > (_KILL_OF_WORDS if killed else _OF_WORDS)
+    if finding.kind is Kind.NOT_MEMORY or (exact and not page_locked):
+        return False
+    if is_mild(here) and _NCCL_ERROR not in here.text and (page_locked or finding.figures.known == 0):
+        return True
+    return _GOES_ON.search(here.text) is not None or (killed and _AN_EARLIER_ONE.search(here.text) is not None)
+
+
 def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *, failed: bool) -> str | None:
     """How the program went on after the finding: `oom_retried` or `oom_handled`; None if it can
     have ended the program.
@@ -167,10 +195,7 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         if tried and not _any_matches(_GAVE_UP, [*earlier, *own, *near, *late]) and not progress.tried_in_vain(finding.line):
             return "oom_retried"
     if is_mild(here) or _RAISED.match(here.text) is None:
-        again = _does_the_same_again(page, finding, until) or (is_mild(here) and _ends_well(page, finding, until))
-        if finding.kind is not Kind.NOT_MEMORY and not failed and again:
-            return "oom_handled"
-        if finding.kind is not Kind.NOT_MEMORY and until == len(page.lines) > after and _DONE.match(page.lines[-1].text):
+        if finding.kind is not Kind.NOT_MEMORY and not failed and _seems_handled(page, finding, until):
             return "oom_handled"
         # One line can be another thread's. A warning says itself that the program goes on.
         return "oom_handled" if steps >= (_MANY_STEPS if failed else 1 if is_mild(here) else 2) else None
@@ -179,21 +204,38 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
+def _seems_handled(page: LogText, finding: Finding, until: int) -> bool:
+    """Whether the lines after a message that is no exception show that the program handled it."""
+    if _does_the_same_again(page, finding, until):
+        return True
+    after = page.lines[finding.last_line + 1 :]
+    if until == len(page.lines) and after and _DONE.match(after[-1].text):
+        return not _any_matches(_FAILS, after) and not _any_matches(_TROUBLE, after)
+    return is_mild(page.lines[finding.line]) and _ends_well(page, finding, until)
+
+
 def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
-    """Whether a line after the message reports the same work as one before it: `reading 3.jpg`, the
-    message, `reading 4.jpg`."""
-    before = {_work(line) for line in page.lines[max(0, finding.line - _LOOP) : finding.line]} - {None}
+    """Whether a line after the message reports the same work as one before it, with other numbers:
+    `reading 3.jpg`, the message, `reading 4.jpg`."""
+    lines = page.lines[max(0, finding.line - _LOOP) : finding.line]
+    before, texts = {_work(line) for line in lines} - {None}, {line.text for line in lines}
     after = page.lines[finding.last_line + 1 : min(until, finding.last_line + 1 + _LOOP)]
-    return any(_work(line) in before for line in after)
+    return any(_work(line) in before and line.text not in texts for line in after)
+
+
+def is_ordinary(line: LogLine) -> bool:
+    """Whether the line is neither part of a traceback nor about a failure."""
+    about_failure = _FAILS.search(line.text) or _TROUBLE.search(line.text) or is_mild(line)
+    return not about_failure and not line.shown[:1].isspace() and _WORD.search(line.text) is not None
 
 
 def _work(line: LogLine) -> str | None:
-    """What a line reports, without its numbers. None for a line without numbers or with hardly a
+    """What a line reports, without its numbers. None for a line without a number or without a
     word, and for one that is part of a traceback or about a failure."""
-    if line.bar or line.shown[:1].isspace() or _TROUBLE.search(line.text) or is_mild(line):
+    if line.bar or not is_ordinary(line):
         return None
     work, numbers = _WITH_NUMBER.subn("#", line.text[:_STEP_WITHIN].strip())
-    return work if numbers and len(_WORDS.findall(work)) >= _FEW else None
+    return work if numbers and _WORD.search(work) else None
 
 
 def _ends_well(page: LogText, finding: Finding, until: int) -> bool:

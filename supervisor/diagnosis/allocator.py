@@ -30,7 +30,7 @@ _FREE = compiled(r"(?:of which (SIZE) is free|already allocated;(?:SIZE current 
 _PROCESS = compiled(r"this process has (SIZE) memory in use")
 _OTHERS = compiled(r"Process(\d{1,10})has (SIZE) memory in use")
 _ALLOCATED = compiled(r"(?:Of the allocated memory (SIZE) is a|(SIZE) already allocated|MPS allocated:(SIZE))")
-_UNALLOCATED = compiled(r"(?:(SIZE) is reserved by PyTorch but unallocated|(SIZE) cached)")
+_UNALLOCATED = compiled(r"(?:and (SIZE) is reserve|(SIZE) cached)")
 _RESERVED = compiled(r"(SIZE) reserved in total")
 _ALLOWED = compiled(r"(?:(SIZE) allowed;|max allowed:(SIZE))")
 

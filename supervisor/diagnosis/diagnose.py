@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.aftermath import seems_survived
+from memtop.supervisor.diagnosis.aftermath import StepLines, seems_survived
 from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
 from memtop.supervisor.diagnosis.environment import Place, of_log
 from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
@@ -265,7 +265,7 @@ def _ended_well(reading: Reading) -> Finding:
     killed = next((each for each in reading.findings if _is_state_of_job(each, reading)), None)
     if killed is not None:
         # The status is that of the main program, and the kill was of another one of the job.
-        return replace(_quoted(reading, killed), confidence=_CLEAR)
+        return replace(_quoted(reading, killed), confidence=UNCERTAIN)
     if of_memory:
         cause, reason = of_memory[-1]
     elif cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.ERROR:
@@ -279,11 +279,16 @@ def _ended_well(reading: Reading) -> Finding:
 
 
 # What the platform calls the end of a job: "State: OUT_OF_MEMORY", "Reason: OOMKilled".
-_STATE = re.compile(r"(?i)(?:state|reason)\W{1,20}(?:OUT_OF_ME|OOMKilled)")
+_STATE = re.compile(r"(?i)\W*(?:state|reason)\W{1,20}(?:OUT_OF_ME|OOMKilled)")
+_EARLIER = re.compile(r"(?i)\b(?:last|previous) state")
 
 
 def _is_state_of_job(finding: Finding, reading: Reading) -> bool:
-    return finding.kind is Kind.HOST_OOM_KILLED and _STATE.search(reading.page.lines[finding.line].text) is not None
+    lines = reading.page.lines
+    stated = finding.kind is Kind.HOST_OOM_KILLED and _STATE.match(lines[finding.line].text)
+    if not stated or StepLines(reading.page).completed:
+        return False
+    return not any(_EARLIER.search(line.text) for line in lines[max(0, finding.line - 2) : finding.line + 1])
 
 
 def _of_signal(number: int) -> Finding:

@@ -59,6 +59,8 @@ _WORD = re.compile(
 )
 _EXTREME = re.compile(r"(?i)\b(?:max\w*|peak|largest|biggest|min|minimum|smallest)\b")
 _ONE_WORD = re.compile(r" ?(?:\w+ )?")
+_SHARE = re.compile(r"% of (?:the |its )?$")
+"""`80 % of 2 GiB`."""
 _BOUND = re.compile(r"[<>]=? ?$")
 """`usage >= 2 GiB` gives no size."""
 _DEVICE_LIMIT = re.compile(r"(?i)\b(?:device|gpu|card|hbm|cgroup|container)(?: memory)? limit")
@@ -102,8 +104,9 @@ class _Size(NamedTuple):
     """The second size of two."""
 
 
-def read(text: str) -> Figures:
-    """The figures of one message. `text` can have several lines."""
+def read(text: str, elsewhere: re.Pattern[str] | None = None) -> Figures:
+    """The figures of one message. `text` can have several lines. What is free, in use or the total
+    is left out if words in front of the size match `elsewhere`: it is of another memory."""
     text = _SHAPE.sub(lambda match: " " * len(match[0]), text)
     found: dict[str, int] = {}
     end = 0
@@ -111,6 +114,8 @@ def read(text: str) -> Figures:
     for at, size in enumerate(sizes):
         following = sizes[at + 1].start if at + 1 < len(sizes) else len(text)
         role = _role(text[end : size.start], text[size.end : following + 1], size)
+        if elsewhere is not None and role != "requested" and _names(elsewhere, text[end : size.start]):
+            role = None
         if role == "total" and _SUM.search(text[end : size.start]):
             role = "allocated"
         end = size.end
@@ -177,6 +182,8 @@ def _role(left: str, right: str, size: _Size) -> str | None:
     if _REFUSED.match(right):
         return "requested"
     left = left[max((match.end() for match in _ENDS.finditer(left)), default=0) :]
+    if _SHARE.search(left):
+        return "total"
     if _BOUND.search(left):
         return None
     name = _NAME.search(left)
@@ -214,8 +221,14 @@ def _of_words(text: str, near: int | None = None) -> str | None:
     return None if role == "other" else role
 
 
+def _names(memory: re.Pattern[str], left: str) -> bool:
+    return memory.search(left[max((match.end() for match in _ENDS.finditer(left)), default=0) :]) is not None
+
+
 # --- the report of a failure ----------------------------------------------------------------------
 
+_OF_THE_HOST = re.compile(r"(?i)\b(?:(?:host|cpu|system) mem\w*|swap)\b|(?-i:\bRAM\b)")
+_OF_A_DEVICE = re.compile(r"(?i)\b(?:gpu|cuda|device) mem\w*\b|\b(?:vram|hbm)\b")
 _NEW_RECORD = re.compile(r"\s*\[?\d{4}-\d\d-\d\d|\s*\[?\d\d:\d\d:\d\d|Traceback|.{0,60}(?:Error|Exception)\b")
 _NAMED = re.compile(r"[^\w\n]{0,20}[A-Za-z][\w ()/.-]{0,60}['\"`*]{0,3} {0,30}[:=]")
 # The end of a line on which a sentence does not end.
@@ -228,7 +241,8 @@ def with_printed(page: LogText, finding: Finding, others: Container[int]) -> Fin
     known = finding.figures
     if known.complete:
         return finding
-    here = read(_report(page, finding, others) + _statistics(page, finding))
+    elsewhere = _OF_THE_HOST if finding.kind.of_gpu else _OF_A_DEVICE
+    here = read(_report(page, finding, others) + _statistics(page, finding), elsewhere)
     taken = {known.requested, known.total, known.free, known.allocated, known.allowed, known.process}
 
     def more(mine: int | None, printed: int | None) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, figures, memory_patterns, other_patterns, shortage
-from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
+from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, is_taken_lightly, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
@@ -43,17 +43,15 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
             _TEARDOWN
             if progress.completed and _is_worker_death(page, finding)
             else went_on(page, progress, finding, _until(page, findings, index), failed=failed)
-            or ("oom_handled" if finding.line < last and _was_caught(page, finding) else None)
+            or ("oom_handled" if finding.line < last and _was_caught(page, finding, last) else None)
         )
         if how is None:
             fatal.append(finding)
         else:
             survived.append((finding, how))
-    # After a warning, the program went on at least as far as to the same failure that it survived.
-    last_of = {finding.kind: (finding.line, how) for finding, how in survived}
-    for finding in [each for each in fatal if _is_warning(page, each)]:
-        line, how = last_of.get(finding.kind, (-1, ""))
-        if line > finding.line:
+    for finding in list(fatal):
+        how = _survived_later(page, finding, survived)
+        if how is not None:
             fatal.remove(finding)
             survived.append((finding, how))
     survived.sort(key=lambda pair: pair[0].line)
@@ -70,7 +68,8 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
 
 # A fault in the program's own code, and no error that passes another one on.
 _OWN_FAULT = re.compile(
-    r"(?:ZeroDivision|UnboundLocal|Name|Type|Attribute|Key|Index|Value|FileNotFound|Assertion|Import|ModuleNotFound)Error\b"
+    # Not of a variable that has no value: that can follow from a failure that was caught.
+    r"(?:ZeroDivision|Type|Attribute|Key|Index|Value|FileNotFound|Assertion|Import|ModuleNotFound)Error\b"
 )
 
 
@@ -83,14 +82,15 @@ def _last_uncaught(page: LogText, findings: list[Finding]) -> int:
     return start if _OWN_FAULT.match(page.lines[end].text) else -1
 
 
-def _was_caught(page: LogText, finding: Finding) -> bool:
+def _was_caught(page: LogText, finding: Finding, last: int) -> bool:
     """Whether the program caught the failure: it printed the message of an exception without its
-    traceback and class."""
+    traceback and class, and went on before the traceback that begins at line `last`."""
     if not finding.kind.of_gpu or finding.figures.requested is None or finding.weight < Weight.CAUSE:
         return False
     lines = page.context(finding.line)
     raised = any(_TRACEBACK in line.text for line in lines) or "Error" in page.lines[finding.line].text.partition("memory")[0]
-    return not raised
+    went_on = any(is_ordinary(line) for line in page.lines[finding.last_line + 1 : last])
+    return went_on and not raised
 
 
 def _until(page: LogText, findings: list[Finding], index: int) -> int:
@@ -110,8 +110,14 @@ def _until(page: LogText, findings: list[Finding], index: int) -> int:
     return len(page.lines)
 
 
-def _is_warning(page: LogText, finding: Finding) -> bool:
-    return finding.kind is not Kind.NOT_MEMORY and is_mild(page.lines[finding.line])
+def _survived_later(page: LogText, finding: Finding, survived: list[tuple[Finding, str]]) -> str | None:
+    """How the program survived a later message about the same failure. After a warning, it went on
+    as far as to any later one."""
+    if finding.kind is Kind.NOT_MEMORY:
+        return None
+    far = len(page.lines) if is_mild(page.lines[finding.line]) else finding.last_line + _SAME_FAILURE
+    later = (how for other, how in survived if other.kind is finding.kind and finding.line < other.line <= far)
+    return next(later, None)
 
 
 def _another_rank(page: LogText, one: Finding, other: Finding) -> bool:
@@ -211,8 +217,8 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
     if finding.kind is Kind.HOST_OOM_ALLOC and "bad_alloc" in here.text and _of_device(context[-2:]):
         finding = replace(finding, kind=Kind.GPU_OOM)  # C++ libraries of a device raise it, too
-    if finding.kind is Kind.PINNED_HOST_OOM and is_mild(here):
-        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN))
+    if is_taken_lightly(finding, here):
+        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=min(finding.weight, Weight.BROKEN))
     if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
         finding = figures.with_printed(page, finding, others)
     if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
@@ -238,7 +244,8 @@ def _phase(finding: Finding, context: list[LogLine]) -> str:
 # --- what needs more than a pattern --------------------------------------------------------------
 
 _MEMORY_ERROR = re.compile(
-    r"(?:\[[\w-]{0,12}\]\s+)?(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|\(\(.*\)|[`'\"*)\]]{0,3})?$"
+    r"(?:\[[\w-]{0,12}\]\s+)?(?:[\w.]{1,80}(?:Error|Exception): )?(?:[\w.]+\.)?"
+    r"_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|\(\(.*\)|[`'\"*)\]]{0,3})?$"
 )
 
 

@@ -7,7 +7,7 @@ with equal weight match one line, the first counts: special ones stand before ge
 
 from __future__ import annotations
 
-from memtop.supervisor.diagnosis.finding import Pattern, Weight, other
+from memtop.supervisor.diagnosis.finding import UNCERTAIN, Pattern, Weight, other
 from memtop.supervisor.diagnosis.values import Kind
 
 GPU, PINNED, HOST = Kind.GPU_OOM, Kind.PINNED_HOST_OOM, Kind.HOST_OOM_ALLOC
@@ -67,7 +67,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
     Pattern(r"(?:failed|unable) to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer", GPU, 0.85),
     Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
-    Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", GPU),
+    Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|vk[A-Z]\w{3,40} (?:failed|returned):? -2", GPU),
     Pattern(
         r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
         r"(?:\(allocated so far: (?P<allocated>SIZE))?",
@@ -133,7 +133,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(
         r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
-        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM (?:for model|in split for)"
+        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM (?:for model|in split for (?:model|cache))"
         r"|memory capacity is unbalanced",
         GPU,
         reason=_BUDGET,
@@ -161,7 +161,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         0.8,
     ),
     Pattern(r"Unable to find a valid cuDNN algorithm", GPU, 0.55),
-    Pattern(r"(?:GET|FIND) was unable to find an engine to execute this computation", GPU, 0.45),
+    Pattern(r"(?:GET|FIND) was unable to find an engine to execute this computation", GPU, UNCERTAIN),
     Pattern(r"\[(?P<gpu>\d{1,3})\] .{0,60}? NCCL WARN Cuda failure(?:\d+)? '?out of memory'?", GPU),
     Pattern(r"Cuda failure(?:\d+)? '?out of memory'?", GPU, 0.85),
     Pattern(r"Failed to CUDA host [cm]?alloc(?: async)?(?: (?P<size>\d+ bytes))?", PINNED, 0.75),
@@ -188,9 +188,9 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.85,
     ),
-    Pattern(r"(?<!\))[Rr]an out of memory trying to allocate (?P<size>SIZE)", GPU, 0.85),
+    Pattern(r"(?<!\))[Rr]an out of memory trying to allocate (?P<size>SIZE)(?!.{0,120}?not a failure)", GPU, 0.85),
     other(
-        r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?"
+        r"[Rr]an out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?"
         r"(?:rounded to \w+)?.{0,80}? not a failure",
         "allocator_warning",
         0.95,
@@ -199,10 +199,11 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Other devices and languages.
     Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_DEVICE_MEMORY", GPU, 0.85),
     # Also after the device was lost.
-    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
     Pattern(
-        r"(?i:buffer (?:'\w+')? size \(?(?P<size>\d+)\)? (?:is larger than|exceeds) (?:the)? (?:buffer max|max buffer))",
+        r"(?i:buffer (?:'\w+')? size \(?(?P<size>\d+)\)? (?:is larger than|exceeds) (?:the)?"
+        r" (?:buffer maximum of|max buffer size limit \(|max buffer size \() \d+)",
         GPU,
         0.85,
     ),
@@ -228,8 +229,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     # A limit that somebody set for ONNX Runtime's arena, of whatever memory.
     Pattern(r"Failed to allocate a buffer of size (?P<size>\d+)", HOST, 0.85),
-    Pattern(r"not enough space in the context's memory pool", HOST, 0.45, weight=Weight.LIKELY),
-    Pattern(r"Available memory of \d+ is smaller than requested bytes of \d+", HOST, 0.45, weight=Weight.LIKELY),
+    Pattern(r"not enough space in the context's memory pool", HOST, UNCERTAIN, weight=Weight.LIKELY),
+    Pattern(r"Available memory of \d+ is smaller than requested bytes of \d+", HOST, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
     Pattern(
         r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)",
@@ -342,7 +343,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(r"Usage of EmptyDir volume \"(?:d?shm|shared)", SHM, 0.85),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     # Ray keeps its objects in /dev/shm.
-    Pattern(r"ObjectStoreFullError|PlasmaStoreFull|in object store because it is full", SHM, 0.85),
+    Pattern(r"ObjectStoreFullError|PlasmaStoreFull|in object store because it is full(?!.{0,20}?spill)", SHM, 0.85),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
     Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),
@@ -357,8 +358,16 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     ),
     Pattern(rf"could not resize shared memory segment .{{0,80}}? {_FULL}", SHM),
     # The disk.
-    Pattern(r"[Ee]rror writing .{0,200}? Resource exhausted:", DISK, 0.85, phase="save"),
+    Pattern(
+        r"[Ee]rror writing .{0,200}? Resource exhausted:"
+        r"(?!.{0,80}?(?i:(?<!disk)quota (?:exceeded )?(?:for|metric)"
+        r"|rate (?:limit|exceeded)|per minute|too many|message larger))",
+        DISK,
+        0.85,
+        phase="save",
+    ),
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
+    Pattern(r"(?i:exceed\w{0,3} (?:the |its )?(?:\w{1,12} )?(?:disk|jobfs|storage|scratch|file system) quota)", DISK),
     Pattern(_FULL, DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(

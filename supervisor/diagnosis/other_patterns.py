@@ -10,6 +10,8 @@ from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Pattern, W
 from memtop.supervisor.diagnosis.values import Kind
 
 KILLED = Kind.HOST_OOM_KILLED
+_NO_SHORTAGE = r"(?:bandwidth|latency|speed|clock|tier|class|profil|upgrade|test|node|queue|partition)"
+"""Words that turn `memory` into something of which no program can use too much."""
 
 
 def _sigkill(pattern: str, phase: str | None = None) -> Pattern:
@@ -43,17 +45,21 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"hard limit \"?h_vmem.{0,60}?\((?P<process>\d+)(?:\.\d+)? > limit: (?P<allowed>\d+)", KILLED, 0.93),
     Pattern(r"(?i:memory limit) (?:of)? (?P<allowed>SIZE)? exceeded(?: with (?P<process>SIZE) used)?", KILLED, 0.8),
     Pattern(r"(?i:memory quota (?:vastly )?exceeded|over(?:ran)? (?:its )?memory budget)", KILLED, 0.8),
-    Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.8),
+    Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.85),
     Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory|container killed due to memory)", KILLED),
     Pattern(
         r"(?i:(?:job|container|worker|pod|task|process|executor|session|kernel|instance) (?:\d{1,12} )?(?:was |has been )?"
-        r"(?:killed|terminated|evicted) (?:by (?:\w{1,12} ){1,3}?)?(?:due to|because of|for) "
-        r"(?:excessive|high|too much|exceeding|insufficient|lack of) (?:\w{1,12} )?memory)",
+        r"(?:killed|terminated|evicted) (?:by\w{1,36}?)?(?:due to|because of|for) (?:(?:excessive|too much|exceeding"
+        rf"|insufficient|lack of) (?:\w{{1,12}} )?memory(?! {_NO_SHORTAGE})"
+        r"|high (?:\w{1,12} )?memory (?:us|consum|pressure)))",
         KILLED,
         0.8,
     ),
     Pattern(
-        r"(?i:(?:put|placed) on hold|held) .{0,40}? (?i:due to|because of|for) (?i:\w{1,12} ){0,2}?(?i:memory)", KILLED, 0.8
+        r"(?i:(?:(?:put|placed) on hold|held) .{0,40}? (?:due to|because of|for) (?:(?:too much|exce\w{2,5}|high)"
+        r" memory|\w{0,20}? memory (?:us|consum|exceed|limit|over)))",
+        KILLED,
+        0.8,
     ),
     Pattern(r"(?i:notebook|session|kernel) tried to allocate more memory than is available", KILLED, 0.8),
     Pattern(
@@ -82,7 +88,7 @@ ENDS: tuple[Pattern, ...] = (
         KILLED,
     ),
     Pattern(r"using all (?:of (?:the|your) )?available RAM", KILLED),
-    Pattern(r"(?i:more than \d+% of the memory on (?:the )?node .{0,80}? used)", KILLED, 0.95),
+    Pattern(r"OutOfMemoryError:? [Mm]ore than \d+% of the memory on (?:the )?node .{0,80}? used", KILLED, 0.95),
     Pattern(r"(?i:cgroup out-?of-?memory handler)", KILLED, 0.95),
     # Only an error: a launcher that ends a program for another reason kills its workers, too.
     Pattern(
@@ -118,7 +124,7 @@ ENDS: tuple[Pattern, ...] = (
     # A server that kills a worker of its own.
     other(r"WORKER TIMEOUT \(pid:\d+\)", "time_limit", 0.8, weight=Weight.DENIED),
     other(r"OOMKilled\"?:? (?i:false)", "killed_by_something", 0.6, weight=Weight.DENIED),
-    _sigkill(r":? line \d+:? \d+ Killed"),
+    _sigkill(r":? line \d+:? \d+ Killed|: \d+: \d+ [Kk]illed"),
     _sigkill(r"\[\d+\][+-]? (?:\d+)? [Kk]illed"),
     other(
         r"exit codes? of the workers are \{(?![^}]{0,400}SIGKILL)[A-Z]",
@@ -251,7 +257,7 @@ ERRORS: tuple[Pattern, ...] = (
         "driver_mismatch",
     ),
     other(r"too many resources requested for launch|CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "cuda_error", weight=Weight.CAUSE),
-    other(r"== cudaSuccess \((?!2 vs)\d+ vs\. 0\)", "cuda_error", weight=Weight.CAUSE),
+    other(r"== cudaSuccess \((?!(?:0|2) vs)\d+ vs\. 0\)", "cuda_error", weight=Weight.CAUSE),
     other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}|CU(?:FFT|RAND)_(?!ALLOC)[A-Z_]{4,80}", "cuda_error", 0.7),
     other(r"(?:CUDA|HIP) error: (?![Oo]ut of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
     # Ranks that wait for each other.

@@ -25,6 +25,7 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
     rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
+    rf"|\bexceed\w* (?:the )?(?:total|available|free|physical|system) (?:\w+ )?{_MEMORY}"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
     rf"|\balloc\w* (?:\w+ ){{0,3}}{_MEMORY} (?:has |was )?(?:fail|refused)"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"

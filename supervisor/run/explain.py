@@ -143,9 +143,18 @@ _ABSENCES = {
 
 def program_stopped(pids: Sequence[int], trainer_pid: int | None) -> str:
     """What to do about a program, or ranks of it, that a signal has stopped."""
+    ranks = [str(pid) for pid in pids if pid != trainer_pid]
+    what = f"the program (pid {trainer_pid})" if trainer_pid in pids else ""
+    if ranks:
+        of = "it" if what else "the program"
+        some = f"ranks of {of} (pids {', '.join(ranks)})" if len(ranks) > 1 else f"a rank of {of} (pid {ranks[0]})"
+        what = f"{what} and {some}" if what else some
+    many = len(pids) > 1
     words = " ".join(map(str, pids))
-    what = "the program" if trainer_pid in pids else "a rank of the program"
-    return f"{what} (pid {words}) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT {words}` lets it continue"
+    return (
+        f"{what} {'are' if many else 'is'} stopped (SIGSTOP or Ctrl-Z): "
+        f"`kill -CONT {words}` lets {'them' if many else 'it'} continue"
+    )
 
 
 def not_heard(found: NotHeard) -> str:

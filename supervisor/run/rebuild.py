@@ -76,26 +76,27 @@ def _damage(path: Path) -> str | None:
         return None  # it cannot be opened now, which proves nothing
     except sqlite3.DatabaseError as error:
         return str(error)
+    except (ValueError, TypeError) as error:
+        return f"wrong values: {error}"  # SQLite stores anything in any column
     if found is None and mark.is_file():
         mark.unlink()
     return found
 
 
 def _is_left(path: Path) -> bool:
-    """Whether this file has content. Who only reads a ledger may leave an empty one."""
+    """Whether this file has content. A program that only reads the ledger can leave an empty
+    log."""
     return path.exists() and path.stat().st_size > 0
 
 
 def _checked(db: sqlite3.Connection, *, whole: bool) -> str | None:
-    """What SQLite finds wrong. Raises sqlite3.DatabaseError for what it cannot read."""
-    if whole:
-        checks = ["quick_check(1)"]
-    else:
-        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        checks = [f"quick_check({name})" for name in tables if name not in LARGE_TABLES]
-        if "metrics" in tables:
-            metrics.best_loss(db)
-            tiers.refill(db, History(), time.time())
+    """What SQLite finds wrong. Raises sqlite3.DatabaseError for what it cannot read, ValueError or
+    TypeError for values that memtop cannot read."""
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    if "metrics" in tables:
+        metrics.best_loss(db)
+        tiers.refill(db, History(), time.time())
+    checks = ["quick_check(1)"] if whole else [f"quick_check({name})" for name in tables if name not in LARGE_TABLES]
     for check in checks:
         (found,) = db.execute(f"PRAGMA {check}").fetchone()
         if found != "ok":

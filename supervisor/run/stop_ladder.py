@@ -64,8 +64,9 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
     """When the next rung is due, on the monotonic clock."""
     waits: Waits
-    continued: bool = False
-    """What a signal had stopped was continued at the beginning."""
+    continued: frozenset[int] | None = None
+    """The program and ranks that memtop has continued since the last signal, each once. None before
+    the first tick."""
     asking: bool = False
     """The program was asked and has not answered."""
     interrupted_until: float = 0.0

@@ -247,3 +247,19 @@ def test_refusals_of_a_buffer(text: str, kind: str, requested: int | None) -> No
 )
 def test_whose_memory_an_unknown_program_means(text: str, kind: str) -> None:
     assert of(text).kind.value == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "free"),
+    [
+        ("CUDA error: out of memory: cannot allocate 2 GB on device; free host memory 120 GB; free device memory 1 GB\n", GIB),
+        ("RuntimeError: CUDA error: out of memory\nHost memory available: 120 GB\nGPU memory free: 1 GB\n", GIB),
+        ("MemoryError: Unable to allocate 3 GB\nGPU memory free: 40 GB\nfree memory: 1 GB\n", GIB),
+    ],
+)
+def test_what_is_free_elsewhere_is_no_figure_of_the_failure(text: str, free: int) -> None:
+    assert of(text, exit_status=1).free_bytes == free
+
+
+def test_a_share_of_a_size_is_of_a_total() -> None:
+    assert printed("memory used: 80% of 24 GB") == {"total": 24 * GIB}

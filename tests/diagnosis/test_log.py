@@ -420,8 +420,11 @@ _PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB tot
 @pytest.mark.parametrize(
     ("after", "kind"),
     [
-        ("{traceback}ZeroDivisionError: division by zero\n", Kind.NOT_MEMORY),
-        ("{traceback}KeyError: 'loss'\n", Kind.NOT_MEMORY),
+        ("reading the second file\n{traceback}ZeroDivisionError: division by zero\n", Kind.NOT_MEMORY),
+        ("reading the second file\n{traceback}KeyError: 'loss'\n", Kind.NOT_MEMORY),
+        ("{traceback}KeyError: 'loss'\n", Kind.GPU_OOM),
+        ("{traceback}AttributeError: 'NoneType' object has no attribute 'backward'\n", Kind.GPU_OOM),
+        ("reading the second file\n{traceback}UnboundLocalError: local variable 'loss' has no value\n", Kind.GPU_OOM),
         ("{traceback}RuntimeError: the training failed\n", Kind.GPU_OOM),
         ("{traceback}torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 30.00 MiB\n", Kind.GPU_OOM),
         ("ValueError: printed without a traceback\n", Kind.GPU_OOM),
@@ -429,8 +432,8 @@ _PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB tot
     ],
 )
 def test_a_message_that_the_program_printed_itself_and_a_fault_that_follows(after: str, kind: Kind) -> None:
-    """A message without its class and traceback was caught. A traceback of another fault ended the
-    program then."""
+    """A message without its class and traceback was caught, if the program went on. A traceback of
+    another fault ended the program then."""
     traceback = 'Traceback (most recent call last):\n  File "main.py", line 9, in <module>\n    main()\n'
     assert of(_PRINTED + after.format(traceback=traceback)).kind is kind
     raised = f"{traceback}RuntimeError: {_PRINTED}"
@@ -447,8 +450,23 @@ def test_a_message_is_read_over_a_fold_in_a_word_and_up_to_a_cut_in_a_word(fold:
 @pytest.mark.parametrize("state", ["State: OUT_OF_MEMORY (exit code 0)", "  Reason:       OOMKilled\n  Exit Code:    0"])
 def test_a_platform_that_names_a_kill_counts_more_than_the_status_of_the_main_program(state: str) -> None:
     found = of(f"{STEPS}{state}\n", exit_status=0)
-    assert (found.kind, found.confidence) == (Kind.HOST_OOM_KILLED, 0.8)
+    assert (found.kind, found.confidence) == (Kind.HOST_OOM_KILLED, 0.45)
+    assert of(f"{STEPS}Last State: Terminated\n{state}\n", exit_status=0).kind is Kind.NOT_MEMORY
+    assert of(f"{STEPS}{state}\nTraining completed.\n", exit_status=0).kind is Kind.NOT_MEMORY
     assert of(f"{STEPS}error: 1 OOMKilled task was started again\n", exit_status=0).kind is Kind.NOT_MEMORY
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\nDone\n",
+        "cudaMalloc failed: out of memory\nerror loading model\ndone\n",
+        "main: caught exception: CUDA out of memory. Tried to allocate 8.00 GiB\nexiting with an error code\n",
+    ],
+)
+def test_the_end_of_a_script_and_words_of_a_handler_take_no_failure_back(text: str) -> None:
+    assert of(text).of_memory
+    assert of(text, exit_status=1).of_memory
 
 
 def test_a_loss_after_a_caught_failure_is_progress() -> None:

@@ -117,6 +117,16 @@ def test_a_merged_row_that_a_restart_has_cut_has_no_best_loss(db: sqlite3.Connec
     assert metrics.best_loss(db) == 1.0
 
 
+def test_the_best_loss_outlives_a_row_that_a_restart_has_cut(db: sqlite3.Connection) -> None:
+    """The cut row is merged with those before it, which count wholly."""
+    metrics.add(db, 1, [replace(step(update), loss=0.125 if update == 120 else 1.0) for update in range(1, 501)])
+    metrics.thin(db, kept=100, at_once=5)
+    db.execute("UPDATE attempts SET start_updates = 154 WHERE number = 2")
+    metrics.thin(db, kept=10, at_once=5)
+    assert [(row.update, row.updates) for row in metrics.final_history(db)][-1] == (100, 55)
+    assert metrics.best_loss(db) == 0.125
+
+
 def test_the_history_is_read_row_by_row(db: sqlite3.Connection) -> None:
     metrics.add(db, 1, (step(update) for update in range(1, 20_001)))
     db.commit()

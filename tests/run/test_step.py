@@ -230,10 +230,30 @@ def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
 def test_a_stopped_rank_is_named_and_nothing_is_asked_of_the_program() -> None:
     brain = training(agents=frozenset({0}))
     brain.tick(stopped=(7, 8), trainer_pid=5)
-    words = "a rank of the program (pid 7 8) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7 8` lets it continue"
+    words = "ranks of the program (pids 7, 8) are stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7 8` lets them continue"
     assert run_state(brain.model).warnings == (words,)
     brain.tell(Requested(client=1, request=CheckpointNow(id=3), states=brain.model.states))
     assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.REFUSED, words)
+
+
+@pytest.mark.parametrize(
+    ("pids", "words"),
+    [
+        ((5,), "the program (pid 5) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5` lets it continue"),
+        ((7,), "a rank of the program (pid 7) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7` lets it continue"),
+        (
+            (5, 7),
+            "the program (pid 5) and a rank of it (pid 7) are stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5 7` lets them continue",
+        ),
+        (
+            (3, 5, 7),
+            "the program (pid 5) and ranks of it (pids 3, 7) are stopped (SIGSTOP or Ctrl-Z): "
+            "`kill -CONT 3 5 7` lets them continue",
+        ),
+    ],
+)
+def test_all_that_is_stopped_is_named(pids: tuple[int, ...], words: str) -> None:
+    assert explain.program_stopped(pids, 5) == words
 
 
 def test_nothing_is_said_of_a_stop_in_which_nothing_was_stopped() -> None:
@@ -262,6 +282,16 @@ def test_a_stopped_program_is_continued_once_before_it_is_ended(asked: bool) -> 
     assert found == [*first, "SIGTERM", "SIGCONT", "SIGKILL"]
     assert brain.messages("stop").count("stopped by a signal (SIGSTOP or Ctrl-Z): SIGCONT sent to pid 5 (python)") == 2
     assert brain.model.signalled == "SIGKILL sent to pid 5 (python)"
+
+
+def test_a_program_that_is_stopped_between_two_signals_is_continued_once() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    found = [
+        [one.name for one in brain.tick(stopped=stopped, trainer_pid=5) if isinstance(one, Signal)]
+        for stopped in ((), (), (5,), (5,), (5, 7), (), (5,))
+    ]
+    assert found == [["SIGINT", "SIGCONT"], [], ["SIGCONT"], [], ["SIGCONT"], [], []]
 
 
 def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:

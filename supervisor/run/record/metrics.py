@@ -46,6 +46,9 @@ _WITH_LAST = """LEFT JOIN (
     ) ON number = m.attempt"""
 _COUNTS = '(last IS NULL OR m."update" <= last)'
 _COUNTS_WHOLLY = '(last IS NULL OR m."update" + m.updates - 1 <= last)'
+# A merged row of which a later attempt took back the end, and the updates that are left of a row.
+_CUT = f"({_COUNTS} AND NOT {_COUNTS_WHOLLY})"
+_LEFT = f'CASE WHEN {_CUT} THEN last - m."update" + 1 ELSE m.updates END'
 _FINAL = f"metrics AS m {_WITH_LAST} WHERE {_COUNTS}"
 
 
@@ -94,10 +97,11 @@ def _thin_tier(db: sqlite3.Connection, tier: int, kept: int, at_once: int) -> bo
         (tier, count - kept),
     ).fetchone()
     coarser = tier * _TIMES
-    # Only whole groups.
+    # Only whole groups. A row that is cut is shortened first, so that the merged row is not cut.
     old = (tier, attempt, update // coarser * coarser)
     rows = db.execute(
-        f"SELECT m.attempt, report, m.updates, least_loss, {_COUNTS} FROM metrics AS m {_WITH_LAST}"
+        f"SELECT m.attempt, report, {_LEFT}, CASE WHEN {_CUT} THEN NULL ELSE least_loss END, {_COUNTS}"
+        f" FROM metrics AS m {_WITH_LAST}"
         ' WHERE tier = ? AND (m.attempt, m."update") < (?, ?) ORDER BY m.attempt, m."update"',
         old,
     ).fetchall()
@@ -151,8 +155,7 @@ def newest(db: sqlite3.Connection, count: int) -> list[Metric]:
 
 
 def _columns() -> str:
-    still = f'CASE WHEN {_COUNTS_WHOLLY} THEN m.updates ELSE last - m."update" + 1 END'
-    return ", ".join(still if name == "updates" else f'm."{name}"' for name in _SHOWN)
+    return ", ".join(_LEFT if name == "updates" else f'm."{name}"' for name in _SHOWN)
 
 
 def _read(db: sqlite3.Connection, sql: str) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,10 +61,16 @@ def why_not_own(folder: Path) -> str | None:
 
 
 def why_unreadable(path: Path, error: OSError) -> str:
-    """Why a file of a run cannot be read, and what its owner can do if that is another user."""
+    """Why a file of a run, or a folder of runs, cannot be read, and what its owner can do if that
+    is another user.
+
+    The advice opens all of the run, and nothing else. A folder above the run is only made one that
+    others can pass through.
+    """
     words = f"{path}: cannot be read: {error.strerror}"
     if error.errno != errno.EACCES:
         return words
+    run = _run_of(path)
     for place in (path, *path.parents):
         try:
             owner = place.lstat().st_uid
@@ -71,8 +78,22 @@ def why_unreadable(path: Path, error: OSError) -> str:
             continue  # inside a folder that is closed to the caller
         if owner == os.geteuid():
             return words
-        return f"{words}; {user_name(owner)} owns it and can let others read it: `chmod -R go+rX {place}`"
+        who = f"{words}; {user_name(owner)} owns it and can let others"
+        if run is not None and (place == run or run in place.parents):
+            return f"{who} read it: `chmod -R go+rX {shlex.quote(str(run))}`"
+        if place == path:
+            return f"{who} read it: `chmod go+rx {shlex.quote(str(place))}`"
+        return f"{words}; {place} is closed: {user_name(owner)} can let others pass: `chmod go+x {shlex.quote(str(place))}`"
     return words
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run whose file or folder this is. None if it is none of a run."""
+    for parent in path.parents:
+        first, *rest = path.relative_to(parent).parts
+        if first in _OF_A_RUN and (not rest or (first == "attempts" and rest[-1] in _OF_AN_ATTEMPT)):
+            return parent
+    return None
 
 
 def is_own_file(descriptor: int) -> bool:

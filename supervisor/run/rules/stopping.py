@@ -69,17 +69,23 @@ def answered(model: Model, pending: Ask, event: Answered) -> Model:
 
 
 def tick(model: Model) -> Model:
-    """Send the signal that is due. A process that SIGSTOP or Ctrl-Z has stopped handles neither a
-    request nor a signal until it continues: the program, one of its ranks, or any process of it.
+    """Send the signal that is due. Continue what SIGSTOP or Ctrl-Z has stopped: at the beginning,
+    with each signal but SIGKILL, and when the program or a rank is stopped between two signals.
+
+    A process that is stopped handles neither a request nor a signal until it continues.
     """
     ladder = model.ladder
     assert ladder is not None
-    begins = not ladder.continued
+    stopped, before = frozenset(model.stopped), ladder.continued
     ladder, rung = ladder.next(model.now.monotonic)
-    model = replace(model, ladder=replace(ladder, continued=True))
+    known = stopped if before is None or rung is not None else before | stopped
+    model = replace(model, ladder=replace(ladder, continued=known))
     if rung is not None:
         model = emit(model, Signal(name=rung.name, target=rung.target))
-    if begins if rung is None else rung.name != "SIGKILL":
+        continues = rung.name != "SIGKILL"  # which also ends a process that is stopped
+    else:
+        continues = before is None or not stopped <= before
+    if continues:
         model = emit(model, Signal(name="SIGCONT", target=Target.STOPPED))
     return model
 
