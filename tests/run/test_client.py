@@ -29,7 +29,8 @@ from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.run.server import ControlServer
 from memtop.supervisor.wire import Answer, Outcome, Phase, RunState, StateUpdate, Stop
-from memtop.tui.feed import Disconnected, RunFeed
+from memtop.tui.feed import Disconnected
+from memtop.tui.run_feed import RunFeed
 from tests.conftest import Runs, wait_for_file
 
 
