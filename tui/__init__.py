@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, run_dashboard
     from memtop.tui.dashboard.screen import DashboardResult
     from memtop.tui.demo import demo_feed
-    from memtop.tui.feed import Feed, LocalFeed, RunFeed
+    from memtop.tui.feed import Feed, LocalFeed
+    from memtop.tui.run_feed import RunFeed
 
 __all__ = ["DashboardApp", "DashboardResult", "Feed", "LocalFeed", "RunFeed", "demo_feed", "run_dashboard"]
 
@@ -22,7 +23,7 @@ _HOMES = {
     "demo_feed": "demo",
     "Feed": "feed",
     "LocalFeed": "feed",
-    "RunFeed": "feed",
+    "RunFeed": "run_feed",
 }
 
 

@@ -70,7 +70,7 @@ def open_run(
     if not look.read_only:
         require_own(folder.path)
     need_terminal()
-    from memtop.tui.feed import RunFeed
+    from memtop.tui.run_feed import RunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))

@@ -91,3 +91,8 @@ def forecast_of(found: Ladder, id: str) -> Forecast:
 def why_not(found: Ladder, words: str) -> str:
     (line,) = [line for line in found.left_out if words in line]
     return line
+
+
+def words(remedies: tuple[Remedy, ...]) -> str:
+    """Everything that they say."""
+    return "\n".join("\n".join([one.title, one.why, *one.instructions]) for one in remedies)

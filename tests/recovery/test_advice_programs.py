@@ -13,7 +13,7 @@ from memtop.supervisor.recovery.external import MEMORY_BUDGET, ExternalCommand, 
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.values import Remedy
 from tests.diagnosis import logs
-from tests.recovery.support import GIB, died, gib, ids
+from tests.recovery.support import GIB, died, gib, ids, words
 
 TRAINING = ("accumulation", "gradient checkpointing", "fused loss", "LoRA", "512 tokens", "ALLOC_CONF", "num_workers", "ZeRO")
 CUDA_FULL = (
@@ -133,10 +133,6 @@ CASES: dict[str, tuple[str, set[Place], str, tuple[str, ...], tuple[str, ...]]] 
         ("half the batch", "nvidia-smi"),
     ),
 }
-
-
-def words(remedies: tuple[Remedy, ...]) -> str:
-    return "\n".join("\n".join([one.title, one.why, *one.instructions]) for one in remedies)
 
 
 @pytest.mark.parametrize("name", CASES)

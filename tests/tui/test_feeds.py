@@ -19,8 +19,9 @@ from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import view as view_module
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.units import GIB
-from memtop.tui import feed as feed_module
-from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed, RunFeed
+from memtop.tui import run_feed as feed_module
+from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed
+from memtop.tui.run_feed import RunFeed
 from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
 from tests.tui.support import gpu, machine, run_state, running
 

@@ -32,7 +32,7 @@ from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
 from memtop.tui.dashboard.layout import GPU_PANELS, DashboardLayout, plan
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.training import draw_notice, notice
-from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition, RunFeed
+from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
@@ -41,6 +41,7 @@ from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
+from memtop.tui.run_feed import RunFeed
 from memtop.tui.screen import Dashboard
 from memtop.tui.store import Store, fold, machine_in
 
