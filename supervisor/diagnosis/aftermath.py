@@ -209,7 +209,7 @@ def _seems_handled(page: LogText, finding: Finding, until: int) -> bool:
     if _does_the_same_again(page, finding, until):
         return True
     after = page.lines[finding.last_line + 1 :]
-    if until == len(page.lines) and after and _DONE.match(after[-1].text):
+    if until == len(page.lines) and after and (_DONE.match(after[-1].text) or after[-1].shown.lstrip().startswith("100%|")):
         return not _any_matches(_FAILS, after) and not _any_matches(_TROUBLE, after)
     return is_mild(page.lines[finding.line]) and _ends_well(page, finding, until)
 

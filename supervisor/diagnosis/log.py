@@ -55,6 +55,9 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
             fatal.remove(finding)
             survived.append((finding, how))
     survived.sort(key=lambda pair: pair[0].line)
+    if fatal and fatal[-1].weight is Weight.KILLED and fatal[-1].last_line == len(page.lines) - 1:
+        # It still ran when it was killed: a library that it could do without did not end it.
+        fatal = [each for each in fatal if each.reason != "import_error" or _is_raised(page, each)]
     if any(how == _TEARDOWN for _, how in survived):
         fatal = [finding for finding in fatal if finding.weight >= Weight.CAUSE]
     if failed and not fatal and survived and progress.between(survived[-1][0].last_line + 1, len(page.lines))[0] == 0:
@@ -118,6 +121,10 @@ def _survived_later(page: LogText, finding: Finding, survived: list[tuple[Findin
     far = len(page.lines) if is_mild(page.lines[finding.line]) else finding.last_line + _SAME_FAILURE
     later = (how for other, how in survived if other.kind is finding.kind and finding.line < other.line <= far)
     return next(later, None)
+
+
+def _is_raised(page: LogText, finding: Finding) -> bool:
+    return any(_TRACEBACK in line.text for line in page.context(finding.line))
 
 
 def _another_rank(page: LogText, one: Finding, other: Finding) -> bool:
@@ -244,6 +251,7 @@ def _phase(finding: Finding, context: list[LogLine]) -> str:
 # --- what needs more than a pattern --------------------------------------------------------------
 
 _MEMORY_ERROR = re.compile(
+    r"MemoryErrorTraceback|.*[)\]]MemoryError$|"
     r"(?:\[[\w-]{0,12}\]\s+)?(?:[\w.]{1,80}(?:Error|Exception): )?(?:[\w.]+\.)?"
     r"_?(?:Array|Arrow)?MemoryError(?::.*|\s{3}.*|\(\(.*\)|[`'\"*)\]]{0,3})?$"
 )

@@ -21,7 +21,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95),
     Pattern(
         r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)? (?P<size>SIZE)?(?:of )?[^.]{0,60}"
-        r"(?:pinned|page-?locked))",
+        r"(?:pinned|page-?locked)(?! (?:host |system )?memory: (?:CUDA|hip) (?!error:? out|out)))",
         PINNED,
     ),
     Pattern(
@@ -229,7 +229,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     # A limit that somebody set for ONNX Runtime's arena, of whatever memory.
     Pattern(r"Failed to allocate a buffer of size (?P<size>\d+)", HOST, 0.85),
-    Pattern(r"not enough space in the context's memory pool", HOST, UNCERTAIN, weight=Weight.LIKELY),
+    other(r"not enough space in the context's memory pool", "internal_pool", weight=Weight.CAUSE),
     Pattern(r"Available memory of \d+ is smaller than requested bytes of \d+", HOST, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
     Pattern(

@@ -116,7 +116,7 @@ ENDS: tuple[Pattern, ...] = (
         r"|terminated by SIGKILL|died of signal 9|code=killed, status=9"
     ),
     _sigkill(
-        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code)[:=]?(?: of)? 137)"
+        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code)[:=]?(?: of)? \(?137)"
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
     # Kubernetes names a kill for memory: OOMKilled.

@@ -151,10 +151,11 @@ _OTHER_ERROR = re.compile(r"[Ee]rror|[Ee]xception|Killed|[Mm]emory|OOM|timeout")
 
 
 def is_listed(page: LogText, finding: Finding) -> bool:
-    """Whether the message is an item of a list of errors, as advice and summaries print it."""
+    """Whether the message is an item of a list of errors, as advice and summaries print it. A
+    message with several figures is none."""
     line = page.lines[finding.line]
     item = _ITEM.match(line.shown)
-    if item is None or finding.kind is Kind.NOT_MEMORY or _WITHIN_SENTENCE.search(line.shown):
+    if item is None or finding.kind is Kind.NOT_MEMORY or finding.figures.known > 1 or _WITHIN_SENTENCE.search(line.shown):
         return False
     if any("Traceback (" in each.text for each in page.context(finding.line)):
         return False

@@ -256,7 +256,7 @@ _FRONT = re.compile(
     | (?P<srun>\d{1,4}):\s(?=\S|\s{2})                     # srun --label
     | \[(?:rank|default|Rank\s?)(?P<rank>\d{1,5})\]:?      # torchrun
     | \[\d{1,4},\s?(?P<mpi>\d{1,5})\](?:<\w{3,7}>)?:?      # mpirun
-    | \((?:[A-Za-z_][\w.<>:]*\s)?pid=\d+[^)\n]{0,80}\)     # ray
+    | \((?:[A-Za-z_][\w.<>:]*\s)?pid=\d*[^)\n]{0,80}\)     # ray
     | [#>](?=\s|$)                                         # quoted, commented
     | \^C                                                  # a terminal's echo
     | [│┃║|╎](?=\s|$)                                      # boxes, tables

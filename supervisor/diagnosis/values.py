@@ -228,6 +228,7 @@ REASONS = {
     "illegal_instruction": "the program used an instruction that this processor does not have",
     "illegal_memory_access": "a GPU kernel accessed memory outside its allocation: this is a bug, not a lack of memory",
     "import_error": "a module could not be imported",
+    "internal_pool": "a memory pool of fixed size inside the program was too small; neither a GPU nor the host ran out",
     "inotify_limit": "the limit of watched files was reached; the disk is not full",
     "interrupted": "the program was interrupted",
     "invalid_device": "the program requested a GPU that does not exist",

@@ -214,11 +214,6 @@ def test_the_same_sentence_about_host_memory() -> None:
             8192000,
         ),
         ("Can't start. Failed to allocate a buffer of\nsize 8192000.", "host_oom_alloc", 8192000),
-        (
-            "new_tensor: not enough space in the context's memory pool (needed 8192000, available 4096000)",
-            "host_oom_alloc",
-            8192000,
-        ),
         ("GPU limit passed: requested 2305843008391495680 bytes, cannot allocate", "gpu_oom", None),
         (
             "store.cc:12: Failed to put object 64f in object store because it is full. Object size is 8192000 bytes.",
