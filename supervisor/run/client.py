@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import stat
@@ -410,9 +411,13 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     state = folder.state()
     if state is not None and state.run.folder != str(folder.path) and (pid := _supervisor_pid(folder)):
+        old = state.run.folder
+        back = f": `mv -T {shlex.quote(str(folder.path))} {shlex.quote(old)}`"
+        if os.path.lexists(old):
+            back = f", {old}, where something else is now: rename that, if no run in it goes on, and move this run back"
         return RefusedError(
             f"run {folder.name!r}: it was renamed or moved while it ran, and its supervisor (pid {pid}) listens only "
-            f"for its old place: `mv {folder.path} {state.run.folder}`, then repeat the command{_runs_on(folder)}"
+            f"for its old place{back}, then repeat the command{_runs_on(folder)}"
         )
     return NotRunningError(
         f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "

@@ -127,8 +127,13 @@ def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs
     there.rename(here)
     for command in ("stop", "restart"):
         said = runs.memtop(command, "b", status=1).stderr
-        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv {here} {there}`" in said
+        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv -T {here} {there}`" in said
         assert f"its program (pid {before['trainer_pid']}) runs on" in said
+    there.touch()
+    said = runs.memtop("stop", "b", status=1).stderr
+    assert f"listens only for its old place, {there}, where something else is now: rename that" in said
+    assert "`mv" not in said, "into a folder, that would put one run inside the other"
+    there.unlink()
     here.rename(there)
     runs.memtop("stop", "a")
 
