@@ -71,7 +71,7 @@ _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
 _MILD = re.compile(
-    r"^[Ww]arning:|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
+    r"^[Ww]arning:|\blevel=(?:warn|info)|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
     r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
 )
 

@@ -71,7 +71,7 @@ def socket_path(run_folder: Path) -> Path:
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise RunFolderError(f"{parent}: must be closed to others: `chmod 700 {parent}`")
-    digest = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:20]
+    digest = hashlib.sha256(os.fsencode(run_folder.resolve()) + b"\0" + RunFolder(run_folder).id.encode()).hexdigest()[:20]
     path = parent / f"{digest}.sock"
     if len(os.fsencode(path)) > 107:
         raise RunFolderError(f"MEMTOP_SOCKET_DIR {parent}: too long for a socket, at most 80 bytes")
@@ -411,13 +411,12 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     state = folder.state()
     if state is not None and state.run.folder != str(folder.path) and (pid := _supervisor_pid(folder)):
-        old = state.run.folder
-        back = f": `mv -T {shlex.quote(str(folder.path))} {shlex.quote(old)}`"
-        if os.path.lexists(old):
-            back = f", {old}, where something else is now: rename that, if no run in it goes on, and move this run back"
+        back = f"`mv -T {shlex.quote(str(folder.path))} {shlex.quote(state.run.folder)}`, then repeat the command"
+        if Path(state.run.folder).exists():
+            back = f"another run is there now: end that one and move it away; then {back}"
         return RefusedError(
             f"run {folder.name!r}: it was renamed or moved while it ran, and its supervisor (pid {pid}) listens only "
-            f"for its old place{back}, then repeat the command{_runs_on(folder)}"
+            f"for its old place: {back}{_runs_on(folder)}"
         )
     return NotRunningError(
         f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "

@@ -85,11 +85,12 @@ class Performer:
         agents: Agents,
         sensors: Sensors,
         socket: Path,
+        is_displaced: Callable[[], bool],
         post: Post,
         read_reports: Callable[[], None],
     ) -> None:
-        """`post` takes events that come later; `read_reports` takes in all that the ranks have
-        reported so far.
+        """`is_displaced`: whether another run has the path of this one now. `post` takes events
+        that come later; `read_reports` takes in all that the ranks have reported so far.
         """
         self.attempt: RunningAttempt | None = None
         self.intake: Intake | None = None
@@ -100,6 +101,7 @@ class Performer:
         self._folder, self._spec = folder, spec
         self._outbox, self._publisher, self._agents, self._sensors = outbox, publisher, agents, sensors
         self._socket = socket
+        self._is_displaced = is_displaced
         self._post = post
         self._read_reports = read_reports
         me = identify(os.getpid())
@@ -173,6 +175,8 @@ class Performer:
         loop for seconds while the program writes a checkpoint.
         """
         self._publisher.state_file_written()
+        if self._is_displaced():
+            return None
         if model.alive and model.trainer_pid is None and self.attempt is not None and self.attempt.trainer is not None:
             # Reports may come in before the first tick has seen the program.
             model = replace(model, trainer_pid=self.attempt.trainer.pid)
@@ -196,6 +200,8 @@ class Performer:
         """The ledger first: an attempt that it has and that has no program is closed by the next
         supervisor.
         """
+        if self._is_displaced():
+            return LaunchRefused(number=effect.number, why=f"another run is now in {self._folder.path}")
         if self.intake is not None:
             self.intake.store()
         self._outbox.retry()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class Supervisor:
         # Where other users may write the folder of all runs, one of them may exchange two folders
         # after this check. So the file with the command is checked again when it is open.
         self.spec = spec = folder.spec(own=True)
+        folder.id = spec.id  # another run may get the folder's path later
         run = Run(
             name=folder.name,
             folder=str(folder.path),
@@ -103,6 +105,7 @@ class Supervisor:
             agents=self._agents,
             sensors=self._sensors,
             socket=self._socket,
+            is_displaced=self._lock.is_displaced,
             post=self.handle,
             read_reports=lambda: self._read_reports(to_the_end=True),
         )
@@ -176,7 +179,12 @@ class Supervisor:
         linger_until: float | None = None
         while True:
             await asyncio.sleep(_TICK_SECONDS)
+            if self._lock.is_displaced():
+                if not self._waits_for_its_place():
+                    return
+                continue
             await self._keep_socket()
+            self._check("place", None)
             self._tick()
             if not self.model.phase.final:
                 linger_until = None
@@ -186,6 +194,21 @@ class Supervisor:
                 return
             if self._leaving and self.model.phase.final:
                 return
+
+    def _waits_for_its_place(self) -> bool:
+        """Another run has the path of this one. Nothing may be read or written there, so wait until
+        this run is back at its path. False if its program has ended: another supervisor can
+        continue it at its new place."""
+        attempt = self._performer.attempt
+        if self.model.phase.final or attempt is None or not attempt.alive():
+            return False
+        if "place" not in self.model.warnings:
+            sys.stderr.write(f"memtop: {self._displaced()}\n")  # supervisor.log, which has moved too
+        self._check("place", self._displaced())
+        return True
+
+    def _displaced(self) -> str:
+        return f"this run was renamed or moved, and another run is now in {self.folder.path}: no record until it is back there"
 
     async def _keep_socket(self) -> None:
         """Make the socket again if something has removed it: programs that clean /tmp do that."""
@@ -294,6 +317,8 @@ class Supervisor:
                 self._leaving = self.model.phase.final and self.model.launching is None
                 word = Outcome.DONE if self._leaving else Outcome.REFUSED
                 peer.send(Answer(id=request.id, outcome=word, message=f"the run is {self.model.phase.value}"))
+            case _ if self._lock.is_displaced():
+                peer.refuse(request.id, self._displaced())
             case _:
                 client = self._client(peer)
                 self.handle(Requested(client=client, request=request, states=read_states(self.folder)))

@@ -97,7 +97,7 @@ def test_a_program_without_a_process_file_is_searched_until_it_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
-    command = [sys.executable, "-c", READY, str(SHIM), str(folder.attempt(1))]
+    command = [sys.executable, "-c", READY, str(SHIM), str(folder.attempt(1)), folder.id]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.stdout is not None
@@ -229,7 +229,7 @@ def test_the_session_of_a_program_whose_shim_was_killed_is_its_own(tmp_path: Pat
             found: list[ProcessId] = []
             names: list[str] = []
             while names != ["sleep", "sleep"] and time.monotonic() < deadline:  # the shells begin at any time
-                found = family(tmp_path, 1, shim=None, program=program, known=())
+                found = family(RunFolder(tmp_path), 1, shim=None, program=program, known=())
                 names = [named(one).name for one in found]
         finally:
             os.killpg(process.pid, signal.SIGKILL)
@@ -238,7 +238,7 @@ def test_the_session_of_a_program_whose_shim_was_killed_is_its_own(tmp_path: Pat
     # A process that has ended, or whose pid another process has now, is in nobody's family.
     assert reader is not None
     others = (program, replace(reader, started_ticks=1))
-    assert family(tmp_path, 1, shim=None, program=program, known=others) == []
+    assert family(RunFolder(tmp_path), 1, shim=None, program=program, known=others) == []
 
 
 # --- after the end --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import pytest
 
 from memtop.cli import run as memtop
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
+from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
@@ -129,13 +130,36 @@ def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs
         said = runs.memtop(command, "b", status=1).stderr
         assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv -T {here} {there}`" in said
         assert f"its program (pid {before['trainer_pid']}) runs on" in said
-    there.touch()
-    said = runs.memtop("stop", "b", status=1).stderr
-    assert f"listens only for its old place, {there}, where something else is now: rename that" in said
-    assert "`mv" not in said, "into a folder, that would put one run inside the other"
-    there.unlink()
     here.rename(there)
     runs.memtop("stop", "a")
+
+
+def test_a_new_run_with_the_name_of_a_renamed_one_leaves_it_alone(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
+    there, here = runs.path / "a", runs.path / "b"
+    program, supervisor = identify(before["trainer_pid"]), identify(before["supervisor_pid"])
+    assert program is not None
+    assert supervisor is not None
+    there.rename(here)
+    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    runs.memtop("stop", "a")
+    assert is_alive(program), "it belongs to the renamed run"
+    assert runs.events("a", "leftovers") == []
+    assert runs.show("a")["state"] == "stopped"
+    log = (here / "supervisor.log").read_text()
+    assert f"another run is now in {there}: no record until it is back there" in log
+    said = runs.memtop("stop", "b", status=1).stderr
+    assert f"another run is there now: end that one and move it away; then `mv -T {here} {there}`" in said
+    # Its end is recorded at its new place, and its supervisor leaves.
+    runs.kill(program.pid)
+    wait_for_file(here / "attempts/0001/exit.json")
+    deadline = time.monotonic() + 60
+    while is_alive(supervisor):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not (there / "attempts/0002").exists()
+    assert runs.show("a")["state"] == "stopped"
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["the socket", "its folder"])

@@ -295,7 +295,13 @@ def test_a_supervisor_gets_the_variables_of_people_and_none_of_a_run() -> None:
     of_people = {"MEMTOP_RUNS_DIR": "/r", "MEMTOP_SOCKET_DIR": "/s", "MEMTOP_ASCII": "1", "PYTHONPATH": "/p:q", "HOME": "/h"}
     assert outside_any_run(of_people) == of_people
     site = Path(cli.__file__).resolve().parents[2] / "train/agent/site"
-    of_a_run = {"MEMTOP_RUN": "/r/a", "MEMTOP_ATTEMPT": "1", "MEMTOP_ATTEMPT_DIR": "/r/a/1", "MEMTOP_SOCKET": "/s/1"}
+    of_a_run = {
+        "MEMTOP_RUN": "/r/a",
+        "MEMTOP_RUN_ID": "1f",
+        "MEMTOP_ATTEMPT": "1",
+        "MEMTOP_ATTEMPT_DIR": "/r/a/1",
+        "MEMTOP_SOCKET": "/s/1",
+    }
     inside = {**of_people, **of_a_run, "MEMTOP_ON_OOM": "stop", "PYTHONPATH": f"{site}:/p:q"}
     inside |= {"TORCHELASTIC_ERROR_FILE": "/r/a/1/error.json", "PET_LOG_DIR": "/r/a/1/ranks"}
     assert outside_any_run(inside) == of_people

@@ -487,7 +487,8 @@ def test_only_decisions_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", synced.append)
     folder = RunFolder(tmp_path)
     names = ("outbox", "publisher", "agents", "sensors", "post", "read_reports")
-    performer = Performer(folder, Mock(), socket=tmp_path / "socket", **{name: Mock() for name in names})
+    mocks = {name: Mock() for name in names}
+    performer = Performer(folder, Mock(), socket=tmp_path / "socket", is_displaced=lambda: False, **mocks)
     model = taken_over(row(), records=BEGUN.records).model
 
     def save(model: Model, *, decided: bool) -> tuple[bool, int]:

@@ -20,6 +20,9 @@ RUN_VARIABLE = "MEMTOP_RUN"
 """Set in every process that a run starts: the absolute path of the run's folder."""
 ATTEMPT_VARIABLE = "MEMTOP_ATTEMPT"
 """Set next to it: the number of the attempt."""
+RUN_ID_VARIABLE = "MEMTOP_RUN_ID"
+"""Set next to them: the id of the run. A run that was renamed and a new one in its place have the
+same path, and different ids."""
 TRUST_VARIABLE = "MEMTOP_NVML_TRUST_PIDS"
 """If 1, the driver's pids are local pids even if no process has a GPU device open. Used with a
 scripted driver."""

@@ -13,6 +13,7 @@ from memtop.supervisor.monitor.processes.proc import (
     ATTEMPT_VARIABLE,
     PAGE_BYTES,
     PROC,
+    RUN_ID_VARIABLE,
     RUN_VARIABLE,
     TICKS_PER_SECOND,
     ProcessId,
@@ -120,9 +121,11 @@ def _tree_process(row: ProcessStat, proc_root: Path) -> TreeProcess:
     return TreeProcess(pid=pid, parent_pid=row.parent_pid, name=name, command=" ".join(words) or name, rss_bytes=row.rss_bytes)
 
 
-def run_processes(run_folder: str, attempt: int | None = None, proc_root: Path = PROC) -> list[ProcessId]:
+def run_processes(
+    run_folder: str, attempt: int | None = None, proc_root: Path = PROC, *, run_id: str | None = None
+) -> list[ProcessId]:
     """All living processes that were started for this run (or for one attempt of it), in order of
-    pid.
+    pid. Without `run_id`, those of every run that has had this folder's path.
 
     The environment of a process proves it. Processes whose environment this user may not read are
     not found.
@@ -131,6 +134,8 @@ def run_processes(run_folder: str, attempt: int | None = None, proc_root: Path =
     for pid in all_pids(proc_root):
         variables = environment(pid, proc_root)
         if variables is None or variables.get(RUN_VARIABLE) != run_folder:
+            continue
+        if run_id is not None and variables.get(RUN_ID_VARIABLE, "") != run_id:
             continue
         if attempt is not None and whole_number(variables.get(ATTEMPT_VARIABLE)) != attempt:
             continue

@@ -19,7 +19,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_stopped
+from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE, ProcessId, identify, is_stopped
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
@@ -62,7 +62,7 @@ class RunningAttempt:
         self.folder = folder.attempt(number)
         self.log_path = self.folder / "output.log"
         self.log = OutputLog(self.log_path)
-        self._run_folder = folder.path
+        self._run = folder
         self._shim = None if shim_pid is None else identify(shim_pid)
         self._adopted = shim_pid is None
         """Started by another supervisor: its process file may be lost or damaged."""
@@ -91,8 +91,8 @@ class RunningAttempt:
 
     def _search(self) -> None:
         """Find the shim and the program among all processes. The program may not have begun yet."""
-        shim = self._shim or _living_shim(self.folder)
-        program = _oldest_leader(family(self._run_folder, self.number, shim=shim, program=None, known=()))
+        shim = self._shim or _living_shim(self._run, self.number)
+        program = _oldest_leader(family(self._run, self.number, shim=shim, program=None, known=()))
         with self._lock:
             # Another thread may have read the process file meanwhile, which is more reliable.
             if self._trainer is None:
@@ -146,7 +146,7 @@ class RunningAttempt:
                 self._known = set(recorded_ranks(self.folder))
             known = frozenset(self._known)
         program = self.trainer  # also finds the shim
-        found = family(self._run_folder, self.number, shim=self._shim, program=program, known=known)
+        found = family(self._run, self.number, shim=self._shim, program=program, known=known)
         with self._lock:
             # Another thread may have found more meanwhile: only the end of a process removes it.
             self._known = {*found, *(one for one in self._known.difference(found) if alive(one))}
@@ -308,7 +308,7 @@ def launch(
     try:
         with folder.open_supervisor_log() as log:
             shim = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SHIM), str(attempt)],
+                [sys.executable, "-I", "-S", str(SHIM), str(attempt), folder.id],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -341,17 +341,17 @@ def has_program(folder: RunFolder, number: int) -> bool:
     """
     attempt = folder.attempt(number)
     written = (attempt / "process.json", attempt / "exit.json")
-    if any(path.exists() for path in written) or _living_shim(attempt) or marked(folder.path, number):
+    if any(path.exists() for path in written) or _living_shim(folder, number) or marked(folder, number):
         return True
     # The shim may have written it and ended since the first look.
     return any(path.exists() for path in written)
 
 
-def _living_shim(attempt: Path) -> ProcessId | None:
-    wanted = [os.fsencode(SHIM), os.fsencode(attempt)]
+def _living_shim(folder: RunFolder, number: int) -> ProcessId | None:
+    wanted = [os.fsencode(SHIM), os.fsencode(folder.attempt(number)), folder.id.encode()]
     for pid in all_pids():
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-3:-1] == wanted:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-4:-1] == wanted:
                 return identify(pid)
     return None
 
@@ -386,7 +386,7 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
-RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
+RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_RUN_ID", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
 """The variables of memtop that a run sets for its program. People set the others."""
 
 
@@ -407,6 +407,7 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, 
     inherited = os.environ.get("PYTHONPATH")
     additions = {
         "MEMTOP_RUN": str(folder.path),
+        RUN_ID_VARIABLE: folder.id,
         "MEMTOP_ATTEMPT": str(number),
         ATTEMPT_VARIABLE: str(folder.attempt(number)),
         "MEMTOP_SOCKET": str(socket),

@@ -13,6 +13,7 @@ import msgspec
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.processes.proc import (
+    RUN_ID_VARIABLE,
     RUN_VARIABLE,
     ProcessId,
     ProcessStat,
@@ -26,7 +27,7 @@ from memtop.supervisor.monitor.processes.proc import (
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import all_pids, children_of, run_processes
 from memtop.supervisor.run.events import NamedProcess
-from memtop.supervisor.run.record.folder import read_derived, write_json
+from memtop.supervisor.run.record.folder import RunFolder, read_derived, write_json
 
 SHIM = Path(__file__).with_name("shim.py")
 RANKS_FILE = "ranks.json"
@@ -69,13 +70,13 @@ def named(process: ProcessId) -> NamedProcess:
     return NamedProcess(process.pid, full_name(row.comm, command_words(process.pid) or ()))
 
 
-def marked(run_folder: Path, attempt: int) -> list[ProcessId]:
+def marked(run: RunFolder, attempt: int) -> list[ProcessId]:
     """The living processes of an attempt whose environment proves it."""
-    return run_processes(str(run_folder), attempt)
+    return run_processes(str(run.path), attempt, run_id=run.id)
 
 
 def family(
-    run_folder: Path, attempt: int, *, shim: ProcessId | None, program: ProcessId | None, known: Collection[ProcessId]
+    run: RunFolder, attempt: int, *, shim: ProcessId | None, program: ProcessId | None, known: Collection[ProcessId]
 ) -> list[ProcessId]:
     """All living processes of an attempt. One of these facts proves it:
 
@@ -86,12 +87,12 @@ def family(
 
     A run that the program has started belongs to itself.
     """
-    found = set(marked(run_folder, attempt))
+    found = set(marked(run, attempt))
     rows = {pid: row for pid in all_pids() if (row := read_stat(pid)) is not None}
     candidates = set(known)
     roots = [root for root in (shim, program) if root is not None and _is_row(rows, root)]
     # Reads two files of /proc, and most processes are asked about twice.
-    is_elsewhere = functools.cache(lambda pid: _is_elsewhere(pid, run_folder))
+    is_elsewhere = functools.cache(lambda pid: _is_elsewhere(pid, run))
     candidates.update(_below(roots, rows, is_elsewhere))
     if program is not None and _is_row(rows, program):
         candidates.add(program)
@@ -119,12 +120,15 @@ def _below(roots: Iterable[ProcessId], rows: Mapping[int, ProcessStat], is_elsew
     return found
 
 
-def _is_elsewhere(pid: int, run_folder: Path) -> bool:
+def _is_elsewhere(pid: int, run: RunFolder) -> bool:
     """Whether this process is a supervisor, another attempt's shim, or part of another run."""
     words = command_words(pid) or ()
     if _SUPERVISOR in words or str(SHIM) in words:
         return True
-    return (environment(pid) or {}).get(RUN_VARIABLE, str(run_folder)) != str(run_folder)
+    variables = environment(pid) or {}
+    if RUN_VARIABLE not in variables:
+        return False
+    return variables[RUN_VARIABLE] != str(run.path) or variables.get(RUN_ID_VARIABLE, "") != run.id
 
 
 def recorded_ranks(attempt_folder: Path) -> tuple[ProcessId, ...]:

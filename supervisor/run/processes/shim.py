@@ -2,10 +2,10 @@
 
 It stores the program's exit status even if the supervisor has died or the disk is full.
 
-Started as `python -I shim.py ATTEMPT_FOLDER`. Uses only the standard library and loads no other
-module of memtop. It reads `command.json`, starts the program in a new session with its output in
-`output.log`, writes `process.json`, waits, and writes `exit.json`. The supervisor has reserved the
-space for both files.
+Started as `python -I shim.py ATTEMPT_FOLDER RUN_ID`; supervisors know it by these words. It uses
+only the standard library and loads no other module of memtop. It reads `command.json`, starts the
+program in a new session with its output in `output.log`, writes `process.json`, waits, and writes
+`exit.json`. The supervisor has reserved the space for both files.
 
 As a subreaper it is the parent of every orphan among the program's descendants: data-loader
 workers, daemons. It stays until the last of them has ended, so that they can be found as its
@@ -66,7 +66,7 @@ def _write(path: str, content: bytes) -> None:
     finally:
         os.close(file)
     os.replace(reserved, path)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
     except OSError as error:
@@ -120,10 +120,12 @@ def main(attempt: str) -> int:
                 f"`ls -l {file.name}` shows its owner; if that is you, `chmod go-w {file.name}`"
             )
         command = json.load(file)
-    log = os.open(os.path.join(attempt, "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # No path from here on: the run may be renamed while it runs, and another one gets its path.
+    os.chdir(attempt)
+    log = os.open("output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     child = spawn(command, log)
     write_json(
-        os.path.join(attempt, "process.json"),
+        "process.json",
         {
             "pid": child,
             "started_ticks": started_ticks(child),
@@ -136,7 +138,7 @@ def main(attempt: str) -> int:
         if pid == child:
             break
     code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    if write_json(os.path.join(attempt, "exit.json"), {"status": code, "ended": time.time()}):
+    if write_json("exit.json", {"status": code, "ended": time.time()}):
         wait_for_orphans()
     return code if code >= 0 else 128 - code
 

@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import re
+import secrets
 import stat
 import time
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
@@ -38,6 +41,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     name: str
+    id: str = ""
+    """Of this run alone. `create_run` sets it: another run may get the path of this one later."""
     created: float
     settings: Settings | None
     """None for external commands."""
@@ -88,6 +93,15 @@ class RunFolder:
         self.supervisor_log = self.path / "supervisor.log"
         self.latest_state = self.path / "train_latest_state"
 
+    @functools.cached_property
+    def id(self) -> str:
+        """Together with the path it identifies the run, as in the environment of its processes.
+
+        Empty if the folder contains no run. RunFolderError if this user may not read it.
+        """
+        spec = read_derived(self.spec_path, RunSpec)
+        return "" if spec is None else spec.id
+
     def open_supervisor_log(self) -> BinaryIO:
         """supervisor.log, for appending. Raises OSError."""
         # No umask makes it writable for other users.
@@ -136,6 +150,7 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
     if spec.name == LATEST:
         raise UsageError(f"--name {LATEST}: this word means the newest run; choose another name")
+    spec = replace(spec, id=secrets.token_hex(8))
     path = runs_dir / spec.name
     # Everything is stored as UTF-8. Refuse other bytes before anything is created.
     str(path.absolute()).encode()
@@ -240,7 +255,9 @@ class RunLock:
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.lock_path
+        self._folder = folder.path
         self._descriptor: int | None = None
+        self._held_folder: int | None = None
 
     def acquire(self) -> bool:
         """True if the lock is ours now. False if another process keeps holding it."""
@@ -259,12 +276,25 @@ class RunLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        self._held_folder = os.open(self._folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         return True
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        for descriptor in (self._descriptor, self._held_folder):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._descriptor = self._held_folder = None
+
+    def is_displaced(self) -> bool:
+        """Whether another folder has the path of the run that we have locked: the run was renamed
+        or deleted, and a new one was created. Nothing may be written there."""
+        if self._held_folder is None:
+            return False
+        try:
+            there = self._folder.stat()
+        except FileNotFoundError:
+            return False  # nothing is there that could be damaged
+        return not os.path.samestat(there, os.fstat(self._held_folder))
 
     def is_held(self) -> bool:
         """True while a process holds the lock.
