@@ -31,10 +31,10 @@ from memtop.tui.dashboard import training as training_drawing
 from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
 from memtop.tui.dashboard.layout import GPU_PANELS, DashboardLayout, plan
 from memtop.tui.dashboard.log import LogPanel
+from memtop.tui.dashboard.panels import ProcessPanel, gpu_panel
 from memtop.tui.dashboard.training import draw_notice, notice
 from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
-from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
 from memtop.tui.machine.host import draw_host
 from memtop.tui.pace import Pace
@@ -57,17 +57,6 @@ def _bindings() -> list[BindingType]:
     return rows
 
 
-def _gpu_panel(position: int) -> LinePanel:
-    def draw(store: Store, width: int, height: int) -> list[Line]:
-        gpus = store.gpus
-        return gpu_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
-
-    def title(store: Store) -> str:
-        return gpu_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
-
-    return LinePanel(draw, title=title, opens="gpu", id=f"gpu-{position}", classes="panel gpu")
-
-
 def first_store(feed: Feed, label: str | None) -> Store:
     """The store before the first message."""
     here = isinstance(feed, LocalFeed | RunFeed)
@@ -76,15 +65,6 @@ def first_store(feed: Feed, label: str | None) -> Store:
         label=label,
         all_pids_visible=here and sees_all_pids(),
     )
-
-
-class ProcessPanel(LinePanel, can_focus=True):
-    """The short list of processes; Enter or a click opens the full one."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Processes", show=False)]
-
-    def action_open(self) -> None:
-        self.post_message(self.Opened(self, 0))
 
 
 @dataclass(frozen=True)
@@ -147,7 +127,7 @@ class DashboardScreen(Dashboard):
                 yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
                 yield LinePanel(draw_host, title="Host memory", opens="host", id="host-big", classes="panel host")
                 for position in range(GPU_PANELS):
-                    yield _gpu_panel(position)
+                    yield gpu_panel(position)
                 yield LinePanel(g.draw_gpu_table, title="GPUs", opens="gpu", id="gpu-table", classes="panel")
                 yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
             with Vertical(id="right"):
