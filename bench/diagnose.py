@@ -38,7 +38,8 @@ from memtop.supervisor.diagnosis.values import Evidence
 diagnose([b"warm"])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 begun, processor = time.perf_counter(), time.process_time()
-found = diagnose_file(Path(sys.argv[1]), Evidence(exit_status=1))
+with Path(sys.argv[1]).open("rb") as log:
+    found = diagnose_file(log, Evidence(exit_status=1))
 spent = {"seconds": time.perf_counter() - begun, "processor_seconds": time.process_time() - processor}
 print(json.dumps({name: round(value, 2) for name, value in spent.items()} | {
     "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "rss_before_bytes": before,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from memtop.cli import foreground
-from memtop.supervisor.errors import NotRunningError, RunFolderError
+from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
 from tests.conftest import UNTIL_GO, Runs, wait_for_file
@@ -23,10 +23,10 @@ FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, 
 
 
 class Connection:
-    """A scripted connection to a supervisor: None when it exits, an error when it refuses a
-    write."""
+    """A scripted connection to a supervisor: None when it exits, RefusedError when it is silent,
+    another error when it refuses a write."""
 
-    def __init__(self, *messages: Message | None, broken: Exception | None = None) -> None:
+    def __init__(self, *messages: Message | RefusedError | None, broken: Exception | None = None) -> None:
         self._messages = list(messages)
         self._broken = broken
         self.closed = False
@@ -36,7 +36,10 @@ class Connection:
             raise self._broken
 
     async def receive(self) -> Message | None:
-        return self._messages.pop(0) if self._messages else None
+        message = self._messages.pop(0) if self._messages else None
+        if isinstance(message, RefusedError):
+            raise message
+        return message
 
     async def close(self) -> None:
         self.closed = True
@@ -87,6 +90,12 @@ def test_only_a_final_phase_ends_the_command(follow: Callable[..., int], capsys:
 )
 def test_input_that_the_trainer_refuses_is_wrong_usage(follow: Callable[..., int], fields: dict[str, Any], status: int) -> None:
     assert follow(msgspec.structs.replace(FINISHED.run, state=Phase.FAILED, **fields)) == status
+
+
+def test_each_silence_of_the_supervisor_is_printed_once(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    silent = RefusedError("it is stopped")
+    assert follow(Connection(silent, silent, StateUpdate(run=STATE), silent, silent, FINISHED)) == 0
+    assert capsys.readouterr().err.count("memtop: it is stopped\n") == 2
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("Connection lost"), BrokenPipeError()])

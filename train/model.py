@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memtop.presets import Settings
 from memtop.train import BadInputError
-from memtop.train.agent.failures import is_allocation_failure
+from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens
 
 _LONGEST_REASON = 300
@@ -100,7 +100,7 @@ def blaming_config(settings: Settings) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if settings.model.get("path") or isinstance(error, BadInputError) or is_allocation_failure(error):
+        if settings.model.get("path") or isinstance(error, BadInputError) or is_lack_of_memory(error):
             raise
         raise BadInputError(
             f"model.config: no {settings.model['config']['model_type']} model works with these values: "

@@ -63,7 +63,7 @@ class _Follower:
         self._folder = folder
         self._interrupts = 0
         self._stop_printed = False
-        self._stopped_printed = False
+        self._silence_printed = False
         self._last_line = 0.0
         self._last_update: int | None = None
         self._last_event = since
@@ -164,13 +164,15 @@ class _Follower:
             pending.cancel()
 
     def _can_answer(self, received: asyncio.Future[Message | None]) -> bool:
-        """False if the supervisor is stopped, which is printed once."""
+        """False if the supervisor is stopped or hangs, which is printed once until it sends
+        something."""
         why = received.exception()
         if not isinstance(why, RefusedError):
+            self._silence_printed = False
             return True
-        if not self._stopped_printed:
+        if not self._silence_printed:
             self._print(str(why))
-        self._stopped_printed = True
+        self._silence_printed = True
         return False
 
     def _interrupt(self) -> None:

@@ -6,13 +6,10 @@ and records of a kill at this end, the supervisor's samples, the log, the exit s
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -71,13 +68,10 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
     return _finished(_judged(reading, evidence), reading, evidence)
 
 
-def diagnose_file(path: Path, evidence: Evidence | None = None) -> Diagnosis:
-    """The same for a file. Raises OSError if it cannot be read."""
-    with path.open("rb") as file:
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            # memtop removes the middle of a very long log.
-            return diagnose(without_holes(file.fileno(), BLOCK), evidence)
-        return diagnose(chunks_of(file), evidence)
+def diagnose_file(file: BinaryIO, evidence: Evidence | None = None) -> Diagnosis:
+    """The same for an open regular file. Raises OSError if it cannot be read."""
+    # memtop removes the middle of a very long log.
+    return diagnose(without_holes(file.fileno(), BLOCK), evidence)
 
 
 def chunks_of(file: BinaryIO) -> Iterator[bytes]:

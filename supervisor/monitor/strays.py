@@ -64,6 +64,8 @@ class KnownRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     folder: str
     """Absolute path, as in MEMTOP_RUN."""
+    id: str = ""
+    """As in MEMTOP_RUN_ID."""
     alive: bool
     """True while a supervisor holds the folder's lock or the recorded trainer still runs. Training
     goes on after a supervisor has died, so such a run is not over."""
@@ -147,7 +149,7 @@ def _needed(process: ProcessFacts, run: KnownRun) -> _Bond | None:
         of_session = attempt.leader is not None and process.session == attempt.leader.pid
         if not attempt.over and (process.identity in attempt.processes or of_session):
             return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running")
-    if process.run_folder != run.folder or process.run_elsewhere or _is_older(process, run):
+    if process.run_folder != run.folder or process.run_elsewhere or _is_of_another(process, run):
         return None
     if process.attempt is None:
         # The marker has no attempt number: the records may prove that the attempt is over.
@@ -168,7 +170,7 @@ def _marked(process: ProcessFacts, runs: Sequence[KnownRun]) -> _Bond:
     run = next((known for known in runs if known.folder == folder), None)
     if run is None:
         return _Bond(name, story=f"started for the run in {folder}, which memtop does not know")
-    if _is_older(process, run):
+    if _is_of_another(process, run):
         return _Bond(name, story=f"started for an earlier run in {folder}, which memtop does not know")
     if run.alive and process.attempt is None:
         return _Bond(run.name)  # the records decide
@@ -209,7 +211,10 @@ def _is_of_session(process: ProcessFacts, attempt: RecordedAttempt) -> bool:
     return process.identity.pid != leader.pid and leader.started_ticks <= process.identity.started_ticks < ended
 
 
-def _is_older(process: ProcessFacts, run: KnownRun) -> bool:
+def _is_of_another(process: ProcessFacts, run: KnownRun) -> bool:
+    """Whether another run had this run's folder when the process was started."""
+    if process.run_id != run.id:
+        return True
     return process.started is not None and run.created is not None and process.started < run.created - _CLOCK_SECONDS
 
 

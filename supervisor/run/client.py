@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import stat
@@ -410,7 +411,7 @@ def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
     state = folder.state()
     if state is not None and state.run.folder != str(folder.path) and (pid := _supervisor_pid(folder)):
-        back = f"`mv {folder.path} {state.run.folder}`, then repeat the command"
+        back = f"`mv -T {shlex.quote(str(folder.path))} {shlex.quote(state.run.folder)}`, then repeat the command"
         if Path(state.run.folder).exists():
             back = f"another run is there now: end that one and move it away; then {back}"
         return RefusedError(

@@ -96,8 +96,8 @@ class Sensors:
         )
 
     def _stopped(self, trainer: int, model: Model) -> tuple[int, ...]:
-        """Which of the program and its ranks are stopped. A rank's pid is only reported: it must be
-        one of the processes that were found."""
+        """Which of the program and its ranks are stopped. The program reports the pids of its
+        ranks, so they are checked against the processes found."""
         ranks = self.machine_watch.member_pids.intersection(rank.pid for rank in model.progress.ranks.values())
         return tuple(pid for pid in sorted({trainer, *ranks}) if is_stopped(pid))
 

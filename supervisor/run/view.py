@@ -271,12 +271,14 @@ def _known_run(path: str) -> KnownRun | None:
     if not number and state_stamp is None:
         return None
     living = trainer_alive(folder, number) or lock.is_held()
+    spec = _spec(folder.spec_path, spec_stamp)
     run = KnownRun(
         name=folder.name,
         folder=str(folder.path),
         alive=living,
         attempt=number,
-        created=_created(folder.spec_path, spec_stamp),
+        id=spec.id,
+        created=spec.created,
         recorded=tuple(_recorded_attempts(folder, number, living)),
     )
     _over.pop(path, None)
@@ -300,8 +302,8 @@ def _stamp_if_any(path: str) -> _Stamp | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _created(path: Path, stamp: _Stamp) -> float:
-    return read_json(path, RunSpec).created
+def _spec(path: Path, stamp: _Stamp) -> RunSpec:
+    return read_json(path, RunSpec)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -70,7 +70,7 @@ def test_the_tree_below_a_process(start: Start) -> None:
 
 
 def test_description(start: Start, tmp_path: Path) -> None:
-    process = start(env={"MEMTOP_RUN": str(tmp_path), "MEMTOP_ATTEMPT": "2"})
+    process = start(env={"MEMTOP_RUN": str(tmp_path), "MEMTOP_RUN_ID": "1f", "MEMTOP_ATTEMPT": "2"})
     facts = ProcessDescriber(same_namespace=lambda: True).describe(process.pid)
     assert facts.identity == known(process.pid)
     assert facts.uid == os.getuid()
@@ -78,7 +78,7 @@ def test_description(start: Start, tmp_path: Path) -> None:
     assert facts.name
     assert facts.command is not None
     assert facts.command.startswith(f"{sys.executable} -S -E -c")
-    assert (facts.run_folder, facts.attempt, facts.kernel) == (str(tmp_path), 2, False)
+    assert (facts.run_folder, facts.run_id, facts.attempt, facts.kernel) == (str(tmp_path), "1f", 2, False)
     assert facts.unknown == {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.facts import ProcessFacts
@@ -48,6 +49,13 @@ def verdict(process: ProcessFacts, kind: str = "compute", own_uid: int = ME) -> 
 def test_left_over_from_a_run_that_is_over() -> None:
     found = verdict(facts(folder="/runs/over"))
     assert found == Verdict("over", True, True, "left over from run over, which is over")
+
+
+@pytest.mark.parametrize("folder", ["/runs/over", "/runs/live"])
+def test_a_process_of_a_run_that_was_renamed_is_not_of_the_new_run_in_its_place(folder: str) -> None:
+    """The renamed run may still run: it is no proof that the new one is over."""
+    found = verdict(replace(facts(folder=folder, attempt=1), run_id="1f"))
+    assert (found.stray, found.reason) == (False, f"started for an earlier run in {folder}, which memtop does not know")
 
 
 def test_left_over_from_an_older_attempt() -> None:

@@ -128,7 +128,7 @@ def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs
     there.rename(here)
     for command in ("stop", "restart"):
         said = runs.memtop(command, "b", status=1).stderr
-        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv {here} {there}`" in said
+        assert f"its supervisor (pid {before['supervisor_pid']}) listens only for its old place: `mv -T {here} {there}`" in said
         assert f"its program (pid {before['trainer_pid']}) runs on" in said
     here.rename(there)
     runs.memtop("stop", "a")
@@ -150,7 +150,7 @@ def test_a_new_run_with_the_name_of_a_renamed_one_leaves_it_alone(runs: Runs) ->
     log = (here / "supervisor.log").read_text()
     assert f"another run is now in {there}: no record until it is back there" in log
     said = runs.memtop("stop", "b", status=1).stderr
-    assert f"another run is there now: end that one and move it away; then `mv {here} {there}`" in said
+    assert f"another run is there now: end that one and move it away; then `mv -T {here} {there}`" in said
     # Its end is recorded at its new place, and its supervisor leaves.
     runs.kill(program.pid)
     wait_for_file(here / "attempts/0001/exit.json")

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -86,6 +86,22 @@ def test_a_failure_in_a_thread_counts_only_where_no_update_came_after_it(folder:
     both = end_of(folder, reports=(*beside, (0, oom(time=60.0))), newest_step=49.0)
     found = examine(both, AttemptEvidence(folder, time.time()))
     assert (found.rank, found.confidence) == (0, 0.99)
+
+
+def test_a_log_that_is_replaced_while_it_is_examined_is_not_opened_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe in its place would make the supervisor wait for ever."""
+    other = folder / "other"
+    other.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+
+    def open_to_read(path: Path) -> BinaryIO:
+        file = path.open("rb")
+        if path == folder / "output.log" and other.exists():
+            other.replace(path)
+        return file
+
+    monkeypatch.setattr(examination, "open_to_read", open_to_read)
+    assert examine(end_of(folder), AttemptEvidence(folder, time.time())).kind is not Kind.GPU_OOM
+    assert not other.exists()
 
 
 def test_an_error_of_ours_is_a_diagnosis_that_names_it(

@@ -82,6 +82,7 @@ def test_a_program_runs_to_its_end_and_all_is_remembered(runs: Runs) -> None:
     command = json.loads((runs.path / "a/attempts/0001/command.json").read_text())
     assert command["argv"][1] == PROGRAM
     assert command["environment"]["MEMTOP_RUN"] == str(runs.path / "a")
+    assert command["environment"]["MEMTOP_RUN_ID"] == json.loads((runs.path / "a/run.json").read_text())["id"] != ""
     # It has said what it can be asked for: nothing, which is not the same as not having spoken.
     assert read_state(find_run("a", runs.path)).offers == ()
 

@@ -272,7 +272,15 @@ def test_a_configuration_that_only_the_model_refuses_is_bad_input(key: str, valu
         open_engine(bad, open_accelerator(bad, config), config, None)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), BadInputError("another")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        BadInputError("another"),
+    ],
+)
 def test_a_lack_of_memory_is_no_fault_of_the_configuration(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, blaming_config(edited()):
         raise error

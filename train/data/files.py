@@ -84,7 +84,7 @@ def built_once(target: Path, build: Callable[[Path], None]) -> Path:
 
     A kernel lock makes other processes wait. The target appears only when it is complete, and the
     leftovers of a killed process are removed by the next one. BadInputError if it cannot be
-    written.
+    written, or if `build` cannot read a file.
     """
     if target.exists():
         return target
@@ -96,11 +96,21 @@ def built_once(target: Path, build: Callable[[Path], None]) -> Path:
             if not target.exists():
                 _build(target, build)
     except OSError as error:
+        if isinstance(error.filename, str) and not _concerns(target.parent, Path(error.filename)):
+            raise BadInputError(
+                f"{error.filename}: cannot be read while its data is prepared: {error.strerror}; "
+                "check that file, then start again"
+            ) from None
         refused = isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)) or error.errno == errno.EROFS
         advice = "set XDG_CACHE_HOME to a folder that you can write" if refused else "free some space there"
         reason = error.strerror or error
         raise BadInputError(f"{target.parent}: prepared data cannot be written there: {reason}; {advice}") from None
     return target
+
+
+def _concerns(folder: Path, path: Path) -> bool:
+    """Whether this path is the folder, in it, or above it."""
+    return path == folder or folder in path.parents or path in folder.parents
 
 
 def _build(target: Path, build: Callable[[Path], None]) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from memtop.supervisor.monitor.processes.proc import (
     ATTEMPT_VARIABLE,
     PROC,
+    RUN_ID_VARIABLE,
     RUN_VARIABLE,
     TICKS_PER_SECOND,
     TRUST_VARIABLE,
@@ -39,7 +40,7 @@ _CONTAINER_VARIABLES = (
     *("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_STEP_ID"),
     *("APPTAINER_NAME", "SINGULARITY_NAME"),
 )
-_KEPT_VARIABLES = frozenset((RUN_VARIABLE, ATTEMPT_VARIABLE, *JOB_VARIABLES, *_CONTAINER_VARIABLES))
+_KEPT_VARIABLES = frozenset((RUN_VARIABLE, RUN_ID_VARIABLE, ATTEMPT_VARIABLE, *JOB_VARIABLES, *_CONTAINER_VARIABLES))
 _WHO = ("user", "name", "command")
 
 
@@ -68,6 +69,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The leader of its session lives, so the process is no orphan."""
     kernel: bool = False
     run_folder: str | None = None
+    run_id: str = ""
+    """Runs that have had the same folder have different ids."""
     attempt: int | None = None
     run_elsewhere: bool = False
     """The run's folder is in a file system that we do not see: the run belongs to a container, not
@@ -234,6 +237,7 @@ def describe_process(identity: ProcessId, proc_root: Path = PROC) -> ProcessFact
         session=row.session,
         kernel=kernel,
         run_folder=folder,
+        run_id=kept.get(RUN_ID_VARIABLE, ""),
         attempt=whole_number(kept.get(ATTEMPT_VARIABLE)),
         run_elsewhere=folder is not None and _is_elsewhere(pid, folder, proc_root),
         variables=kept,

@@ -79,8 +79,8 @@ def _not_examined(end: AttemptEnd, error: Exception) -> Diagnosis:
 def _examine(end: AttemptEnd, seen: AttemptEvidence) -> Diagnosis:
     evidence = evidence_of(end, seen)
     try:
-        open_to_read(end.log).close()
-        found = diagnose_file(end.log, evidence)
+        with open_to_read(end.log) as log:
+            found = diagnose_file(log, evidence)
     except OSError:
         found = diagnose((), evidence)  # there is no log: use the other evidence
     free = evidence.disk_free_bytes

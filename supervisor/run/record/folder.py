@@ -399,9 +399,9 @@ def open_to_read(path: Path) -> BinaryIO:
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     """Replace the file in one step: readers see the old or the new content, never a part of it.
 
-    `sync`: wait until the content, and then its name, are on the disk (fsync), so that this also
-    holds after a power cut, and the new content is there. On a busy disk that takes seconds. A
-    folder in its place is renamed.
+    `sync`: wait until the content, and then its name, are on the disk (fsync). After a power cut
+    the file has the new content. On a busy disk that takes seconds. A folder in its place is
+    renamed.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -46,8 +46,11 @@ LARGE_TABLES = ("metrics", "history", "samples")
 # Older events are deleted.
 EVENTS_STORED = 100_000
 _KEPT_OF_A_KIND = 50
-_OPEN_SECONDS, _LOCKED_SECONDS = 5.0, 0.25
-"""How long a write waits for a lock: at a start, and later. It blocks the supervisor."""
+_OPEN_SECONDS = 5.0
+"""How long a write waits for another program's lock when the ledger is opened or an attempt is
+added."""
+_LOCKED_SECONDS = 0.25
+"""How long every other write waits for it. The supervisor does nothing else meanwhile."""
 # Updates between two looks whether there are too many.
 _THIN_EVERY = 1000
 

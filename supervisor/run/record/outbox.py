@@ -76,7 +76,7 @@ class Outbox:
 
     @property
     def waits(self) -> bool:
-        """Whether something is still to be written, and may be."""
+        """True if something waits, and the ledger is not damaged."""
         return not self.damaged and bool(self._attempts or self._records or self._events)
 
     def forget_journal(self, attempt: int, rank: int, until: int) -> bool:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from memtop.train import BadInputError
+from memtop.train.data.files import built_once
 from memtop.train.data.parquet import ParquetRows
 from memtop.train.data.rows import open_rows, window_order
 from tests.train.data.support import MEASURE_READING, PAIR, at_once, in_child, pair, write_lines, write_long, write_pairs
@@ -137,6 +138,14 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInputError, match=r"prepared data cannot be written there: Not a directory; set XDG_CACHE_HOME to"):
         opened_parquet(path, tmp_path / "file" / "cache")
+
+
+def test_a_data_file_that_is_gone_is_no_fault_of_the_cache(tmp_path: Path) -> None:
+    def build(temporary: Path) -> None:
+        temporary.write_bytes((tmp_path / "data.jsonl").read_bytes())
+
+    with pytest.raises(BadInputError, match=r"/data\.jsonl: cannot be read while its data is prepared: No such file"):
+        built_once(tmp_path / "cache" / "index", build)
 
 
 OPENING = """
