@@ -46,6 +46,10 @@ def read_state(folder: RunFolder) -> RunState:
     if state.log_path is not None:
         changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
     changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
+    if training and state.trainer_pid is None:
+        # It has begun since the first look.
+        trainer = RunningAttempt(folder, state.attempt, shim_pid=None).trainer
+        changes["trainer_pid"] = trainer.pid if trainer is not None else None
     if not (supervised and training):
         changes |= _after_the_end(state, supervised)
     if not supervised and state.proposal is not None:
