@@ -147,8 +147,10 @@ def test_a_new_run_with_the_name_of_a_renamed_one_leaves_it_alone(runs: Runs) ->
     assert is_alive(program), "it belongs to the renamed run"
     assert runs.events("a", "leftovers") == []
     assert runs.show("a")["state"] == "stopped"
-    log = (here / "supervisor.log").read_text()
-    assert f"another run is now in {there}: no record until it is back there" in log
+    words, deadline = f"another run is now in {there}: no record until it is back there", time.monotonic() + 60
+    while words not in (here / "supervisor.log").read_text():  # with its next record
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     said = runs.memtop("stop", "b", status=1).stderr
     assert f"another run is there now: end that one and move it away; then `mv -T {here} {there}`" in said
     # Its end is recorded at its new place, and its supervisor leaves.
