@@ -200,7 +200,7 @@ class Supervisor:
         this run is back at its path. False if its program has ended: another supervisor can
         continue it at its new place."""
         attempt = self._performer.attempt
-        if self.model.phase.final or attempt is None or not attempt.alive():
+        if self.model.phase.final or attempt is None or not attempt.lives_elsewhere():
             return False
         if "place" not in self.model.warnings:
             sys.stderr.write(f"memtop: {self._displaced()}\n")  # supervisor.log, which has moved too

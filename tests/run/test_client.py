@@ -138,16 +138,28 @@ def test_a_new_run_with_the_name_of_a_renamed_one_leaves_it_alone(runs: Runs) ->
     runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
     before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
     there, here = runs.path / "a", runs.path / "b"
-    program = identify(before["trainer_pid"])
+    program, supervisor = identify(before["trainer_pid"]), identify(before["supervisor_pid"])
     assert program is not None
+    assert supervisor is not None
     there.rename(here)
     runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
     runs.memtop("stop", "a")
     assert is_alive(program), "it belongs to the renamed run"
     assert runs.events("a", "leftovers") == []
     assert runs.show("a")["state"] == "stopped"
+    words, deadline = f"another run is now in {there}: no record until it is back there", time.monotonic() + 60
+    while words not in (here / "supervisor.log").read_text():  # with its next look
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    said = runs.memtop("stop", "b", status=1).stderr
+    assert f"another run is there now: end that one and move it away; then `mv -T {here} {there}`" in said
+    # Its end is recorded at its new place, and its supervisor leaves.
     runs.kill(program.pid)
     wait_for_file(here / "attempts/0001/exit.json")
+    deadline = time.monotonic() + 60
+    while is_alive(supervisor):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert not (there / "attempts/0002").exists()
     assert runs.show("a")["state"] == "stopped"
 

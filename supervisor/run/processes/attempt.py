@@ -79,7 +79,8 @@ class RunningAttempt:
         """The training program or its launcher. None until the shim has started it."""
         if self._trainer is None:
             found = read_derived(self.folder / "process.json", ProcessFile)
-            if found is not None:
+            # Another run's file is at this path if the run was renamed: it names another shim.
+            if found is not None and self._shim in (None, ProcessId(found.shim_pid, found.shim_started_ticks)):
                 with self._lock:
                     self._trainer = ProcessId(found.pid, found.started_ticks)
                     self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
@@ -100,6 +101,11 @@ class RunningAttempt:
 
     def alive(self) -> bool:
         return alive(self.trainer)
+
+    def lives_elsewhere(self) -> bool:
+        """Whether the shim or the program lives, as far as they are known without the attempt's
+        files: another run's are at their path."""
+        return alive(self._shim) or alive(self._trainer)
 
     def note_reaped(self, ended: dict[int, int]) -> None:
         """Note children that have ended. One may be a trainer whose shim was killed."""
