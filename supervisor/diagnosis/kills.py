@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
+from memtop.supervisor.diagnosis.finding import NO_FIGURES, SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{0,400}?task=([^,]{1,40}),pid=(\d{1,10})")
+_LIMIT = re.compile(r"memory:usage\d{1,20}kB,limit(\d{1,20})kB,failcnt")
+_UNLIMITED = 1 << 60
+"""The kernel prints a number above this for a group without a limit."""
 _INVOKED = re.compile(r"invokedoom-killer:")
 _MOST_VICTIMS = 60
+_REPORT = 20_000
+"""How many characters of the kernel's report can stand between the limit and the record."""
 _OURS = re.compile(
     r"python|pt_data|pt_main|torchrun|deepspeed|ray::|train|accelerate|jupyter|ipykernel|mpirun|horovod", re.IGNORECASE
 )
@@ -45,9 +51,20 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
             confidence=0.97 if ours else 0.8,
             weight=Weight.CAUSE if ours else Weight.TERMINATED,
             phase="data" if name.startswith("pt_data") else "unknown",
+            figures=replace(NO_FIGURES, allowed=_limit_of_group(view, match.start())),
             line=line,
             last_line=line,
         )
+
+
+def _limit_of_group(view: JoinedLines, end: int) -> int | None:
+    """The limit of the memory group that was full, from the kernel's report in front of its
+    record."""
+    start = max(0, end - _REPORT)
+    begin = max((match.end() for match in _INVOKED.finditer(view.text, start, end)), default=start)
+    found = list(_LIMIT.finditer(view.text, begin, end))
+    limit = int(found[-1][1]) << 10 if found else _UNLIMITED
+    return limit if limit < _UNLIMITED else None
 
 
 def _unknown_victim(line: int) -> Finding:
