@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -14,11 +15,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from memtop.cli import run
 from memtop.cli.requests import change_to, risk_of
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
+from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
@@ -134,6 +138,30 @@ def dead(runs: Runs) -> RunFolder:
     )
     write_json(folder.state_path, StateFile(run=state, socket=str(Path(runs.root) / "no-socket")))
     return folder
+
+
+def test_an_attempt_without_an_end_runs_only_if_its_program_does(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        ledger.add_attempt(1, "start", None, 1.0)
+    assert run(["show", str(dead.path)]) == 0
+    assert "  attempt 1   start: no end recorded\n" in capsys.readouterr().out
+    program = identify(os.getpid())
+    assert program is not None
+    dead.attempt(1).mkdir(parents=True)
+    write_json(dead.attempt(1) / "process.json", ProcessFile(program.pid, program.started_ticks, program.pid, 0))
+    assert run(["show", str(dead.path)]) == 0
+    assert "  attempt 1   start: running\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "the only run"), (2, "all 2 runs")])
+def test_latest_among_runs_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int, words: str
+) -> None:
+    for number in range(count):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "run.json").write_text("{")
+    assert run(["show", "latest", "--runs-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"memtop: {tmp_path}: {words} there cannot be read; `memtop runs` shows why\n"
 
 
 @pytest.fixture

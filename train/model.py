@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PretrainedConfig
 
 from memtop.presets import Settings
+from memtop.presets.fields import did_you_mean
 from memtop.train import BadInputError
 from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens
@@ -58,9 +61,30 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
         raise BadInputError(f"model.config: {_brief(error)}") from None
+    _refuse_unknown(values, config)
     if config.vocab_size < tokens.vocabulary:
         raise BadInputError(f"model.config.vocab_size {config.vocab_size}: the tokenizer needs {tokens.vocabulary}")
     return config
+
+
+def _refuse_unknown(values: Mapping[str, Any], config: Any) -> None:
+    """BadInputError for a key that nothing reads: a configuration class keeps such a key as an
+    attribute and says nothing."""
+    kind = type(config)
+    bases: tuple[Any, ...] = kind.__mro__
+    own = {*kind.attribute_map, *(name for base in bases for name in inspect.signature(base.__init__).parameters)}
+    known = {*own, *dir(kind), *vars(PretrainedConfig()), *vars(GenerationConfig())}
+    for key in values:
+        if key not in known and key in vars(config) and not _is_named_in_source(key, kind):
+            raise BadInputError(f"model.config.{key}: {kind.__name__} has no such key{did_you_mean(key, own)}")
+
+
+def _is_named_in_source(key: str, kind: type) -> bool:
+    """Whether the source of the model names the key, as `config.KEY` or as a string. Models read
+    some keys that their configuration does not declare."""
+    named = re.compile(rf"config\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']")
+    sources = Path(inspect.getfile(kind)).parent.glob("*.py")
+    return any(named.search(source.read_text(encoding="utf-8")) for source in sources)
 
 
 def _config_of(path: str) -> Any:

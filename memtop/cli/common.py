@@ -46,7 +46,11 @@ def find_run(reference: str, runs_dir: Path | None = None) -> RunFolder:
             raise UsageError(f"run {reference!r}: not found in {runs_dir}: no file has so long a name") from None
         raise RunFolderError(why_unreadable(Path(error.filename or runs_dir), error)) from None
     except MemtopError:
-        _entries(runs_dir)  # If the whole folder cannot be read, that is the reason to report.
+        # If the runs' folder or all runs in it cannot be read, that is the reason to report.
+        there = run_folders(runs_dir)
+        if reference == folders.LATEST and there:
+            runs = "the only run" if len(there) == 1 else f"all {len(there)} runs"
+            raise RunFolderError(f"{runs_dir}: {runs} there cannot be read; `memtop runs` shows why") from None
         raise
 
 

@@ -17,7 +17,7 @@ from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
-from memtop.supervisor.wire import RunState
+from memtop.supervisor.wire import Phase, RunState
 
 
 @click.command()
@@ -88,7 +88,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         for row in record["configurations"]:
             yield f"  {_configuration_line(row)}"
     for attempt in record["attempts"]:
-        yield from _attempt_lines(attempt)
+        yield from _attempt_lines(attempt, state)
     if state.proposal is not None:
         yield "  what can be done"
         for line in proposal_lines(state.proposal):
@@ -104,10 +104,12 @@ def _checkpoint(state: RunState) -> str:
     return f"update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}"
 
 
-def _attempt_lines(attempt: dict[str, Any]) -> Iterator[str]:
+def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
+    runs_now = attempt["number"] == state.attempt and (state.alive or state.state is Phase.STARTING)
+    outcome = attempt["outcome"] or ("running" if runs_now else "no end recorded")
     status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
-    yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {attempt['outcome'] or 'running'}{status}"
+    yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {outcome}{status}"
     if attempt["diagnosis"]:
         yield f"              {attempt['diagnosis']['summary']}"
 

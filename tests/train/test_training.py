@@ -245,6 +245,8 @@ def test_a_changed_byte_is_detected_and_the_previous_state_is_used(tmp_path: Pat
         ("hidden_size", "abc", "model.config: .*'hidden_size'.* expected int, got str"),
         ("model_type", "zzz", "model.config: Unrecognized model identifier: zzz"),
         ("vocab_size", 10, "model.config.vocab_size 10: the tokenizer needs 259"),
+        ("hiden_size", 64, r"^model.config.hiden_size: LlamaConfig has no such key \(did you mean hidden_size\?\)$"),
+        ("zzz", 64, r"^model.config.zzz: LlamaConfig has no such key$"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_in_one_short_line(key: str, value: object, reason: str) -> None:
@@ -254,6 +256,24 @@ def test_a_configuration_that_cannot_be_is_refused_in_one_short_line(key: str, v
         model_config(msgspec.structs.replace(settings, model={"config": config}), ByteTokens())
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("llama", "rope_theta", 5000.0),  # an older name, which the class converts
+        ("llama", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("llama", "max_length", 20),  # a value for generation
+        ("llama", "torch_dtype", "float32"),
+        ("llama", "attn_implementation", "eager"),
+        ("gpt2", "hidden_size", 24),  # another name of n_embd
+        ("olmoe", "sliding_window", 8),  # only the model's source names it
+    ],
+)
+def test_a_key_that_a_model_reads_is_accepted(kind: str, key: str, value: object) -> None:
+    settings = edited()
+    config = {"model_type": kind, "vocab_size": 260, key: value}
+    model_config(msgspec.structs.replace(settings, model={"config": config}), ByteTokens())
 
 
 @pytest.mark.parametrize(
