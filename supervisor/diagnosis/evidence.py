@@ -124,7 +124,7 @@ def from_kernel(evidence: Evidence, *, by_sigkill: bool, otherwise: bool) -> Fin
     """
     records, counted = _kernel_records(evidence), bool(evidence.cgroup_oom_kills)
     near = evidence.cgroup_killed_near_end
-    ours = bool(records) or (counted and near is True and evidence.in_own_group)
+    ours = bool(records) or (counted and near is True and evidence.killed_in_own_group)
     if not ours and (not counted or near is False or otherwise):
         return None
     lines = tuple(line for line in (kills_line(evidence), *(line for line, _ in records[:4])) if line is not None)

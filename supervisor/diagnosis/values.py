@@ -158,9 +158,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     cgroup_killed_near_end: bool | None = None
     """Whether it killed one of them shortly before the end. An earlier kill is not the cause of the
     end."""
-    in_own_group: bool = False
-    """Whether only the program is in that group. In a shared one the victim can be another
-    program."""
+    killed_in_own_group: bool = False
+    """Whether it did so in a group that only the program uses. In a shared one the victim can be
+    another program."""
     kernel_lines: tuple[str, ...] = ()
     """The kernel log's records of kills shortly before the end, if this user can read them."""
     member_pids: frozenset[int] = frozenset()

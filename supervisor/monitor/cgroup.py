@@ -226,15 +226,19 @@ class KillCount(msgspec.Struct, frozen=True, kw_only=True):
     kills: int
 
 
-def kill_counts(proc_root: Path, cgroup_root: Path, lines: str) -> list[KillCount]:
-    """The counters of a process's group and of those above it, its own first.
+def memory_groups(proc_root: Path, cgroup_root: Path, lines: str) -> list[tuple[Path, int]]:
+    """A process's memory group and those above it, its own first, each with its version.
 
     `lines`: the text of /proc/PID/cgroup.
-
-    Groups without a counter (the root group, kernels before 4.13) are left out.
     """
+    return list(dict.fromkeys(_groups(lines, cgroup_root, _mounts(proc_root), "memory")))
+
+
+def kill_counts(proc_root: Path, cgroup_root: Path, lines: str) -> list[KillCount]:
+    """The counters of these groups. Groups without a counter (the root group, kernels before 4.13)
+    are left out."""
     found = []
-    for directory, version in dict.fromkeys(_groups(lines, cgroup_root, _mounts(proc_root), "memory")):
+    for directory, version in memory_groups(proc_root, cgroup_root, lines):
         kills = kills_in(directory, version)
         if kills is not None:
             found.append(KillCount(path=str(directory), version=version, kills=kills))

@@ -234,7 +234,7 @@ PEER = (
 def test_an_earlier_kill_is_not_the_cause_of_the_end(text: str, status: int, reason: str) -> None:
     """The counter rose an hour ago, for a helper or for another program of a shared group."""
     for own in (False, True):
-        found = of(text, exit_status=status, cgroup_oom_kills=2, cgroup_killed_near_end=False, in_own_group=own)
+        found = of(text, exit_status=status, cgroup_oom_kills=2, cgroup_killed_near_end=False, killed_in_own_group=own)
         assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
 
 
@@ -263,7 +263,7 @@ def test_an_end_with_its_own_cause_is_not_blamed_on_a_kill(text: str, status: in
     found = of(text, **near)
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
     assert any("the kernel killed 1 process" in line for line in found.evidence), "a person can decide"
-    assert of(text, **near, in_own_group=True).kind is Kind.HOST_OOM_KILLED
+    assert of(text, **near, killed_in_own_group=True).kind is Kind.HOST_OOM_KILLED
     line = "Memory cgroup out of memory: Killed process 30211 (python3) total-vm:118220340kB"
     assert of(text, **near, kernel_lines=(line,), member_pids=frozenset({30211})).kind is Kind.HOST_OOM_KILLED
     assert of(text, **near, kernel_lines=(line,), member_pids=frozenset({7})).kind is Kind.NOT_MEMORY

@@ -104,6 +104,27 @@ def test_a_kill_is_near_the_end_only_where_its_counter_rose_then(groups: Path, t
     assert seen.kills() == 3
 
 
+@pytest.mark.parametrize(("supervisor", "own"), [("/all", True), ("/all/run", False), ("/all/run/below", False), (None, False)])
+def test_a_kill_in_a_group_that_the_supervisor_is_in_may_be_of_another_program(
+    groups: Path, tmp_path: Path, supervisor: str | None, own: bool
+) -> None:
+    """Whatever limits the machine's sample knows: this limit was set after it was taken."""
+    (groups / "all/run/below").mkdir()
+    if supervisor is not None:
+        (tmp_path / "proc/self").mkdir()
+        (tmp_path / "proc/self/cgroup").write_text(f"0::{supervisor}\n")
+    seen, begun = AttemptEvidence(attempt(tmp_path), time.time()), time.time()
+    seen.look(77)
+    (groups / "all/run/memory.max").write_text("90\n")
+    (groups / "all/run/memory.current").write_text("80\n")
+    (groups / "all/run/memory.stat").write_text("inactive_file 0\n")
+    (groups / "all/run/memory.events").write_text("oom_kill 3\n")
+    seen.sample(snapshot(begun + 1, 0.5, 0), {77}, 77)
+    assert (seen.killed_near(begun + 2), seen.killed_in_own_group(begun + 2)) == (True, own)
+    assert (seen.in_own_group, seen.host_limit_bytes) == (own, 90)
+    assert not seen.killed_in_own_group(begun + 3600), "an hour ago"
+
+
 def test_when_a_kill_was_that_an_earlier_supervisor_missed_is_not_known(groups: Path, tmp_path: Path) -> None:
     begun = time.time()
     AttemptEvidence(attempt(tmp_path), begun).look(77)

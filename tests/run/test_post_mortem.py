@@ -178,7 +178,7 @@ def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: p
     (group / "memory.events").write_text("oom_kill 3\n")
     now = end_of(folder, status=-9)
     evidence = evidence_of(now, seen)
-    assert (evidence.cgroup_oom_kills, evidence.cgroup_killed_near_end, evidence.in_own_group) == (1, True, False)
+    assert (evidence.cgroup_oom_kills, evidence.cgroup_killed_near_end, evidence.killed_in_own_group) == (1, True, False)
     assert examine(now, seen).kind is Kind.HOST_OOM_KILLED
     later = examine(end_of(folder, status=-9, ended=time.time() + 3600), seen)
     assert (later.kind, later.reason) == (Kind.NOT_MEMORY, "killed_by_something")

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts, kills_in
+from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts, kills_in, memory_groups
 from memtop.supervisor.monitor.processes.proc import PROC
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import read_derived, write_json
@@ -64,8 +64,8 @@ class AttemptEvidence:
     def __init__(self, folder: Path, started: float, machine: MachineSnapshot | None = None) -> None:
         self.pids: set[int] = set()
         self.host_limit_bytes: int | None = None
-        self.in_own_group = False
-        """The program's memory is limited by another group than the supervisor's."""
+        self._limiting_group: str | None = None
+        """The path of the group that limits the program's memory."""
         self._path = folder / "baseline.json"
         self._moments: deque[MachineMoment] = deque()
         self._address_spaces: dict[int, int | None] = {}
@@ -187,7 +187,7 @@ class AttemptEvidence:
         memory = self._reader.memory()
         if memory is None or isinstance(memory, str):
             return None
-        self.in_own_group = memory.path != machine.host.limit_path
+        self._limiting_group = memory.path
         self.host_limit_bytes = memory.limit_bytes
         return memory.used_bytes / memory.limit_bytes
 
@@ -211,10 +211,34 @@ class AttemptEvidence:
         """
         return self._kills.near(self._own_groups(), end)
 
+    def killed_in_own_group(self, end: float) -> bool:
+        """Whether such a kill was in a group that the supervisor is not in: in a shared group the
+        kernel may have killed another program."""
+        shared = _groups_of_supervisor()
+        return shared is not None and self._kills.near(self._own_groups() - shared, end) is True
+
+    @property
+    def in_own_group(self) -> bool:
+        """Whether a group that the supervisor is not in limits the program's memory."""
+        shared = _groups_of_supervisor()
+        return shared is not None and self._limiting_group is not None and self._limiting_group not in shared
+
     def _own_groups(self) -> set[str]:
         """The groups in which the run's processes are or were last."""
         own = {self._groups[lines] for lines in tuple(self._own.values()) if self._groups.get(lines)}
         return own or set(self.baseline.groups)
+
+
+def _groups_of_supervisor() -> set[str] | None:
+    """The paths of this process's memory group and of those above it. None if they cannot be read.
+
+    Whether a limit is set does not matter: it may change between two readings.
+    """
+    try:
+        lines = (PROC / "self" / "cgroup").read_text()
+        return {str(path) for path, _ in memory_groups(PROC, CGROUPS, lines)}
+    except (OSError, ValueError):
+        return None
 
 
 def _readable(lines: str) -> list[KillCount]:

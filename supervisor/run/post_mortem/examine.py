@@ -120,7 +120,7 @@ def evidence_of(end: AttemptEnd, seen: AttemptEvidence) -> Evidence:
         error_files=tuple(error_files(end.folder)),
         cgroup_oom_kills=kills,
         cgroup_killed_near_end=seen.killed_near(end.ended),
-        in_own_group=seen.in_own_group,
+        killed_in_own_group=seen.killed_in_own_group(end.ended),
         kernel_lines=kernel_lines(max(seen.baseline.started, end.ended - RELATED_SECONDS), end.ended, time.time()),
         member_pids=frozenset(seen.pids),
         host_peak_fraction=max(fractions, default=None),
