@@ -29,7 +29,7 @@ from memtop.supervisor.run.model import CurrentAttempt, Model, Run
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
-from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.folder import RunSpec, StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.state import run_state
@@ -165,3 +165,7 @@ def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: RemedyFacts | None = Non
     end(brain, 1)
     found = Diagnosis(kind=kind, confidence=0.97, summary=f"it died of {kind.value}")
     brain.tell(Examined(diagnosis=found, facts=facts or RemedyFacts(), problem=problem))
+
+
+def spec(name: str, created: float = 1.0) -> RunSpec:
+    return RunSpec(name=name, created=created, settings=SETTINGS, cwd="/", memtop_version="0")
