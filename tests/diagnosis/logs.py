@@ -17,6 +17,7 @@ MESSAGE = (
     "memory 14.94 GiB is allocated by PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated."
 )
 RAISED = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n{MESSAGE}\n'
+PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB total capacity; 7.50 GiB already allocated)\n"
 STEPS = "".join(f"step {number}/9000 | loss 2.{number} | lr 1e-4 | 3.1 it/s\n" for number in range(400))
 
 DATA = Path(__file__).parent / "data"
@@ -85,6 +86,3 @@ def read(name: str) -> list[Log]:
 def of(text: str = "", **evidence: Any) -> Diagnosis:
     """The diagnosis of this text, with these fields of `Evidence`."""
     return diagnose([text.encode()], Evidence(**evidence))
-
-
-PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB total capacity; 7.50 GiB already allocated)\n"
