@@ -18,7 +18,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.recovery.values import Peak, Remedy
+from memtop.supervisor.recovery.values import Advice, Peak, Remedy
 
 
 class Phase(str, Enum):
@@ -163,21 +163,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     after: dict[str, float] = {}
 
 
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What limits the run's speed, and what would make it faster.
-
-    Never from utilisation alone.
-    """
-
-    bottleneck: str
-    """data | compute | launch | swap | unknown"""
-    summary: str
-    evidence: tuple[str, ...] = ()
-    proposals: tuple[Remedy, ...] = ()
-    refused: tuple[str, ...] = ()
-    """What seems to help but must not be done now, with the reason, one line each."""
-
-
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run ran out of memory, and what can be done."""
 
@@ -314,8 +299,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why memtop changes the settings on its own: `gpu_oom at update 812`."""
 
 
-# --- client -> supervisor
-# -------------------------------------------------------------------------------------------
+# --- client -> supervisor -------------------------------------------------------------------------
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
@@ -389,8 +373,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
 Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look | Leave
 
 
-# --- supervisor -> client
-# -------------------------------------------------------------------------------------------
+# --- supervisor -> client -------------------------------------------------------------------------
 
 
 class Outcome(str, Enum):

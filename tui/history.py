@@ -247,7 +247,7 @@ def _stored(
 ) -> tuple[tuple[float, float] | None, dict[str, int | None], _Series]:
     """Extent, sources and values of the ledger for the shown time. Runs in a thread."""
     from memtop.supervisor.run.record.folder import RunFolder
-    from memtop.supervisor.run.view import reading_ledger
+    from memtop.supervisor.run.record.ledger import reading_ledger
 
     with reading_ledger(RunFolder(folder)) as ledger:
         if ledger is None:

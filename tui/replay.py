@@ -25,9 +25,9 @@ from memtop.supervisor.errors import MemtopError, RunFolderError
 from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot, band_of
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep
+from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep, reading_ledger
 from memtop.supervisor.run.reports import Step
-from memtop.supervisor.run.view import read_state, reading_ledger
+from memtop.supervisor.run.view import read_state
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, ReplayPosition
 
 SLOWEST, FASTEST = 1, 3600

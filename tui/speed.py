@@ -12,8 +12,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from memtop.supervisor import units
-from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.wire import Advice, Phase, RunState, Trial
+from memtop.supervisor.recovery.values import Advice, Remedy
+from memtop.supervisor.wire import Phase, RunState, Trial
 from memtop.tui.keymap import no_changes
 from memtop.tui.line import MUTED, STRONG, Line, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent, indented, indented_width, text_entry

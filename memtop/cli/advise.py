@@ -16,10 +16,10 @@ from memtop.cli.output import print_json, print_lines
 from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Advice, Remedy
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import read_state
-from memtop.supervisor.wire import Advice, RunState, Trial, Try
+from memtop.supervisor.wire import RunState, Trial, Try
 
 _ROWS = (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s"))
 _SIZES = (("peak_bytes", "peak"), ("host_bytes", "host memory of the run"), ("swap_bytes", "swap"))

@@ -17,6 +17,7 @@ from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.wire import Phase, RunState
 
 
@@ -47,7 +48,7 @@ def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> 
         raise UsageError("--metrics: goes with --json")
     folder = find_run(run_name, runs_dir)
     if as_json:
-        with readable_ledger(folder), view.reading_ledger(folder) as ledger:
+        with readable_ledger(folder), reading_ledger(folder) as ledger:
             # Row by row: a long run has very many.
             rows = map(msgspec.to_builtins, ledger.final_history() if ledger is not None else ())
             print_json(document(folder), **({"metrics": rows} if metrics else {}))

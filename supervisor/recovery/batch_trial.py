@@ -22,8 +22,8 @@ from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.configuration import change_for
 from memtop.supervisor.recovery.forecast import foreseen
-from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.wire import Advice, Change
+from memtop.supervisor.recovery.values import Advice, Forecast
+from memtop.supervisor.wire import Change
 
 LARGEST_STEP = 1.25
 """Largest allowed ratio between the new and the present micro-batch."""

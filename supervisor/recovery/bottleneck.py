@@ -18,8 +18,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, next_split
 from memtop.supervisor.recovery.situation import restart_command
-from memtop.supervisor.recovery.values import Forecast, Remedy
-from memtop.supervisor.wire import Advice
+from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
 
 FEWEST_UPDATES = 10
 """With fewer updates the medians are not reliable."""

@@ -100,3 +100,18 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     settings_key: str = ""
     """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
     key lie on one line."""
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """What limits the run's speed, and what would make it faster.
+
+    Never from utilisation alone.
+    """
+
+    bottleneck: str
+    """data | compute | launch | swap | unknown"""
+    summary: str
+    evidence: tuple[str, ...] = ()
+    proposals: tuple[Remedy, ...] = ()
+    refused: tuple[str, ...] = ()
+    """What seems to help but must not be done now, with the reason, one line each."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, Runni
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
-from memtop.supervisor.run.record.ledger import Attempt, Ledger, mark_damage
+from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
@@ -206,15 +205,7 @@ def summary(state: RunState) -> dict[str, Any]:
     """One run in `memtop runs --json` and in the `runs` of `memtop watch --once --json`."""
     names = (
         *("name", "folder", "alive", "adopted", "reason", "supervisor_pid", "trainer_pid", "attempt", "updates"),
-        *(
-            "total_updates",
-            "samples_seen",
-            "loss",
-            "effective_batch",
-            "samples_per_second",
-            "eta_seconds",
-            "exit_status",
-        ),
+        *("total_updates", "samples_seen", "loss", "effective_batch", "samples_per_second", "eta_seconds", "exit_status"),
     )
     return {"state": state.state.value, **{name: getattr(state, name) for name in names}}
 
@@ -378,27 +369,6 @@ def _ended_ticks(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return None if found is None else int((found.ended - boot_time()) * TICKS_PER_SECOND) - _CLOCK_TICKS
-
-
-@contextlib.contextmanager
-def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
-    """The run's ledger for reading, None if the run never started.
-
-    Raises RunFolderError if it cannot be read.
-    """
-    if not folder.ledger_path.is_file():
-        yield None
-        return
-    try:
-        with contextlib.closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
-            yield None if ledger.is_new else ledger
-    except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
-        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
-        hint = ""
-        if damaged:
-            mark_damage(folder.ledger_path)
-            hint = f"; `memtop restart {folder.name}` rebuilds it"
-        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}{hint}") from None
 
 
 def trainer_alive(folder: RunFolder, attempt: int) -> bool:

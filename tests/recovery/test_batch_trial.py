@@ -25,8 +25,8 @@ from memtop.supervisor.recovery.batch_trial import (
     upper_bound,
     verdict,
 )
-from memtop.supervisor.recovery.values import Forecast, Remedy
-from memtop.supervisor.wire import Advice, Change
+from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
+from memtop.supervisor.wire import Change
 
 FIRST = replace(resolve(load_recipes()["first-run"], preset=load_presets()["standard"]), batch=8, accumulation=5)
 GIB = 1 << 30

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from memtop.supervisor import wire
+from memtop.supervisor.recovery.values import Advice
 from memtop.tui.app import DashboardApp, TooSmallScreen
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.screen import DashboardScreen
@@ -203,7 +204,7 @@ async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) 
         await until("begin", " 99%|####", "end")
 
 
-ADVICE = wire.Advice(bottleneck="compute", summary="the processor works")
+ADVICE = Advice(bottleneck="compute", summary="the processor works")
 
 
 def at_once(app: DashboardApp, *updates: wire.StateUpdate) -> None:

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
+from memtop.supervisor.recovery.values import Advice
 from memtop.supervisor.wire import Change, Try
 from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
@@ -30,7 +31,7 @@ from tests.tui.support import (
 
 SIZES = [(80, 24), (160, 50)]
 GROW = replace(SMALLER, id="grow", title="batch 8 -> 10, accumulation 5 -> 4", assignments={"batch": "10", "accumulation": "4"})
-ADVICE = wire.Advice(
+ADVICE = Advice(
     bottleneck="data",
     summary="The GPU waits for data in 62 % of the time.",
     evidence=("data wait 0.71 s of 1.15 s (median of 50 updates)", "host memory 75 %: safe"),

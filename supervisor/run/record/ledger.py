@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, metrics, tiers
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 from memtop.supervisor.wire import Change, Event, Metric
 
@@ -401,3 +403,24 @@ class Ledger:
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)
+
+
+@contextlib.contextmanager
+def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
+    """The run's ledger for reading, None if the run never started.
+
+    Raises RunFolderError if it cannot be read.
+    """
+    if not folder.ledger_path.is_file():
+        yield None
+        return
+    try:
+        with contextlib.closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
+            yield None if ledger.is_new else ledger
+    except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+        hint = ""
+        if damaged:
+            mark_damage(folder.ledger_path)
+            hint = f"; `memtop restart {folder.name}` rebuilds it"
+        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}{hint}") from None
