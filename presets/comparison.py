@@ -62,7 +62,7 @@ def describe_split(before: Settings, after: Settings) -> str:
         return f"effective batch {old} -> {new}: training is unchanged"
     pairs = ", ".join(f"{b} x {a}" for b, a in nearest_splits(old, after.world_size, after.batch))
     hint = f"; exact pairs: {pairs}" if pairs else ""
-    return f"effective batch {old} -> {new} ({(new - old) / old:+.1%}): changes training{hint}"
+    return f"effective batch {effective_change(old, new)}: changes training{hint}"
 
 
 def changes(before: Settings, after: Settings) -> list[str]:

@@ -58,6 +58,11 @@ def percent(fraction: float | None, digits: int = 1) -> str:
     return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f} %"
 
 
+def change(fraction: float, digits: int = 1) -> str:
+    """A relative change, with its sign: `+12.5 %`."""
+    return f"{fraction * 100:+.{digits}f} %"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as HH:MM:SS, with the number of days in front from 24 h on."""
     if seconds is None:

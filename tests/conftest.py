@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pwd
+import resource
 import shutil
 import signal
 import subprocess
@@ -244,3 +245,14 @@ def here(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Runs:
         monkeypatch.setenv(name, runs.environment[name])
     monkeypatch.chdir(runs.root)
     return runs
+
+
+@contextlib.contextmanager
+def no_file_grows() -> Iterator[None]:
+    """Every write to a file of this process fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -194,7 +194,7 @@ def test_three_times_six_is_flagged() -> None:
     whole = take_whole(LORA, PRESETS["stage2_offload"])
     assert (whole.batch, whole.accumulation, whole.effective_batch) == (3, 6, 18)
     assert effective_change(16, 18) == "16 -> 18 (+12.5 %)"
-    assert describe_split(LORA, whole).startswith("effective batch 16 -> 18 (+12.5%): changes training; exact pairs: ")
+    assert describe_split(LORA, whole).startswith("effective batch 16 -> 18 (+12.5 %): changes training; exact pairs: ")
     look = outlook(LORA, PRESETS["stage2_offload"])
     assert "effective batch 16 -> 18 (+12.5 %)" in look.whole_changes
     assert (look.kept.batch, look.kept.accumulation) == (2, 8)
@@ -202,7 +202,7 @@ def test_three_times_six_is_flagged() -> None:
 
 @pytest.mark.parametrize(
     ("name", "effective", "change"),
-    [("t5-balanced", 144, "(-25.0%)"), ("t5-conservative", 120, "(-37.5%)"), ("t5-aggressive", 216, "(+12.5%)")],
+    [("t5-balanced", 144, "(-25.0 %)"), ("t5-conservative", 120, "(-37.5 %)"), ("t5-aggressive", 216, "(+12.5 %)")],
 )
 def test_the_20_gb_family_on_the_guides_three_cards(name: str, effective: int, change: str) -> None:
     before = replace(T5, batch=32, accumulation=2, world_size=3)

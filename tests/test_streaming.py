@@ -45,7 +45,7 @@ from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Phase, RoleMemory, RunState
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
-from tests.run.test_pieces import spec
+from tests.run.brain import spec
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
 def _speed(factor: float | None) -> str:
     if factor is None:
         return "speed not known"
-    change = round((factor - 1) * 100)
-    return "about the same speed" if change == 0 else f"speed about {change:+d} %"
+    change = round(factor - 1, 2)
+    return "about the same speed" if change == 0 else f"speed about {units.change(change, 0)}"
 
 
 def _packed(parts: list[Line], width: int) -> list[Line]:

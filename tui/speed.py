@@ -182,7 +182,7 @@ def trial_lines(trial: Trial, width: int) -> list[Line]:
 
 def _row(row: Comparison, trial: Trial) -> Line:
     before, after = trial.before.get(row.name), trial.after.get(row.name)
-    change = "" if not before or after is None else f"{(after - before) / before * 100:+.1f} %"
+    change = "" if not before or after is None else units.change((after - before) / before)
     values = "".join(f"{_value(row, part):>{_VALUE}}" for part in (trial.before, trial.after))
     return line((f"{row.title:<{_LABEL}}", MUTED), (values, STRONG), (f"{change:>10}", "text"))
 

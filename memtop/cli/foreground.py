@@ -212,8 +212,9 @@ class _Follower:
         if not due or run.updates is None or run.updates == self._last_update:
             return
         self._last_line, self._last_update = time.monotonic(), run.updates
-        total = "" if run.total_updates is None else f"/{run.total_updates} {run.updates / max(1, run.total_updates):4.0%}"
-        parts = [f"update {run.updates}{total}"]
+        parts = [f"update {run.updates}"]
+        if run.total_updates is not None:
+            parts = [f"update {run.updates}/{run.total_updates} {units.percent(run.updates / max(1, run.total_updates), 0):>5}"]
         if run.loss is not None:
             parts.append(f"loss {run.loss:.4f}")
         if run.samples_per_second is not None:

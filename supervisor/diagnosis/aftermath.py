@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left
 
 from memtop.supervisor.diagnosis.finding import Finding, Weight
-from memtop.supervisor.diagnosis.text import LogLine, LogText
+from memtop.supervisor.diagnosis.text import TRACEBACK, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 # How many bytes standard output can still hold back when the error stream is already in the log.
@@ -68,7 +68,6 @@ _STEP = re.compile(
 _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
-_TRACEBACK = "Traceback (most recent call last)"
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
 _MILD = re.compile(
     r"^[Ww]arning:|\blevel=(?:warn|info)|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
@@ -184,7 +183,7 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         return "oom_handled"
     after = finding.last_line + 1
     # The line above can say that the program goes on, but not where an exception follows it.
-    raised = any(_TRACEBACK in line.text for line in page.lines[after : after + 1])
+    raised = any(TRACEBACK in line.text for line in page.lines[after : after + 1])
     own = page.lines[finding.line if raised else max(0, finding.line - 1) : after]
     steps, distance = progress.between(after, until)
     if finding.kind is not Kind.NOT_MEMORY:

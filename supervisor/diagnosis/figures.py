@@ -1,9 +1,9 @@
 """The sizes that any message about memory prints, each with its meaning.
 
-No program's wording is known here. A word beside a size says what it is: `requested`, `free`,
-`total`, `allocated` or another word of the same meaning. The word stands behind the size (`2 GiB
-free`), in front of it (`available memory is only 2 GiB`), or is its name (`free: 2 GiB`). A size
-without such a word is left out.
+These rules do not know the messages of any one program. They read the word beside a size:
+`requested`, `free`, `total`, `allocated` or another word of the same meaning. The word stands
+behind the size (`2 GiB free`), in front of it (`available memory is only 2 GiB`), or is its name
+(`free: 2 GiB`). They leave out a size without such a word.
 """
 
 from __future__ import annotations

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memtop.supervisor.diagnosis import allocator, figures, memory_patterns, other_patterns, shortage
+from memtop.supervisor.diagnosis import allocator, figures, kills, memory_patterns, other_patterns, shortage
 from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, is_taken_lightly, went_on
-from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
+from memtop.supervisor.diagnosis.finding import UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
-from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
+from memtop.supervisor.diagnosis.text import TRACEBACK, JoinedLines, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 PATTERNS = (*memory_patterns.PATTERNS, *other_patterns.PATTERNS)
 _TEARDOWN = "teardown_noise"
-_TRACEBACK = "Traceback (most recent call last)"
 _GIVEN_UP = 0.7
 """The confidence in a failure that the program meant to survive."""
 _SAME_FAILURE = 6
@@ -81,7 +80,7 @@ def _last_uncaught(page: LogText, findings: list[Finding]) -> int:
     if not findings or findings[-1].kind is not Kind.NOT_MEMORY or findings[-1].weight is not Weight.ERROR:
         return -1
     end = findings[-1].line
-    start = next((index for index in range(end, max(-1, end - 200), -1) if _TRACEBACK in page.lines[index].text), -1)
+    start = next((index for index in range(end, max(-1, end - 200), -1) if TRACEBACK in page.lines[index].text), -1)
     return start if _OWN_FAULT.match(page.lines[end].text) else -1
 
 
@@ -91,7 +90,7 @@ def _was_caught(page: LogText, finding: Finding, last: int) -> bool:
     if not finding.kind.of_gpu or finding.figures.requested is None or finding.weight < Weight.CAUSE:
         return False
     lines = page.context(finding.line)
-    raised = any(_TRACEBACK in line.text for line in lines) or "Error" in page.lines[finding.line].text.partition("memory")[0]
+    raised = any(TRACEBACK in line.text for line in lines) or "Error" in page.lines[finding.line].text.partition("memory")[0]
     went_on = any(is_ordinary(line) for line in page.lines[finding.last_line + 1 : last])
     return went_on and not raised
 
@@ -124,7 +123,7 @@ def _survived_later(page: LogText, finding: Finding, survived: list[tuple[Findin
 
 
 def _is_raised(page: LogText, finding: Finding) -> bool:
-    return any(_TRACEBACK in line.text for line in page.context(finding.line))
+    return any(TRACEBACK in line.text for line in page.context(finding.line))
 
 
 def _another_rank(page: LogText, one: Finding, other: Finding) -> bool:
@@ -183,8 +182,8 @@ def _of_view(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> I
     for pattern in PATTERNS:
         yield from pattern.find(view)
     yield from _memory_errors(view)
-    yield from _kernel_kills(view, page, member_pids)
-    yield from _bare_killed(view)
+    yield from kills.of_kernel(view, page, member_pids)
+    yield from kills.of_shell(view)
 
 
 # Advice that quotes the message: `if you see "CUDA out of memory ..."`.
@@ -192,19 +191,6 @@ _IF_SEEN = re.compile(
     r"(?i)\b(?:if|whenever|in case of)\W{1,3}(?:(?:you|we|it|the|an?|get|gets|see|hit|encounter|still|error)\W{1,3}){0,4}"
     r"(?:\w*Error\W{0,3})?(?-i:[A-Z]{2,4}|MPS backend) out of memory"
 )
-# Commands that kill a program, as a terminal shows them.
-_BY_HAND = re.compile(
-    r"^(?:\S{0,40}[$#+>%]\s*)?(?:sudo )?(?:kill (?:-9|-KILL|-s KILL)|p?kill(?:all)? -(?:9|KILL|SIGKILL)"
-    r"|(?:docker|podman)(?:[ -]compose)? (?:\S+ ){0,4}(?:kill|stop|restart|rm -f)\b|kubectl delete|scancel|qdel|bkill"
-    r"|(?:\S+ ){0,5}supervisorctl (?:restart|stop))\b"
-)
-_COMMAND_NEAR = 8
-
-
-def _by_hand(context: Sequence[LogLine]) -> bool:
-    return any(_BY_HAND.search(line.shown.strip()[:200]) for line in context[-_COMMAND_NEAR:])
-
-
 _OF_A_REQUEST = frozenset({Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.SHM_EXHAUSTED})
 _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nccl_error", "port_in_use", "invalid_device"})
 # Errors that CUDA reports wherever the program happens to be: the traceback does not give their
@@ -228,7 +214,7 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
         finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=min(finding.weight, Weight.BROKEN))
     if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
         finding = figures.with_printed(page, finding, others)
-    if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and _by_hand(context):
+    if finding.weight is Weight.KILLED and finding.kind is Kind.HOST_OOM_KILLED and kills.by_hand(context):
         finding = replace(finding, kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6)
     light = finding.weight is Weight.ERROR or finding.reason == "memlock_limit"
     if finding.kind is Kind.NOT_MEMORY and light and is_mild(here):
@@ -273,91 +259,6 @@ def _is_memory_error(text: str) -> bool:
     return "MemoryError" in text and "OutOfMemoryError" not in text and _MEMORY_ERROR.match(text) is not None
 
 
-VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{0,400}?task=([^,]{1,40}),pid=(\d{1,10})")
-_INVOKED = re.compile(r"invokedoom-killer:")
-_MOST_VICTIMS = 60
-_OURS = re.compile(
-    r"python|pt_data|pt_main|torchrun|deepspeed|ray::|train|accelerate|jupyter|ipykernel|mpirun|horovod", re.IGNORECASE
-)
-_NAMED_PIDS = re.compile(
-    r"\bpid[=:( ]\s*(\d{2,10})|worker \(pid\(?s?\)? (\d{2,10})|local_rank: \d+ \(pid: (\d+)|Process (\d{2,10})\b"
-)
-
-
-def _kernel_kills(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> Iterator[Finding]:
-    """The kernel's records. The victim can be another program: compare its pid, or else its
-    name."""
-    matches = list(VICTIM.finditer(view.text))
-    if len(matches) > _MOST_VICTIMS:
-        matches = matches[: _MOST_VICTIMS // 2] + matches[-_MOST_VICTIMS // 2 :]
-    if not matches:
-        yield from (_unknown_victim(view.line_at(match.start())) for match in list(_INVOKED.finditer(view.text))[-1:])
-        return
-    # The lines of the records themselves, which can be folded.
-    indices = {
-        index for match in matches for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
-    }
-    known = member_pids | _pids(line.text for index, line in enumerate(page.lines) if index not in indices)
-    for match in matches:
-        pid, name = int(match[1] or match[4]), match[2] or match[3]
-        line = view.line_at(match.start())
-        ours = pid in known or (not member_pids and bool(_OURS.search(name)))
-        yield Finding(
-            kind=Kind.HOST_OOM_KILLED if ours else Kind.NOT_MEMORY,
-            reason=None if ours else "oom_kill_of_other_process",
-            confidence=0.97 if ours else 0.8,
-            weight=Weight.CAUSE if ours else Weight.TERMINATED,
-            phase="data" if name.startswith("pt_data") else "unknown",
-            line=line,
-            last_line=line,
-        )
-
-
-def _unknown_victim(line: int) -> Finding:
-    """The kernel's record of a lack of memory, cut before the name of the killed process."""
-    return Finding(Kind.HOST_OOM_KILLED, None, UNCERTAIN, Weight.LIKELY, "unknown", line=line, last_line=line)
-
-
-def _pids(texts: Iterable[str]) -> set[int]:
-    found: set[int] = set()
-    for text in texts:
-        if "pid" in text or "Process" in text:
-            found |= {int(number) for groups in _NAMED_PIDS.findall(text) for number in groups if number}
-    return found
-
-
-_KILLED_LINE = re.compile(
-    r"[*_`]{0,3}(?:Killed(?:: 9)?|已杀死|已砍掉|Getötet|Processus arrêté|Terminado \(killed\)|強制終了|Убито|Ucciso|죽었음"
-    r"|Unicestwiony)[*_`]{0,3}$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$"
-)
-"""The word as shells print it, in the languages they print it in."""
-_AFTER_PROGRESS = re.compile(r"(?:[\d%\])|█-▏=>#.]|\d%\|[^|]{0,300})Killed(?:: 9)?$")
-"""The same behind a progress bar or a step that had no end of line yet."""
-
-
-def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
-    """The one word that a shell prints, perhaps followed by the command."""
-    short = (index for index, line in enumerate(view.lines) if len(line.text) < _LONGEST_KILLED)
-    found = [index for index in short if _KILLED_LINE.match(view.lines[index].text)]
-    found += [
-        index
-        for index, line in enumerate(view.lines)
-        if line.text.endswith(("Killed", "Killed: 9")) and _AFTER_PROGRESS.search(line.text)
-    ]
-    yield from both_ends(
-        sorted(found),
-        lambda index: Finding(
-            Kind.HOST_OOM_KILLED,
-            confidence=SUSPECTED,
-            weight=Weight.KILLED,
-            phase="unknown",
-            line=index,
-            last_line=index,
-        ),
-    )
-
-
-_LONGEST_KILLED = 120
 _MOST_ERRORS = 60
 _ERROR_LINE = re.compile(
     r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupted|NotFound|Failure|Timeout|Expired"

@@ -25,6 +25,7 @@ ENDS: tuple[Pattern, ...] = (
     # Slurm counts the cache of files, too: many of these jobs end well.
     Pattern(r"Exceeded (?:job|step) memory limit at some point", KILLED, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"(?i:task \d+:? out of memory|tasks have been oom killed)", KILLED, 0.95),
+    Pattern(r"(?i:gone over memory limit of) (?P<allowed>SIZE)", KILLED, 0.93),
     Pattern(
         r"(?i:(?:exceeded|over|above) (?:the|an?)? (?:job|step|virtual|requested|its|cgroup|hard|container|process)? "
         r"(?:memory|vmem|mem) (?:usage )?(?:resource )?(?:hard )?(?:limit|request)(?! at some point))",
@@ -46,7 +47,8 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?i:memory limit) (?:of)? (?P<allowed>SIZE)? exceeded(?: with (?P<process>SIZE) used)?", KILLED, 0.8),
     Pattern(r"(?i:memory quota (?:vastly )?exceeded|over(?:ran)? (?:its )?memory budget)", KILLED, 0.8),
     Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.85),
-    Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory|container killed due to memory)", KILLED),
+    Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory (?:limits\. SIZE of (?P<allowed>SIZE) physical)?)", KILLED),
+    Pattern(r"(?i:container killed due to memory)", KILLED),
     Pattern(
         r"(?i:(?:job|container|worker|pod|task|process|executor|session|kernel|instance) (?:\d{1,12} )?(?:was |has been )?"
         r"(?:killed|terminated|evicted) (?:by\w{1,36}?)?(?:due to|because of|for) (?:(?:excessive|too much|exceeding"

@@ -322,7 +322,7 @@ def _without_front(shown: str) -> tuple[str, int | None]:
 # White space, and the backslash of a line that is continued.
 _SPACE = re.compile(r"\s+|\\$")
 _WORD = re.compile(r"\w")
-_TRACEBACK = "Traceback (most recent call last)"
+TRACEBACK = "Traceback (most recent call last)"
 
 
 class JoinedLines:
@@ -403,6 +403,6 @@ class LogText:
             if line.rank != rank or line.bar:
                 continue
             found.append(line)
-            if line.gap or len(found) >= most or (line.text.startswith(_TRACEBACK) and len(found) > 1):
+            if line.gap or len(found) >= most or (line.text.startswith(TRACEBACK) and len(found) > 1):
                 break
         return found[::-1]

@@ -145,7 +145,7 @@ bytes: the allocator requests more than it prints, and memory can become free af
 
 
 _XPU_LIMIT = 4 << 30
-"""The driver of Intel GPUs refuses larger allocations, unless it is told otherwise."""
+"""The driver of Intel GPUs refuses larger allocations by default."""
 
 
 def refusals(diagnosis: Diagnosis) -> tuple[Remedy, ...]:

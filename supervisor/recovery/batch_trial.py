@@ -65,7 +65,7 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
     effective = split.batch * split.accumulation * settings.world_size
     if effective != settings.effective_batch:
         change = (effective - settings.effective_batch) / settings.effective_batch
-        batches = f"{settings.effective_batch} -> {effective} ({change * 100:+.1f} %)"
+        batches = f"{settings.effective_batch} -> {effective} ({units.change(change)})"
         return f"{title}, accumulation {split.accumulation}: the effective batch would change, {batches}"
     tried = [batch for batch in failed if batch <= split.batch]
     if tried:
@@ -74,7 +74,7 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
         size = f"{units.size(forecast.peak_bytes)} of {units.size(forecast.total_bytes)}"
         return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
     if split.batch > settings.batch * LARGEST_STEP:
-        return f"{title}: a step of {split.batch / settings.batch - 1:+.0%}; at most +25 % is tried at once"
+        return f"{title}: a step of {units.change(split.batch / settings.batch - 1, 0)}; at most +25 % is tried at once"
     if forecast is None or forecast.fraction is None:
         return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
     return None
@@ -151,10 +151,10 @@ def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, st
     )
     needed = max(STANDARD_ERRORS * error, LEAST_GAIN * old)
     gain = new - old
-    words = f"samples/s {old:.1f} -> {new:.1f} ({gain / old * 100:+.1f} %)"
+    words = f"samples/s {old:.1f} -> {new:.1f} ({units.change(gain / old)})"
     if gain > needed:
-        return True, f"{words}, more than the {needed / old:.1%} that chance explains"
-    return False, f"{words}, not more than the {needed / old:.1%} that chance explains"
+        return True, f"{words}, more than the {units.percent(needed / old)} that chance explains"
+    return False, f"{words}, not more than the {units.percent(needed / old)} that chance explains"
 
 
 def proposed(advice: Advice | None) -> Change:

@@ -161,16 +161,16 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
     if wait is None:
         return "unknown", "not known: the program does not report the parts of its updates"
     if wait >= WAITS:
-        return "data", f"waiting for data: {wait:.0%} of each update"
-    work = f"only {wait:.0%} of each update waits for data"
+        return "data", f"waiting for data: {units.percent(wait, 0)} of each update"
+    work = f"only {units.percent(wait, 0)} of each update waits for data"
     if not m.on_gpu:
         return "compute", f"compute-bound: {work}, the rest is arithmetic on the CPU"
     if m.sm_active_fraction is not None:
-        idle, of = m.sm_active_fraction < IDLE_SM, f"{m.sm_active_fraction:.0%} of the multiprocessors have work"
+        idle, of = m.sm_active_fraction < IDLE_SM, f"{units.percent(m.sm_active_fraction, 0)} of the multiprocessors have work"
     elif m.power_fraction is not None:
-        idle, of = m.power_fraction < IDLE_POWER, f"the GPU draws {m.power_fraction:.0%} of its power limit"
+        idle, of = m.power_fraction < IDLE_POWER, f"the GPU draws {units.percent(m.power_fraction, 0)} of its power limit"
     elif m.utilization_fraction is not None and m.utilization_fraction >= BUSY:
-        idle, of = False, f"the GPU is busy {m.utilization_fraction:.0%} of the time"
+        idle, of = False, f"the GPU is busy {units.percent(m.utilization_fraction, 0)} of the time"
     else:
         return "unknown", f"not known: {work}, and neither the multiprocessors' activity nor the power is reported"
     if idle:
@@ -195,10 +195,12 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         "optimizer": m.optimizer_seconds,
     }
     if m.step_seconds:
-        split = [f"{name} {seconds / m.step_seconds:.0%}" for name, seconds in parts.items() if seconds is not None]
+        split = [
+            f"{name} {units.percent(seconds / m.step_seconds, 0)}" for name, seconds in parts.items() if seconds is not None
+        ]
         rest = 1 - sum(seconds or 0.0 for seconds in parts.values()) / m.step_seconds
         if split and rest >= _WORTH_NAMING:
-            split.append(f"{_REST if None not in parts.values() else 'not reported'} {rest:.0%}")
+            split.append(f"{_REST if None not in parts.values() else 'not reported'} {units.percent(rest, 0)}")
         speed = "" if m.samples_per_second is None else f", {m.samples_per_second:.1f} samples/s"
         of = f" ({', '.join(split)})" if split else ""
         yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}{speed}"
@@ -208,7 +210,7 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         "of the power limit": m.power_fraction,
         "of its memory used": m.gpu_fraction,
     }
-    known = [f"{fraction:.0%} {words}" for words, fraction in gpu.items() if fraction is not None]
+    known = [f"{units.percent(fraction, 0)} {words}" for words, fraction in gpu.items() if fraction is not None]
     if known:
         yield f"GPU: {', '.join(known)}"
     if m.host_fraction is not None:
@@ -351,7 +353,8 @@ def _offload_off(m: Measured, settings: Settings) -> _Rung:
     if m.gpu_fraction is None or m.gpu_free_bytes is None:
         return "optimizer offload off: how much GPU memory is free is not known"
     if m.gpu_fraction >= 0.6:
-        return f"optimizer offload off: {m.gpu_fraction:.0%} of the GPU is already used, so the optimizer may not fit"
+        used = units.percent(m.gpu_fraction, 0)
+        return f"optimizer offload off: {used} of the GPU is already used, so the optimizer may not fit"
     return Remedy(
         id="offload_off",
         title=f"optimizer offload off: {units.size(m.gpu_free_bytes)} of the GPU are free",

@@ -192,7 +192,9 @@ def checkpointing(situation: Situation) -> Rung:
     if not situation.can_checkpoint:
         return "gradient checkpointing: this model cannot recompute its activations"
     line = situation.line()
-    why = f"base + {CHECKPOINTED:.0%} of the part that grows with the batch (checkpointing saves 30 to 50 % of it)"
+    why = (
+        f"base + {units.percent(CHECKPOINTED, 0)} of the part that grows with the batch (checkpointing saves 30 to 50 % of it)"
+    )
     return situation.rung(
         "checkpointing",
         "activations are recomputed in the backward pass instead of kept; 20 to 30 % slower",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis import allocator, log, phase, text
+from memtop.supervisor.diagnosis import allocator, kills, phase, text
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.finding import Pattern, compiled
 from memtop.supervisor.diagnosis.log import PATTERNS
@@ -25,7 +25,7 @@ _parser: Any = importlib.import_module("re._parser" if hasattr(re, "_parser") el
 OF_A_VIEW = [
     *(pattern.regex for pattern in PATTERNS),
     *(value for value in vars(allocator).values() if isinstance(value, re.Pattern)),
-    log.VICTIM,
+    kills.VICTIM,
 ]
 # Tried at every position of a line.
 SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in phase.RULES)]

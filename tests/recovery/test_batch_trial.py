@@ -50,7 +50,7 @@ def test_a_step_is_the_largest_within_a_quarter() -> None:
     assert larger_splits(FIRST) == [Split(batch=b, accumulation=a) for b, a in ((10, 4), (20, 2), (40, 1))]
     step, refused = next_split(FIRST, small)
     assert step == Split(batch=10, accumulation=4)
-    assert "+150%" in refused[0]
+    assert "+150 %" in refused[0]
     step, _ = next_split(replace(FIRST, batch=20, accumulation=12), small)
     assert step == Split(batch=24, accumulation=10)
 

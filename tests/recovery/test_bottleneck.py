@@ -68,7 +68,7 @@ def test_the_evidence_is_computed_from_the_measurements() -> None:
     evidence = "\n".join(advise(BUSY, T5, line).evidence)
     assert "96.2 % used" in evidence or "96.3 % used" in evidence
     assert "52.5 % used" in evidence
-    assert "57% of its memory used" in evidence
+    assert "57 % of its memory used" in evidence
 
 
 def test_a_busy_gpu_that_does_not_wait_is_compute_bound() -> None:

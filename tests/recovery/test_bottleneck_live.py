@@ -135,7 +135,7 @@ def refuse_what_must_not_be_tried(runs: Runs) -> None:
     """Each refusal is one line."""
     for assignments, error, words in (
         ({"batch": "10"}, RefusedError, "effective batch 40 -> 50"),
-        ({"batch": "40", "accumulation": "1"}, RefusedError, "+400%"),
+        ({"batch": "40", "accumulation": "1"}, RefusedError, "+400 %"),
         ({"batch": "8"}, UsageError, "nothing changes"),
         ({"batch": "0"}, UsageError, "batch"),
     ):

@@ -200,7 +200,7 @@ def test_checkpointing_is_estimated_for_activations_only() -> None:
     assert found.forecast is not None
     # 3.25 GiB stay, and 30 % of the other 16.48 are saved: not 30 % of the peak.
     assert found.forecast.peak_bytes / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)
-    assert found.forecast.basis.startswith("estimate: base + 70%")
+    assert found.forecast.basis.startswith("estimate: base + 70 %")
     assert found.speed == 0.75
     measured_on = (
         peak(replace(T5, gradient_checkpointing=True), 16, 6.0),

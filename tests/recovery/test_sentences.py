@@ -142,9 +142,9 @@ def test_the_parts_of_an_update_add_up() -> None:
         optimizer_seconds=0.01,
     )
     (line, *_) = advise(measured, CPU_RUN).evidence
-    assert "optimizer 1%, the rest (gradient clipping and all-reduce, reports, saves) 24%" in line
+    assert "optimizer 1 %, the rest (gradient clipping and all-reduce, reports, saves) 24 %" in line
     (line, *_) = advise(replace(measured, optimizer_seconds=None), CPU_RUN).evidence
-    assert "backward 48%, not reported 25%" in line
+    assert "backward 48 %, not reported 25 %" in line
     (line, *_) = advise(replace(measured, forward_seconds=0.51), CPU_RUN).evidence
     assert "the rest" not in line
 

@@ -9,16 +9,32 @@ from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.effects import AddEvent, Effect, Reply
-from memtop.supervisor.run.events import Now, Occurrence, Replayed, Reported, States, SupervisorStarted, Tick
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.run.effects import AddEvent, ClearLeftovers, Effect, Reply
+from memtop.supervisor.run.events import (
+    Examined,
+    LeftoversCleared,
+    Now,
+    Occurrence,
+    ProgramEnded,
+    RemedyFacts,
+    Replayed,
+    Reported,
+    Requested,
+    States,
+    SupervisorStarted,
+    Tick,
+)
 from memtop.supervisor.run.model import CurrentAttempt, Model, Run
+from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
-from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.folder import RunSpec, StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
-from memtop.supervisor.wire import Answer, Checkpoint, Phase, RunState
+from memtop.supervisor.wire import Answer, Change, Checkpoint, Phase, Proposal, Restart, RunState, Stop
 from tests.run.reported import reported
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -122,3 +138,34 @@ def taken_over(*rows: Attempt, reports: tuple[dict[str, Any], ...] = (), **value
         brain.tell(Reported(rank=0, report=reported(one), replayed=True))
     brain.tell(Replayed())
     return brain
+
+
+def stop(brain: Brain) -> None:
+    brain.tell(Requested(client=1, request=Stop(id=3), states=brain.model.states))
+
+
+def restart(brain: Brain, change: Change | None = None, number: int = 1) -> None:
+    brain.tell(Requested(client=1, request=Restart(id=number, change=change or Change()), states=brain.model.states))
+
+
+def end(brain: Brain, status: int | None = 0, *kept: int) -> None:
+    """The program ends, and so does what it left behind."""
+    brain.tell(ProgramEnded(ended=brain.wall, status=status))
+    assert brain.asked(ClearLeftovers)
+    brain.tell(LeftoversCleared(log=LogEnd(lines=("boom",)), states=states(*kept) if kept else brain.model.states))
+
+
+def proposal(brain: Brain) -> Proposal:
+    shown = run_state(brain.model).proposal
+    assert shown is not None
+    return shown
+
+
+def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: RemedyFacts | None = None, problem: str | None = None) -> None:
+    end(brain, 1)
+    found = Diagnosis(kind=kind, confidence=0.97, summary=f"it died of {kind.value}")
+    brain.tell(Examined(diagnosis=found, facts=facts or RemedyFacts(), problem=problem))
+
+
+def spec(name: str, created: float = 1.0) -> RunSpec:
+    return RunSpec(name=name, created=created, settings=SETTINGS, cwd="/", memtop_version="0")

@@ -166,9 +166,9 @@ def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> N
     assert f"finished (the main program ended; memtop ended the processes that it left behind: pid {pid} (python" in done.stderr
 
 
-# A launcher that waits for its rank, which leads a session of its own, as under torchrun: a rank that
-# only led a group would get SIGHUP from the kernel when the launcher ends while it is stopped. The
-# rank saves on SIGTERM.
+# A launcher that waits for its rank, which leads a session of its own, as under torchrun. If it
+# only led a group, it would get SIGHUP from the kernel when the launcher ends while it is stopped.
+# The rank saves on SIGTERM.
 LAUNCHES = """
 import os, pathlib, signal, sys, time
 def forward(*_):

@@ -20,7 +20,7 @@ from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.wire import HistoryRows, Phase, RunState
-from tests.run.test_pieces import no_file_grows
+from tests.conftest import no_file_grows
 
 DAY = 86_400
 # A multiple of ten minutes.

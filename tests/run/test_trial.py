@@ -129,7 +129,7 @@ def test_a_change_that_is_not_faster_is_undone() -> None:
     world = World()
     world.begin(7, live=True)
     world.go_on(2 * UPDATES + 10)
-    assert outcome(world) == ("undone", "samples/s 16.0 -> 16.0 (+0.0 %), not more than the 1.0% that chance explains")
+    assert outcome(world) == ("undone", "samples/s 16.0 -> 16.0 (+0.0 %), not more than the 1.0 % that chance explains")
     assert world.program == world.facts.settings == BEFORE
     assert names(world.asked)[-2:] == ["AskChange", "Record"]
 

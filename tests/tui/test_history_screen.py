@@ -12,7 +12,7 @@ from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.tui.history import Curve, HistoryScreen, HistoryView, draw, reading
 from memtop.tui.line import plain
-from tests.run.test_pieces import spec
+from tests.run.brain import spec
 from tests.tui.support import RecordingFeed, click, opened, press, run_state, screen_text, settle
 
 START = 1_760_000_400.0

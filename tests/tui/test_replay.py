@@ -21,7 +21,7 @@ from memtop.tui.app import DashboardApp
 from memtop.tui.feed import Disconnected, FeedMessage, ReplayPosition
 from memtop.tui.replay import Clock, FolderRecording, ReplayFeed
 from memtop.tui.store import Store, fold
-from tests.run.test_pieces import SETTINGS, spec
+from tests.run.brain import SETTINGS, spec
 from tests.tui.support import press, screen_text, settle
 
 START = 1_760_000_400.0

@@ -30,7 +30,7 @@ def test_an_exact_split_leaves_training_unchanged() -> None:
 def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "6"}, "standard")
     assert plan.change == Change(assignments={"batch": "6"})
-    assert "32 -> 24 (-25.0%): changes training; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
+    assert "32 -> 24 (-25.0 %): changes training; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
 
 
 def test_another_sequence_length_changes_the_data() -> None:

@@ -149,8 +149,12 @@ def test_a_trial_that_still_measures_has_one_side() -> None:
 @pytest.mark.parametrize(
     ("bottleneck", "summary", "shown"),
     [
-        ("compute", "compute-bound: only 1% of each update waits for data", "The run is compute-bound Only 1% of each update"),
-        ("data", "waiting for data: 40% of each update", "The run is data-bound Waiting for data: 40% of each update"),
+        (
+            "compute",
+            "compute-bound: only 1 % of each update waits for data",
+            "The run is compute-bound Only 1 % of each update",
+        ),
+        ("data", "waiting for data: 40 % of each update", "The run is data-bound Waiting for data: 40 % of each update"),
         ("unknown", "not known yet: 3 updates measured, 16 are needed", "Not known yet: 3 updates measured"),
     ],
 )

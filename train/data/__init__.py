@@ -73,7 +73,7 @@ def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel)
     report = pairs.cut_report()
     note = (
         f"data.{split}: {report['cut']} of {report['examined']} examined samples exceed T {settings.seq_len} and are cut; "
-        f"{report['dropped_tokens_fraction']:.1%} of the tokens are lost"
+        f"{report['dropped_tokens_fraction'] * 100:.1f} % of the tokens are lost"
     )
     return RowSamples(pairs), [note] if report["cut"] else []
 

@@ -1,0 +1,58 @@
+"""The shim between supervisor and program: how the program ended, and its environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.run.processes import shim
+from memtop.supervisor.run.processes.attempt import allocator_environment
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(3)", 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler", 0),
+        ("import os; assert os.getsid(0) == os.getpid()", 0),
+    ],
+)
+def test_the_shim_records_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
+    command = {"argv": [sys.executable, "-c", program], "cwd": str(tmp_path), "environment": {"MARK": "1"}}
+    (tmp_path / "command.json").write_text(json.dumps(command))
+    done = subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=False, timeout=120)
+    assert done.returncode == (status if status >= 0 else 128 - status)
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == status
+    assert json.loads((tmp_path / "process.json").read_text())["pid"] > 0
+
+
+def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) -> None:
+    command = {"argv": ["no-such-program"], "cwd": str(tmp_path), "environment": {}}
+    (tmp_path / "command.json").write_text(json.dumps(command))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=False, timeout=120)
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == 127
+    assert "no-such-program: cannot be started" in (tmp_path / "output.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "inherited", "expected"),
+    [
+        ("", {}, None),
+        ("expandable_segments:True", {}, "expandable_segments:True"),
+        (
+            "expandable_segments:True",
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            "max_split_size_mb:64,expandable_segments:True",
+        ),
+        ("expandable_segments:True", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+    ],
+)
+def test_allocator_options_are_added_to_the_users_own(wanted: str, inherited: dict[str, str], expected: str | None) -> None:
+    found = allocator_environment(wanted, inherited)
+    assert found == ({} if expected is None else dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), expected))

@@ -1,0 +1,268 @@
+"""A stop: which signals go to the program and when, and what becomes of what it leaves behind. No
+process; the test sets the clock."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.effects import AskRanks, Launch, Signal, Target
+from memtop.supervisor.run.events import (
+    AgentAnswer,
+    Answered,
+    Examined,
+    LeftoversCleared,
+    LeftoversFound,
+    NamedProcess,
+    ProgramEnded,
+    RemedyFacts,
+    Requested,
+    Signalled,
+    StoodStill,
+)
+from memtop.supervisor.run.post_mortem.log_end import LogEnd
+from memtop.supervisor.run.state import run_state
+from memtop.supervisor.run.stop_ladder import Waits
+from memtop.supervisor.run.stop_ladder import begin as begin_ladder
+from memtop.supervisor.wire import CheckpointNow, Outcome, Phase
+from tests.run.brain import SETTINGS, Brain, end, stop, training
+from tests.run.reported import heard
+
+
+def rungs(brain: Brain, *waits: float) -> list[str]:
+    """The signals that are sent at these moments, each counted from the one before."""
+    sent = []
+    for wait in waits:
+        for effect in brain.tick(after=wait):
+            if isinstance(effect, Signal) and effect.target is not Target.STOPPED:
+                sent.append(effect.name)
+                brain.tell(Signalled(name=effect.name, processes=(NamedProcess(5, "python"),)))
+    return sent
+
+
+def test_the_ladder_climbs_only_as_time_passes() -> None:
+    ladder = begin_ladder(Waits(graceful=60, terminate=40), 0.0, asked=True)
+    names = []
+    for now in (0.0, 59.9, 60.0, 61.0, 99.9, 100.0, 5000.0):
+        ladder, rung = ladder.next(now)
+        names.append(rung.name if rung else None)
+    assert names == [None, None, "SIGTERM", None, None, "SIGKILL", "SIGKILL"]
+
+
+def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
+    plain = Waits()
+    assert plain.stretched(1.0, 2.0) == plain.stretched(1.0, 2.0, saves_on_sigterm=True) == plain
+    assert plain.stretched(100.0).graceful == 230.0
+    external = plain.stretched(1.0, 150.0)
+    assert (external.graceful, external.terminate) == (330.0, plain.terminate)
+    ours = plain.stretched(1.0, 150.0, saves_on_sigterm=True)
+    assert (ours.graceful, ours.terminate, ours.interrupt, ours.kill) == (330.0, 330.0, plain.interrupt, plain.kill)
+    assert ours.why == "a save or an evaluation has taken it 150 s"
+    # A program that hangs is ended, however long it has been silent before.
+    assert plain.stretched(1.0, 1e9, saves_on_sigterm=True).terminate == 30.0 + 2 * 1800.0
+    assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
+
+
+@pytest.mark.parametrize("work", ["checkpoint", "evaluation"])
+def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: str) -> None:
+    brain = training(agents=frozenset({0}))
+    if work == "checkpoint":
+        # The supervisor may have begun after the update before it.
+        progress = heard(replace(brain.model.progress, step=None), {"type": "checkpoint", "updates": 7, "seconds": 150.0})
+    else:
+        progress = heard(brain.model.progress, {"type": "evaluation", "update": 7, "time": 90000.0, "clock": 1140.0})
+    brain.model = replace(brain.model, progress=replace(progress, offers=frozenset({"stop"})))
+    stop(brain)
+    assert [ask.name for ask in brain.asked(AskRanks)] == ["stop"]
+    assert rungs(brain, 329.0, 1.0, 329.0, 1.0) == ["SIGTERM", "SIGKILL"]
+    assert brain.messages("stop")[0].endswith("SIGTERM follows in 330 s (a save or an evaluation has taken it 150 s)")
+
+
+@pytest.mark.parametrize("why", ["external command", "stands still"])
+def test_a_program_that_does_not_save_on_a_signal_is_not_given_longer(why: str) -> None:
+    brain = training(settings=None if why == "external command" else SETTINGS)
+    brain.model = replace(brain.model, progress=replace(brain.model.progress, longest_pause=150.0))
+    if why == "stands still":
+        brain.tell(StoodStill("CUDA out of memory"))
+    else:
+        stop(brain)
+    assert rungs(brain, 0.0, 15.0, 40.0) == ["SIGINT", "SIGTERM", "SIGKILL"]
+
+
+def test_a_program_that_declines_to_stop_gets_signals_at_once_but_only_once() -> None:
+    brain = training(agents=frozenset({0}))
+    stop(brain)
+    no = Answered(ask=brain.asked(AskRanks)[0].ask, answers=(AgentAnswer(rank=0, ok=False, message="no"),))
+    brain.tell(no)
+    brain.tell(no)
+    assert rungs(brain, 0.2, 0.2) == ["SIGINT"]
+    assert brain.messages("stop")[-1] == "SIGINT sent to pid 5 (python); SIGTERM follows in 15 s"
+
+
+def test_a_stop_says_what_it_did_and_answers_even_if_the_program_survives_it() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    assert rungs(brain, 0.0, 15.0, 40.0) == ["SIGINT", "SIGTERM", "SIGKILL"]
+    said = [(answer.outcome, answer.message) for answer in brain.answers()]
+    assert said[-1] == (Outcome.ACCEPTED, "SIGKILL sent to pid 5 (python)")
+    survivor = copy.deepcopy(brain)
+    end(brain, -9)
+    last = brain.answers()[-1]
+    assert (last.outcome, last.message) == (
+        Outcome.DONE,
+        "stopped: killed by signal 9 (SIGKILL); SIGKILL sent to pid 5 (python)",
+    )
+    # A process that waits for a device does not end, whoever asks.
+    assert rungs(survivor, 29.0, 1.0, 30.0, 30.0) == ["SIGKILL"] * 3
+    assert survivor.answers()[-1].outcome is Outcome.FAILED
+    assert "has not ended after SIGKILL" in survivor.answers()[-1].message
+    assert len(survivor.messages("warning")) == 1
+    stop(survivor)
+    assert rungs(survivor, 30.0) == ["SIGKILL"]
+    assert [answer.outcome for answer in survivor.answers()[-2:]] == [Outcome.ACCEPTED, Outcome.FAILED]
+    end(survivor, -9)
+    assert (survivor.model.phase, survivor.model.warnings) == (Phase.STOPPED, {})
+
+
+def test_a_stopped_program_is_named_and_carries_out_nothing() -> None:
+    brain = training(agents=frozenset({0}))
+    brain.tick(stopped=(5,), trainer_pid=5)
+    words = "the program (pid 5) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5` lets it continue"
+    assert run_state(brain.model).warnings == (words,)
+    brain.tell(Requested(client=1, request=CheckpointNow(id=3), states=brain.model.states))
+    assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.REFUSED, words)
+    brain.tick(trainer_pid=5)
+    assert brain.model.warnings == {}
+    brain.tell(Requested(client=1, request=CheckpointNow(id=4), states=brain.model.states))
+    assert brain.answers()[-1].outcome is Outcome.ACCEPTED
+
+
+def test_a_stopped_rank_is_named_and_nothing_is_asked_of_the_program() -> None:
+    brain = training(agents=frozenset({0}))
+    brain.tick(stopped=(7, 8), trainer_pid=5)
+    words = "ranks of the program (pids 7, 8) are stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7 8` lets them continue"
+    assert run_state(brain.model).warnings == (words,)
+    brain.tell(Requested(client=1, request=CheckpointNow(id=3), states=brain.model.states))
+    assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.REFUSED, words)
+
+
+@pytest.mark.parametrize(
+    ("pids", "words"),
+    [
+        ((5,), "the program (pid 5) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5` lets it continue"),
+        ((7,), "a rank of the program (pid 7) is stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7` lets it continue"),
+        (
+            (5, 7),
+            "the program (pid 5) and a rank of it (pid 7) are stopped (SIGSTOP or Ctrl-Z): `kill -CONT 5 7` lets them continue",
+        ),
+        (
+            (3, 5, 7),
+            "the program (pid 5) and ranks of it (pids 3, 7) are stopped (SIGSTOP or Ctrl-Z): "
+            "`kill -CONT 3 5 7` lets them continue",
+        ),
+    ],
+)
+def test_all_that_is_stopped_is_named(pids: tuple[int, ...], words: str) -> None:
+    assert explain.program_stopped(pids, 5) == words
+
+
+def test_nothing_is_said_of_a_stop_in_which_nothing_was_stopped() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    brain.tick()
+    before = brain.messages("stop")
+    brain.tell(Signalled(name="SIGCONT", processes=()))
+    assert brain.messages("stop") == before
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_stopped_program_is_continued_once_before_it_is_ended(asked: bool) -> None:
+    brain = training(agents=frozenset({0} if asked else ()))
+    brain.model = replace(brain.model, progress=replace(brain.model.progress, offers=frozenset({"stop"})))
+    if not asked:
+        brain.tick(stopped=(5,), trainer_pid=5)
+    stop(brain)
+    found: list[str] = []
+    for after in (0.2, 0.2, 60.0, 40.0):
+        sent = [one for one in brain.tick(after, stopped=(5,), trainer_pid=5) if isinstance(one, Signal)]
+        for signal in sent:
+            found.append(signal.name)
+            brain.tell(Signalled(name=signal.name, processes=(NamedProcess(5, "python"),)))
+    first = ["SIGCONT"] if asked else ["SIGINT", "SIGCONT"]
+    assert found == [*first, "SIGTERM", "SIGCONT", "SIGKILL"]
+    assert brain.messages("stop").count("stopped by a signal (SIGSTOP or Ctrl-Z): SIGCONT sent to pid 5 (python)") == 2
+    assert brain.model.signalled == "SIGKILL sent to pid 5 (python)"
+
+
+def test_a_program_that_is_stopped_between_two_signals_is_continued_once() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    found = [
+        [one.name for one in brain.tick(stopped=stopped, trainer_pid=5) if isinstance(one, Signal)]
+        for stopped in ((), (), (5,), (5,), (5, 7), (), (5,))
+    ]
+    assert found == [["SIGINT", "SIGCONT"], [], ["SIGCONT"], [], ["SIGCONT"], [], []]
+
+
+def test_a_signal_that_the_kernel_refuses_is_reported_with_the_reason() -> None:
+    brain = training(settings=None)
+    stop(brain)
+    brain.tick()
+    brain.tell(Signalled(name="SIGINT", processes=(), refused=("process 5: the kernel refused SIGINT: not permitted",)))
+    words = "SIGINT sent to no process; not sent: process 5: the kernel refused SIGINT: not permitted"
+    assert brain.messages("stop")[-1].startswith(words)
+
+
+def test_what_a_program_leaves_behind_is_named() -> None:
+    brain = training(settings=None)
+    brain.tell(ProgramEnded(ended=brain.wall, status=0))
+    left = tuple(NamedProcess(pid, "worker") for pid in range(10, 18))
+    brain.tell(LeftoversFound(name="SIGTERM", processes=left))
+    brain.tell(LeftoversFound(name="SIGKILL", processes=left[:1]))
+    brain.tell(LeftoversFound(name=None, processes=left[:1]))
+    assert brain.messages("leftovers") == [
+        "SIGTERM to what the program left behind: " + ", ".join(f"pid {pid} (worker)" for pid in range(10, 16)) + " and 2 more",
+        "SIGKILL to what the program left behind: pid 10 (worker)",
+        "left behind by the program and still there after SIGKILL: pid 10 (worker)",
+    ]
+    brain.tell(LeftoversCleared(log=LogEnd(), states=brain.model.states))
+    assert brain.model.phase is Phase.FINISHED
+    assert brain.model.reason is not None
+    words = "the main program ended; memtop ended the processes that it left behind: pid 10 (worker), pid 11"
+    assert brain.model.reason.startswith(words)
+
+
+@pytest.mark.parametrize("reported_end", [False, True])
+def test_a_run_whose_rank_was_ended_in_the_background_has_not_finished(reported_end: bool) -> None:
+    brain = training(settings=None)
+    brain.report({"type": "hello", "rank": 0, "pid": 11, "offers": []})
+    if reported_end:
+        brain.report({"type": "end", "outcome": "finished", "saved": True})
+    brain.tell(ProgramEnded(ended=brain.wall, status=0))
+    brain.tell(LeftoversFound(name="SIGTERM", processes=(NamedProcess(10, "bash"), NamedProcess(11, "python"))))
+    brain.tell(LeftoversCleared(log=LogEnd(lines=("step 7",)), states=brain.model.states))
+    if reported_end:
+        assert brain.model.phase is Phase.FINISHED
+        return
+    found = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary="nothing is known")
+    brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
+    assert brain.model.phase is Phase.FAILED
+    assert brain.model.reason is not None
+    assert brain.model.reason.startswith("the main program ended while pid 11 (python) was still training, so memtop")
+    assert brain.asked(Launch) == []
+
+
+def test_a_finished_program_that_waits_for_space_is_not_ended() -> None:
+    brain = training()
+    words = "finished update 7, waiting for space"
+    brain.report({"type": "save_failed", "update": 7, "message": words, "waiting": True})
+    brain.tell(StoodStill(words))
+    assert (brain.model.stalled, brain.model.ladder) == (None, None)
+    brain.report({"type": "checkpoint", "updates": 7})
+    brain.tell(StoodStill(words))
+    assert brain.model.stalled == words
+    assert brain.model.ladder is not None
