@@ -71,6 +71,7 @@ _SLOW_FILES = (
     "tests/train/test_exact_progress.py",
     "tests/train/test_processes.py",
     "tests/test_cli.py",
+    "tests/test_surroundings.py",
     "tests/test_export_command.py",
     "tests/train/test_recipes.py",
     "tests/train/test_disk_wait.py",

@@ -85,3 +85,6 @@ def read(name: str) -> list[Log]:
 def of(text: str = "", **evidence: Any) -> Diagnosis:
     """The diagnosis of this text, with these fields of `Evidence`."""
     return diagnose([text.encode()], Evidence(**evidence))
+
+
+PRINTED = "CUDA out of memory. Tried to allocate 30.00 MiB (GPU 0; 8.00 GiB total capacity; 7.50 GiB already allocated)\n"

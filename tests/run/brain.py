@@ -45,6 +45,36 @@ START = 900.0
 WALL = 1e6
 """The wall clock minus the monotonic clock: a rule that mixes them up must fail."""
 
+# What a program reports in its first update, in which memory runs out once.
+HELLO = {"type": "hello", "time": 10.0, "rank": 0, "pid": 2, "offers": []}
+PLAN = {"type": "plan", "time": 11.0, "updates": 0, "total_updates": 9, "device_uuid": None}
+OOM = {
+    "type": "oom",
+    "time": 12.0,
+    "survived": True,
+    "update": 1,
+    "message": "no memory",
+    "error": "MemoryError",
+    "rss_bytes": 300 * MIB,
+}
+SPLIT = {
+    "type": "settings",
+    "time": 13.0,
+    "update": 1,
+    "reason": "allocation failure",
+    "changes": {"batch": HALF.batch, "accumulation": HALF.accumulation},
+}
+STEP = {
+    "type": "step",
+    "time": 14.0,
+    "update": 1,
+    "samples_seen": SETTINGS.effective_batch,
+    "loss": 2.0,
+    "rss_bytes": 200 * MIB,
+}
+# Its first configuration.
+BEGUN = Configurations().begin_attempt(1, "start", SETTINGS, 9.0)
+
 E = TypeVar("E")
 
 

@@ -40,7 +40,7 @@ def own(runs: Runs, *options: str, program: tuple[str, ...], status: int) -> sub
     return runs.memtop("train", "--name", "a", "--headless", *options, "--", *program, status=status)
 
 
-@pytest.mark.parametrize(("on_oom", "why"), [("auto", "it is your own command"), ("ask", "--on-oom ask")])
+@pytest.mark.parametrize(("on_oom", "why"), [("auto", "your own command could begin from zero"), ("ask", "--on-oom ask")])
 def test_without_permission_to_restart_the_remedy_is_only_named(runs: Runs, on_oom: str, why: str) -> None:
     done = own(runs, "--on-oom", on_oom, program=(sys.executable, "-c", FRAGMENTED), status=1)
     assert "gpu_oom_fragmented: GPU 0" in done.stderr

@@ -99,7 +99,7 @@ def test_a_full_disk_is_waited_for_unless_the_command_would_begin_anew(external:
     die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     if external:
         assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
-        assert "which memtop does not start again by itself" in brain.messages("remedy")[0]
+        assert "so only you can start it again" in brain.messages("remedy")[0]
         return
     assert brain.model.restart is not None
     brain.tick(after=30.0, disk_free=0)
@@ -119,9 +119,7 @@ def test_a_users_command_is_never_started_again_by_itself(kind: Kind) -> None:
     brain = training(settings=None)
     die(brain, kind, RemedyFacts(disk_free_bytes=100 * GIB))
     assert (brain.model.restart, brain.model.phase, brain.asked(Launch)) == (None, Phase.FAILED, [])
-    assert (
-        proposal(brain).waiting == "it is your own command, which memtop does not start again by itself: it may begin from zero"
-    )
+    assert proposal(brain).waiting == "your own command could begin from zero, so only you can start it again"
     brain.tick(after=100.0, disk_free=100 * GIB)
     assert brain.asked(Launch) == []
 

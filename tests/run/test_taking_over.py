@@ -4,13 +4,11 @@ began."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec.structs import replace
@@ -18,41 +16,21 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run.effects import AddEvent, AskRanks, CloseUnstarted, DropRows, GiveUp, Launch, Signal
-from memtop.supervisor.run.events import AgentConnected, Command, Launched, Reported, Requested
-from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.effects import AddEvent, AskRanks, CloseUnstarted, GiveUp, Launch, Signal
+from memtop.supervisor.run.events import AgentConnected, Command, Launched, Requested
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
-from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.processes.attempt import ProcessFile
-from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
+from memtop.supervisor.run.record.configurations import ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
-from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.reports import Report, Step
 from memtop.supervisor.run.rules.survival import tried
-from memtop.supervisor.run.server import ControlServer, Publisher
-from memtop.supervisor.run.state import run_state, state_file
+from memtop.supervisor.run.state import state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.wire import (
-    Change,
-    CheckpointNow,
-    Edit,
-    Event,
-    FreeCache,
-    Outcome,
-    Phase,
-    Proposal,
-    Restart,
-    RunState,
-    Stop,
-)
+from memtop.supervisor.wire import Change, CheckpointNow, Edit, FreeCache, Outcome, Phase, Proposal, Restart, RunState, Stop
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
 from tests.recovery.injected import FATAL, TINY, inject
-from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
-
-# --- killed for real ------------------------------------------------------------------------------
+from tests.run.brain import BEGUN, HALF, HELLO, MIB, OOM, PLAN, SETTINGS, SPLIT, STEP, row, state_of, taken_over
 
 # Dies where the first state.json of an attempt would be written.
 KILLED = """
@@ -122,37 +100,6 @@ def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs
     assert (document["exit_status"], len(document["attempts"]), len(document["configurations"])) == (0, 1, 1)
 
 
-# --- with values ----------------------------------------------------------------------------------
-
-HELLO = {"type": "hello", "time": 10.0, "rank": 0, "pid": 2, "offers": []}
-PLAN = {"type": "plan", "time": 11.0, "updates": 0, "total_updates": 9, "device_uuid": None}
-OOM = {
-    "type": "oom",
-    "time": 12.0,
-    "survived": True,
-    "update": 1,
-    "message": "no memory",
-    "error": "MemoryError",
-    "rss_bytes": 300 * MIB,
-}
-SPLIT = {
-    "type": "settings",
-    "time": 13.0,
-    "update": 1,
-    "reason": "allocation failure",
-    "changes": {"batch": HALF.batch, "accumulation": HALF.accumulation},
-}
-STEP = {
-    "type": "step",
-    "time": 14.0,
-    "update": 1,
-    "samples_seen": SETTINGS.effective_batch,
-    "loss": 2.0,
-    "rss_bytes": 200 * MIB,
-}
-
-
-BEGUN = Configurations().begin_attempt(1, "start", SETTINGS, 9.0)
 DEAD = BEGUN.end("host_oom_killed", 4, 3, died_of_memory=True)
 
 
@@ -247,6 +194,8 @@ def test_a_cancelled_restart_is_not_resumed() -> None:
 
 
 OFFERS = {**HELLO, "offers": ["free_cache", "checkpoint", "stop", "change"]}
+
+
 HALVED = Change(assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)})
 
 
@@ -391,122 +340,6 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
         assert (now.unsaved, now.warnings) == (None, ("something else",))
         trainer.kill()
     assert not needs_supervisor(folder)
-
-
-# --- the ledger -----------------------------------------------------------------------------------
-
-
-class Heard:
-    """The events of one attempt, and what its ledger gets."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "ledger.sqlite"
-        self.reports: list[tuple[int, Report]] = []
-        self.steps: list[Step] = []
-        self.journal = folder / "rank-0.jsonl"
-        ledger = Ledger(self.path)
-        ledger.add_attempt(1, "start", SETTINGS, 9.0)
-        self.outbox = Outbox(ledger)
-        self.intake = Intake(folder, 1, self.outbox, lambda number, steps: self.steps.extend(steps))
-
-    def write(self, *reports: dict[str, Any]) -> None:
-        with self.journal.open("a") as file:
-            file.writelines(json.dumps(report) + "\n" for report in reports)
-
-    def read(self) -> None:
-        self.intake.read(lambda rank, report: self.reports.append((rank, report)), to_the_end=True)
-
-    def fill_the_disk(self, *, full: bool) -> None:
-        self.outbox.ledger.close()
-        self.outbox.ledger = Ledger(self.path, read_only=full)
-
-
-def test_a_full_disk_hides_nothing_of_what_the_program_reports(tmp_path: Path) -> None:
-    heard = Heard(tmp_path)
-    heard.fill_the_disk(full=True)
-    end = {"type": "end", "time": 15.0, "outcome": "failed", "message": "no space"}
-    heard.write(PLAN, OOM, SPLIT, STEP, end)
-    heard.read()
-    assert [type(report).__name__ for _, report in heard.reports] == ["Plan", "Oom", "SettingsChanged", "Step", "End"]
-    assert heard.outbox.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts")).id < 0
-    heard.outbox.update_attempt(1, {"start_updates": 0})
-    assert heard.outbox.problem is not None
-    assert heard.outbox.ledger.metrics() == []
-    heard.fill_the_disk(full=False)
-    heard.intake.store()
-    heard.outbox.retry()
-    ledger = heard.outbox.ledger
-    assert heard.outbox.problem is None
-    assert [event.kind for event in ledger.events()] == ["plan"]
-    assert [one.update for one in ledger.metrics()] == [1]
-    assert [attempt.start_updates for attempt in ledger.attempts()] == [0]
-    assert ledger.journal_offsets(1, 0) == (heard.journal.stat().st_size, 0)
-    heard.read()
-    assert len(heard.reports) == 5, "nothing is acted upon twice"
-
-
-def test_the_next_supervisor_repeats_what_is_stored_and_reads_the_rest(tmp_path: Path) -> None:
-    heard = Heard(tmp_path)
-    heard.write(PLAN, STEP)
-    heard.read()
-    heard.write({**STEP, "update": 2})
-    again = Intake(tmp_path, 1, heard.outbox, lambda number, steps: None)
-    repeated: list[Report] = []
-    again.replay(lambda rank, report: repeated.append(report))
-    assert [type(report).__name__ for report in repeated] == ["Plan", "Step"]
-    new: list[Report] = []
-    again.read(lambda rank, report: new.append(report))
-    assert [report.update for report in new if isinstance(report, Step)] == [2]
-    assert [one.update for one in heard.outbox.ledger.metrics()] == [1, 2]
-
-
-def test_steps_that_come_with_their_plan_are_shown(tmp_path: Path) -> None:
-    heard = Heard(tmp_path)
-    heard.write(PLAN, STEP)
-    server = ControlServer(tmp_path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
-    publisher = Publisher(heard.outbox.ledger, server)
-    peer = Mock(subscribed=True)
-    server.peers.add(peer)
-    brain = taken_over(row(), records=BEGUN.records)
-    intake = Intake(tmp_path, 1, heard.outbox, publisher.add_steps)
-
-    def act(rank: int, report: Report) -> None:
-        for effect in brain.tell(Reported(rank=rank, report=report)):
-            if isinstance(effect, DropRows):
-                publisher.take_back_from(effect.update)
-
-    intake.read(act)
-    publisher.tick(lambda: run_state(brain.model), None)
-    sent = b"".join(call.args[0] for call in peer.send_encoded.call_args_list)
-    (rows,) = [json.loads(line) for line in sent.splitlines() if json.loads(line)["type"] == "metrics"]
-    assert (rows["reset_from"], [one["update"] for one in rows["rows"]]) == (1, [1])
-
-
-def test_only_decisions_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    folder = RunFolder(tmp_path)
-    names = ("outbox", "publisher", "agents", "sensors", "post", "read_reports")
-    mocks = {name: Mock() for name in names}
-    performer = Performer(folder, Mock(), socket=tmp_path / "socket", is_displaced=lambda: False, **mocks)
-    model = taken_over(row(), records=BEGUN.records).model
-
-    def save(model: Model, *, decided: bool) -> tuple[bool, int]:
-        """Whether the file was written, and how often fsync was called."""
-        before = folder.state_path.stat().st_ino if folder.state_path.exists() else None
-        synced.clear()
-        assert performer.save_state(model, decided=decided) is None
-        return folder.state_path.stat().st_ino != before, len(synced)
-
-    assert save(model, decided=False) == (True, 2), "the file of the last supervisor may contain a decision"
-    assert save(model, decided=False) == (False, 0)
-    later = replace(model, warnings={"log": "long"})
-    assert save(later, decided=False) == (True, 0)
-    assert save(later, decided=True) == (True, 2), "the file and its name"
-    pending = replace(later, pending=Change(max_updates=5))
-    assert save(pending, decided=True) == (True, 2)
-    assert save(replace(pending, warnings={}), decided=False) == (False, 0)
-    assert save(later, decided=True) == (True, 2), "the file and its name"
 
 
 def test_a_split_within_the_program_is_neither_a_restart_nor_a_success() -> None:

@@ -135,7 +135,7 @@ def call_off(model: Model, why: str) -> Model:
     return note(model, "failed", why)
 
 
-_EXTERNAL = "it is your own command, which memtop does not start again by itself: it may begin from zero"
+_EXTERNAL = "your own command could begin from zero, so only you can start it again"
 
 
 def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Proposal, Decision]:

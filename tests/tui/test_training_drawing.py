@@ -1,0 +1,153 @@
+"""The drawings of a run: header, numbers, events, loss, and the line about the link."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.cells import cell_len
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.tui.dashboard.training import (
+    PHASE_MARKS,
+    draw_compact_training,
+    draw_events,
+    draw_header,
+    draw_loss,
+    draw_training,
+    notice,
+)
+from memtop.tui.feed import Connected, Disconnected, Followed, ReplayPosition
+from memtop.tui.line import plain, width_of
+from memtop.tui.store import Store, fold
+from tests.tui.support import GIB, NOW, gpu, machine, running, store_of, text_of
+
+
+def test_every_mark_is_one_cell() -> None:
+    assert all(cell_len(mark) == 1 for mark, _ in PHASE_MARKS.values())
+
+
+def test_training_numbers() -> None:
+    store = store_of(running(gpu()))
+    text = text_of(draw_training(store, 60, 10))
+    for expected in ("update 24 / 60", "40 %", "ETA 02:11:30", "loss 1.842 best 1.790", "lr 8.7e-05", "55.9 k tok/s"):
+        assert expected in text
+    assert "checkpoint update 20  12 s ago  1.0 GiB" in text
+
+
+def test_training_without_any_number_has_dashes() -> None:
+    bare = wire.RunState(name="mine", folder="x", state=wire.Phase.STARTING, created=NOW, command=("python", "mine.py"))
+    text = text_of(draw_training(store_of(wire.StateUpdate(run=bare)), 60, 10))
+    assert "update – / –" in text
+    assert "checkpoint none yet" in text
+    assert "0.0" not in text
+
+
+def test_an_incomplete_checkpoint_says_why() -> None:
+    saved = wire.Checkpoint(path="x", complete=False, problem="model.safetensors is missing")
+    text = text_of(draw_training(store_of(running(checkpoint=saved)), 70, 10))
+    assert "! not complete: model.safetensors is missing" in text
+
+
+def test_ranks_that_do_not_fit_are_counted() -> None:
+    ranks = tuple(RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
+    text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
+    assert "rank 1 CPU  ! its agent does not answer" in text
+    assert "6 more ranks" in text
+    over = text_of(draw_training(store_of(running(ranks=ranks, alive=False, state=wire.Phase.FINISHED)), 70, 9))
+    assert "rank" not in over, "its ranks are gone: not silent"
+
+
+@pytest.mark.parametrize("phase", list(wire.Phase))
+def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> None:
+    store = store_of(running(gpu(), state=phase, total_updates=None))
+    text = plain(draw_header(store, 160, 1)[0])
+    assert f"{PHASE_MARKS[phase][0]} {phase.value}" in text
+    assert "preset standard  8 x 4 x 1 = 32  T 128  00:22:10" in text
+    assert width_of(draw_header(store, 60, 1)[0]) == 60
+
+
+def test_the_header_distinguishes_a_first_update_from_loading() -> None:
+    store = store_of(running(gpu(), state=wire.Phase.STARTING, total_updates=60))
+    assert "◌ first update…" in plain(draw_header(store, 80, 1)[0])
+
+
+def test_slow_runs_have_numbers_that_mean_something() -> None:
+    slow = store_of(running(gpu(), samples_per_second=0.0268, tokens_per_second=1.5, step_seconds=194.55))
+    for lines in (draw_training(slow, 70, 12), draw_compact_training(slow, 80, 3)):
+        text = text_of(lines)
+        assert "0.027 samples/s" in text
+        assert "1.5 tok/s" in text
+        assert "step 195 s" in text
+
+
+def test_the_parts_of_an_update_add_up_to_the_update() -> None:
+    split = wire.StepSplit(data_wait_seconds=0.0, forward_seconds=2.7, backward_seconds=4.8, optimizer_seconds=0.1)
+    text = text_of(draw_training(store_of(running(gpu(), split=split, step_seconds=10.0)), 76, 12))
+    assert "data 0 %  forward 27 %  backward 48 %  optimizer 1 %  other 24 %" in text
+
+
+def test_why_a_run_has_ended_goes_on_below_itself() -> None:
+    why = "not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space, and what was lost is at the end"
+    store = store_of(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why))
+    for lines in (draw_training(store, 70, 13), draw_compact_training(store, 80, 3)):
+        assert why in " ".join(text_of(lines).split())
+
+
+def test_the_header_of_a_followed_process() -> None:
+    store = store_of(machine(gpu()), Followed(12, "python train.py", frozenset({12, 13}), 3 * GIB))
+    assert "pid 12: 2 processes, 3.0 GiB resident: python train.py" in plain(draw_header(store, 120, 1)[0])
+    gone = fold(store, Followed(12))
+    assert "pid 12 has ended" in plain(draw_header(gone, 120, 1)[0])
+
+
+def test_events_are_newest_first_and_go_on_below_themselves() -> None:
+    rows = (
+        wire.Event(id=1, time=NOW, attempt=1, kind="attempt", message="attempt 1 started"),
+        wire.Event(id=2, time=NOW + 60, attempt=1, kind="band", message="GPU 0: edge -> danger, 91.0 %, cache grew"),
+    )
+    text = text_of(draw_events(store_of(wire.EventRows(rows=rows)), 40, 6)).splitlines()
+    assert "!! GPU 0: edge -> danger" in text[0]
+    assert text[1].startswith(" " * 12)
+    assert "attempt 1 started" in text[-1]
+
+
+def test_only_the_newest_of_consecutive_checkpoints_is_shown() -> None:
+    kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
+    rows = tuple(
+        wire.Event(id=n, time=NOW + n, attempt=1, kind=kind, message=f"{kind} {n}") for n, kind in enumerate(kinds, start=1)
+    )
+    text = text_of(draw_events(store_of(wire.EventRows(rows=rows)), 40, 6)).splitlines()
+    assert [" ".join(row.split()[1:]) for row in text] == ["checkpoint 7", "! warning 4", "checkpoint 3", "attempt 1"]
+
+
+def test_loss_comes_from_the_metrics() -> None:
+    rows = tuple(wire.Metric(update=n, attempt=1, loss=3 - n / 100) for n in range(1, 50))
+    assert "3.00" in text_of(draw_loss(store_of(wire.MetricRows(rows=rows)), 60, 8))
+
+
+def test_the_notice_words_every_state_of_the_link() -> None:
+    connected = store_of(running(gpu()))
+    assert notice(connected) == ""
+    assert notice(Store()) == "… waiting for the first sample"
+    gone = fold(connected, Disconnected("supervisor is gone - reconnecting"))
+    assert notice(gone) == "! supervisor is gone - reconnecting"
+    assert notice(fold(gone, Connected())) == ""
+    assert notice(store_of(running(gpu(), warnings=("disk is nearly full",)))) == "! disk is nearly full"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("name", ["tiny", "a-run-with-a-name-that-takes-the-whole-line-of-a-small-terminal"])
+def test_a_replay_never_looks_live(width: int, name: str) -> None:
+    update = running(gpu(), name=name, attempt=12, state=wire.Phase.RESTARTING)
+    played = ReplayPosition("replay, 00:03:11 of 00:41:02, 60x", "replay 60x")
+    (header,) = draw_header(dataclasses.replace(store_of(update, played), read_only=True), width, 1)
+    assert "replay" in plain(header)
+    assert "60x" in plain(header)
+    assert width_of(header) <= width
+
+
+def test_a_live_run_in_a_read_only_dashboard_says_so_at_80_columns() -> None:
+    (header,) = draw_header(dataclasses.replace(store_of(running(gpu())), read_only=True), 80, 1)
+    assert "read-only" in plain(header)
