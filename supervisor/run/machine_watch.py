@@ -10,14 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.processes.proc import ProcessId
+from memtop.supervisor.monitor.processes.proc import ProcessId, read_stat
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.processes.attempt import resident_bytes
 from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, read_host_memory, roles
-from memtop.supervisor.run.processes.members import alive
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 
@@ -127,8 +125,9 @@ class MachineWatch:
             self._members = self._find_members()
             self.roles = roles([member.pid for member in self._members], {rank.pid for rank in ranks})
         self.machine = sampler.sample()
-        living = [member for member in self._members if alive(member)]
-        self.run_rss_bytes = resident_bytes(living)
+        rows = [row for member in self._members if (row := read_stat(member.pid)) is not None and row.identity == member]
+        living = [row.identity for row in rows if not row.is_dead]
+        self.run_rss_bytes = sum(row.rss_bytes for row in rows) if living else None
         rank_pids = {rank.pid for rank in ranks}
         of_ranks = rank_pids | {pid for pid, role in self.roles.items() if role == "rank"}
         self.reading = read_host_memory(of_ranks.union(self.roles), of_ranks)

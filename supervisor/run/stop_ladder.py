@@ -7,8 +7,9 @@ from msgspec.structs import replace
 
 from memtop.supervisor.run.effects import Target
 
-LEFTOVER_SECONDS = 3.0
-"""Time for leftover processes of a program that ended by itself, after SIGTERM and SIGKILL each."""
+LEFTOVER_SECONDS, WORKING_LEFTOVER_SECONDS = 3.0, 40.0
+"""Time for leftover processes of a program that ended by itself, after SIGTERM and SIGKILL each.
+The second is for as long as one of them works: it may be saving."""
 # A program that hangs is ended after this, no matter how long its saves and evaluations have taken.
 _MOST_ASIDE_SECONDS = 1800.0
 

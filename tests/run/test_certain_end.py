@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes import attempt as attempt_module
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, clear_leftovers
 from memtop.supervisor.run.processes.members import SHIM, alive, family, named
 from memtop.supervisor.run.processes.shim import write_json
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
@@ -166,8 +166,9 @@ def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> N
     assert f"finished (the main program ended; memtop ended the processes that it left behind: pid {pid} (python" in done.stderr
 
 
-# A launcher that waits for its rank, which leads a group of its own, as under torchrun. The rank
-# saves on SIGTERM.
+# A launcher that waits for its rank, which leads a session of its own, as under torchrun. If it
+# only led a group, it would get SIGHUP from the kernel when the launcher ends while it is stopped.
+# The rank saves on SIGTERM.
 LAUNCHES = """
 import os, pathlib, signal, sys, time
 def forward(*_):
@@ -177,13 +178,14 @@ def forward(*_):
 def save(*_):
     pathlib.Path("saved").touch()
     sys.exit(0)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+ready, tell = os.pipe()
 rank = os.fork()
 if not rank:
-    os.setpgid(0, 0)
+    os.setsid()
     signal.signal(signal.SIGTERM, save)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.write(tell, b"x")
     time.sleep(600)
+os.read(ready, 1)
 signal.signal(signal.SIGINT, forward)
 if sys.argv[1] == "leaves":
     os.kill(rank, signal.SIGSTOP)
@@ -211,6 +213,38 @@ def test_a_stopped_process_that_is_left_behind_may_save_too(runs: Runs) -> None:
     assert (runs.root / "saved").exists()
     said = [event.message for event in runs.events("a", "leftovers")]
     assert any(message.startswith("SIGCONT to what the program left behind: pid ") for message in said)
+
+
+# On SIGTERM it works for longer than a leftover that sleeps may live, then saves.
+WORKS = """
+import os, pathlib, signal, time
+def save(*_):
+    while time.process_time() < 1:
+        pass
+    pathlib.Path("saved").touch()
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print(flush=True)
+time.sleep(600)
+"""
+SLEEPS = WORKS.replace("time.process_time() < 1", "True").replace("pass", "time.sleep(600)")
+
+
+@pytest.mark.parametrize(("program", "saves"), [(WORKS, True), (SLEEPS, False)], ids=["works", "sleeps"])
+async def test_what_is_left_behind_may_work_longer_than_sleep(tmp_path: Path, program: str, saves: bool) -> None:
+    environment = {**os.environ, "MEMTOP_RUN": str(tmp_path), "MEMTOP_RUN_ID": "", "MEMTOP_ATTEMPT": "1"}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            said: list[str | None] = []
+            attempt = RunningAttempt(RunFolder(tmp_path), 1, None)
+            await clear_leftovers(attempt, 0.0, 0.2, lambda found: said.append(found.name))
+        finally:
+            process.kill()
+    assert (tmp_path / "saved").exists() == saves
+    assert said == (["SIGTERM"] if saves else ["SIGTERM", "SIGKILL"])
 
 
 # A background process without a parent, one of another run, and the program itself.

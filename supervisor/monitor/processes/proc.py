@@ -132,11 +132,21 @@ def is_alive(process: ProcessId, proc_root: Path | str = PROC) -> bool:
 
 def is_stopped(pid: int, proc_root: Path | str = PROC) -> bool:
     """Whether a signal has stopped this process: SIGSTOP, Ctrl-Z."""
+    return _state(pid, proc_root) == b"T"
+
+
+def is_working(pid: int, proc_root: Path | str = PROC) -> bool:
+    """Whether the process's main thread runs, wants to run, or waits for a disk."""
+    return _state(pid, proc_root) in (b"R", b"D")
+
+
+def _state(pid: int, proc_root: Path | str) -> bytes:
+    """The letter in /proc/PID/stat. Empty if there is no such process."""
     try:
         stat = _read_bytes(f"{proc_root}/{pid}/stat")
     except OSError:
-        return False
-    return stat[stat.rindex(b")") + 2 :][:1] == b"T"
+        return b""
+    return stat[stat.rindex(b")") + 2 :][:1]
 
 
 def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:

@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE, ProcessId, identify, is_stopped
+from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE, ProcessId, identify, is_stopped, is_working
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
@@ -27,7 +27,7 @@ from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, sync_folder, write_json
 from memtop.supervisor.run.record.output_log import OutputLog
-from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
+from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS, WORKING_LEFTOVER_SECONDS
 
 # The exit file may just be renamed, and the shim of an adopted attempt may not have written its
 # process file yet.
@@ -204,8 +204,9 @@ async def clear_leftovers(
     would hold its memory.
 
     Processes of its group may still be saving, and get `untouched_seconds` without a signal; all of
-    them get SIGTERM and `terminate_seconds`, then SIGKILL. `found` gets the processes that each
-    signal was sent to, and at last those that are still there.
+    them get SIGTERM and `terminate_seconds`, then SIGKILL. On a busy machine, or for a large state,
+    that is not long enough to save: while one of them works, they get WORKING_LEFTOVER_SECONDS.
+    `found` gets the processes that each signal was sent to, and at last those that are still there.
     """
     if untouched_seconds:
         # They got SIGINT together with the program and may still be running.
@@ -222,33 +223,23 @@ async def clear_leftovers(
             found(LeftoversFound(name=signal.SIGCONT.name, processes=tuple(named(process) for process in stopped)))
             for process in stopped:
                 send(process, signal.SIGCONT)
-        await _wait(attempt, leftovers, seconds)
+        await _wait(attempt, leftovers, seconds, WORKING_LEFTOVER_SECONDS)
     if remaining := attempt.processes():
         found(LeftoversFound(name=None, processes=tuple(named(process) for process in remaining)))
 
 
-async def _wait(attempt: RunningAttempt, processes: list[ProcessId], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(alive(process) for process in processes):
+async def _wait(attempt: RunningAttempt, processes: list[ProcessId], seconds: float, working_seconds: float = 0.0) -> None:
+    """Wait until they have ended, at most so many seconds since one of them worked."""
+    begun = time.monotonic()
+    deadline = begun + seconds
+    while (now := time.monotonic()) < deadline and (living := [process for process in processes if alive(process)]):
+        if now < begun + working_seconds and any(is_working(process.pid) for process in living):
+            deadline = max(deadline, min(now + seconds, begun + working_seconds))
         await asyncio.sleep(0.05)
         attempt.note_reaped(reap_children())
 
 
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def resident_bytes(processes: Iterable[ProcessId]) -> int | None:
-    """Resident bytes of these processes together, with shared pages counted in each.
-
-    None if none could be read.
-    """
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = None
-    for process in processes:
-        with contextlib.suppress(OSError, IndexError):
-            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-            total = (total or 0) + pages * page
-    return total
 
 
 def become_subreaper() -> None:
