@@ -41,14 +41,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # memtop refuses runs that others may write, and the tests write files of runs themselves.
 os.umask(0o022)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a job in a script's background: what the tests start would ignore it, too.
+    # A script starts its background jobs with SIGINT ignored, and the programs that the tests start
+    # would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Or every program that a test starts would compile memtop's modules again, and every worker all
-# tests.
+# Without stored bytecode, every program that a test starts would compile memtop's modules again,
+# and every worker would compile all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Before anything imports torch. Models of these sizes take many times longer on two threads than on
-# one as soon as other programs want the cores: threads wait for each other, spinning.
+# Set this before anything imports torch. Models of these sizes take many times longer on two
+# threads than on one as soon as other programs want the cores: the threads spin while they wait for
+# each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -165,7 +167,8 @@ class Runs:
         """End the supervisors and programs of this folder's runs that a test left running."""
         for spec_path in self.path.glob("*/run.json"):
             folder = RunFolder(spec_path.parent)
-            # Again until there is none: one that is about to end may just have started another.
+            # Repeat until no process is left: one that is about to end may just have started
+            # another.
             deadline = time.monotonic() + 120
             while doomed := self._living(folder):
                 assert time.monotonic() < deadline, doomed

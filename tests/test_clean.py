@@ -251,7 +251,7 @@ memtop_agent.report("settings", update=1, changes={{HOSTILE: HOSTILE}}, reason=H
 memtop_agent.report("oom", update=1, phase=HOSTILE, error=HOSTILE, message="CUDA out of memory " + HOSTILE, survived=False)
 raise RuntimeError("CUDA out of memory. " + HOSTILE + "E" * 1_000_000)
 """
-"""Prints and reports what no terminal should get, and fails with it."""
+"""It prints and reports text that must not reach a terminal, and fails with that text."""
 
 
 def test_what_a_trained_program_prints_and_reports_never_reaches_the_terminal_raw(

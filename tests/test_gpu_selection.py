@@ -54,8 +54,8 @@ def test_only_these_gpus_and_what_is_on_them() -> None:
     found = only_gpus(three(), {0})
     assert [gpu.index for gpu in found.gpus] == [0]
     (job,) = found.jobs
-    # What it holds elsewhere is not counted, so the sum is known here; its processes are still all
-    # of it.
+    # Memory of the job on other GPUs does not count, so the sum is known. The job keeps all its
+    # processes.
     assert (job.gpu_indices, job.used_bytes, job.unknown) == ((0,), 20, {})
     assert (job.pids, job.host_rss_bytes) == ((9, 10, 11, 13), 1000)
 
@@ -194,7 +194,7 @@ def test_a_missing_gpu_is_one_line(machine: Runs) -> None:
 
 
 def test_the_first_sample_waits_for_a_driver_that_has_to_wake_up(machine: Runs, tmp_path: Path) -> None:
-    """The only sample of `watch --csv` is not one without GPUs, however long they take."""
+    """The only sample of `watch --csv` has the GPUs, however long the driver takes."""
     Script(tmp_path / "script").gpu(0, total=GIB, used=0, uuid="GPU-0").delay(600, "nvmlInitWithFlags").write()
     (row,) = csv.DictReader(io.StringIO(machine.memtop("watch", "--csv").stdout))
     assert (row["gpu"], row["gpu_total_bytes"]) == ("0", str(GIB))

@@ -313,7 +313,8 @@ def sources() -> dict[str, str]:
 
 
 def commands(source: str) -> list[str]:
-    """The strings of a program that can be a command: no docstring, and of a list the first one."""
+    """The strings of a program that can be a command: all but docstrings, and of a list only the
+    first."""
     nodes = list(ast.walk(ast.parse(source)))
     passed_over = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
@@ -337,10 +338,10 @@ def test_such_a_command_is_found() -> None:
 
 
 def test_the_cache_is_emptied_only_inside_the_training_process() -> None:
-    # A new process that empties its own cache frees nothing of another's, and opens a context of
-    # some hundred MB.
+    # A new process that empties its own cache frees no memory of another process, and opens a
+    # context of some hundred MB.
     found = {path for path, text in sources().items() if re.search(r"\bempty_cache\(", text)}
-    # The agent when it is asked, the built-in trainer after a failed allocation: both within the
-    # process that has the cache.
+    # The agent empties the cache on request, the built-in trainer after a failed allocation: both
+    # in the process that has the cache.
     assert found
     assert {Path(path).parts[0] for path in found} == {"train"}

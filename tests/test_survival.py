@@ -41,7 +41,7 @@ def toml(values: dict[str, Any]) -> str:
     return "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
 
 
-# What one sample takes is 3 MiB: a batch of 256 needs half a GiB more than one of 128.
+# One sample takes 3 MiB: a batch of 256 needs half a GiB more than one of 128.
 RECIPE = f"""
 [recipes.hungry]
 title = "t"
@@ -120,7 +120,7 @@ def arguments(runs: Runs, recipe: str, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def needs(tmp_path_factory: pytest.TempPathFactory) -> Needs:
-    """Measured here: torch and its threads take another size on every machine."""
+    """This is measured because torch and its threads take a different size on every machine."""
     place = tmp_path_factory.mktemp("needs")
     measured = []
     for batch in (64, 128):
@@ -254,8 +254,8 @@ def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
 
 
 def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
-    """From its first save on nothing more fits; it waits with what it has learnt, and when somebody
-    makes room it is saved."""
+    """After the first save the disk is full. The trainer keeps its state in memory, and saves it
+    when somebody frees space."""
     place = str(small_disk / "runs")
     words = (*arguments(runs, "small"), "--runs-dir", place, "--max-updates", "30")
     follower = runs.start(*words, "--headless", stderr=subprocess.PIPE)

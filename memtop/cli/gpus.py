@@ -19,7 +19,8 @@ it."""
 
 def sample() -> MachineSnapshot:
     """The machine now."""
-    sampler = Sampler(patience=ONCE_SECONDS, wake=True)  # Wake sleeping GPUs: a run is about to use them.
+    # Wake sleeping GPUs: a run is about to use them.
+    sampler = Sampler(patience=ONCE_SECONDS, wake=True)
     try:
         return sampler.sample()
     finally:
@@ -174,7 +175,8 @@ def _why_not_free(gpu: GpuSample) -> str | None:
     if gpu.total_bytes is None or gpu.free_bytes is None:
         return "its memory is not known"
     for process in gpu.processes:
-        if process.kind != "graphics":  # compute, with graphics or without, and the clients of an MPS server
+        # Compute, with graphics or without, and the clients of an MPS server.
+        if process.kind != "graphics":
             who = ", ".join(word for word in (process.user, process.name) if word)
             return f"process {process.pid} computes on it" + (f" ({who})" if who else "")
     if "processes" in gpu.unknown:

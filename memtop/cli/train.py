@@ -114,9 +114,11 @@ def train(
 def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     """Create the run and start its supervisor."""
     from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.processes.members import refuse_used_path
 
     if fresh and (where / spec.name).is_dir():
         _free_name_of(RunFolder(where / spec.name))
+    refuse_used_path(where / spec.name)
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return folder
@@ -272,11 +274,13 @@ def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) ->
 
 
 def free_name(runs_dir: Path, stem: str) -> str:
-    """A name that no run has: `first-run`, `first-run-2`, ..."""
+    """A name that no run has, and no program uses: `first-run`, `first-run-2`, ..."""
+    from memtop.supervisor.run.processes.members import programs_at
+
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
     number, name = 1, stem
     try:
-        while name == LATEST or os.path.lexists(runs_dir / name):
+        while name == LATEST or os.path.lexists(runs_dir / name) or programs_at(runs_dir / name):
             number += 1
             name = f"{stem}-{number}"
     except OSError as error:

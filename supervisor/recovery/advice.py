@@ -174,8 +174,8 @@ def _fraction(diagnosis: Diagnosis, allowed: int, free: int) -> Remedy:
 
 
 def larger_than_device(diagnosis: Diagnosis) -> Remedy | None:
-    """The remedy for a single request that the whole device cannot hold; None if it is no such
-    one."""
+    """The remedy for a single request that the whole device cannot hold; None for every other
+    request."""
     requested, total = diagnosis.requested_bytes, diagnosis.total_bytes
     if not diagnosis.kind.of_gpu or requested is None or total is None or requested <= total:
         return None

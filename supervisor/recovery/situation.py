@@ -169,7 +169,8 @@ def situation_of(
     of_gpu, host = diagnosis.kind.of_gpu, host or HostFacts()
     gpu = _on_gpu(diagnosis, settings, total_bytes) if on_gpu is None else on_gpu
     if diagnosis.address_space_bytes is not None and not gpu:
-        total_bytes = None  # the measured memory in use says nothing about an address space that is full
+        # The measured memory in use says nothing about an address space that is full.
+        total_bytes = None
     elif total_bytes is None:
         total_bytes = diagnosis.total_bytes if of_gpu else None if gpu else host.limit_bytes
     if of_gpu and diagnosis.allowed_bytes is not None:

@@ -203,7 +203,8 @@ class Supervisor:
         if self.model.phase.final or attempt is None or not attempt.lives_elsewhere():
             return False
         if "place" not in self.model.warnings:
-            sys.stderr.write(f"memtop: {self._displaced()}\n")  # supervisor.log, which has moved too
+            # This goes to supervisor.log, which has moved with the run.
+            sys.stderr.write(f"memtop: {self._displaced()}\n")
         self._check("place", self._displaced())
         return True
 

@@ -240,8 +240,8 @@ def test_an_earlier_kill_is_not_the_cause_of_the_end(text: str, status: int, rea
 
 @pytest.mark.parametrize(("text", "status"), [("", -9), ("Killed\n", 137), (WORKER, 1), (PEER, 1), ("", 1), (RAISED, -9)])
 def test_a_kill_shortly_before_an_end_that_fits_is_proven(text: str, status: int) -> None:
-    """Also if only a loader worker or one rank was killed: the program ends by itself seconds
-    later."""
+    """The kernel may have killed only a loader worker or one rank: the program ends by itself
+    seconds later."""
     found = of(text, exit_status=status, cgroup_oom_kills=1, cgroup_killed_near_end=True, host_peak_fraction=0.4)
     assert (found.kind, found.source, found.confidence) == (Kind.HOST_OOM_KILLED, "kernel", 0.98)
     assert "shortly before the end" in found.evidence[0]

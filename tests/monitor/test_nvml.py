@@ -354,7 +354,8 @@ def test_a_gpu_that_the_driver_does_not_list_any_more_keeps_a_row(driver: Script
         ("ABC", [(0, "A", None), (1, "B", None), (2, "C", None)]),
         ("BAC", [(0, "B", None), (1, "A", None), (2, "C", None)]),  # two change places
         ("ABC", [(0, "A", None), (1, "B", None), (2, "C", None)]),
-        ("ABX", [(0, "A", None), (1, "B", None), (2, "X", None), (3, "C", missing(2))]),  # a card was exchanged
+        # A card was exchanged.
+        ("ABX", [(0, "A", None), (1, "B", None), (2, "X", None), (3, "C", missing(2))]),
     ):
         write(driver, *names)
         assert listed(reader) == rows

@@ -308,7 +308,7 @@ def test_call_budget_of_eight_gpus(driver: Script, reader: NvmlReader, clock: Cl
 
 
 def test_half_of_a_sum_is_no_sum(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """The driver has the one count and not the other; likewise one link of several that cannot be
+    """The driver has one count and lacks the other. Likewise, one link of several cannot be
     read."""
     driver.gpu(0, total=1).field(0, 29, 3).field(0, 91, 2).field(0, 165, 1).field(0, 165, 1, scope=1, status=999).write()
     for _ in range(4):
@@ -370,8 +370,8 @@ def test_a_fixed_value_that_failed_once_is_read_again_until_it_is_known(
 
 
 def test_a_sensor_that_was_read_before_is_read_again(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """Twice "not supported" of what came before: of a sensor, of a numbered field, and of GPM's
-    samples."""
+    """The driver says "not supported" twice about a value that it has reported before: a sensor, a
+    numbered field, and GPM's samples."""
     for _ in range(2):
         driver.clear().gpu(0, total=GIB, fan=40, gpm=1).field(0, 82, 70).write()
         for _ in range(2):

@@ -55,8 +55,8 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
     driver.gpu(0, total=GIB).process(0, pid=ended(start).pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
-    # One that is no run's has no run, one that runs plainly has no container and no MIG instance;
-    # the driver's own values are tested where they are read.
+    # A process outside all runs has no run. A process outside a container has no container, and
+    # without MIG it has no MIG instance. Other tests check the values of the driver.
     plain = {"run", "container", "mig_instance", "job", "role"}
     driver_says = {"sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction"}
     values: list[Any] = [*snapshot.gpus[0].processes, *snapshot.jobs]

@@ -150,7 +150,8 @@ class Script:
     def write(self) -> Script:
         """Replace the script in one step, so that a running program never reads half of it."""
         new = self.path.with_name(f"{self.path.name}.new")
-        new.write_text("\n".join(self._lines) + "\n", errors="surrogateescape")  # "\udcff": a byte that is not text
+        # "\udcff": a byte that is not text.
+        new.write_text("\n".join(self._lines) + "\n", errors="surrogateescape")
         new.replace(self.path)
         return self
 

@@ -1,7 +1,7 @@
 """A leak in the built-in trainer that would fill the memory before the next save: it saves and
 restarts automatically.
 
-`tests/run/test_step.py` has the runs that are not restarted."""
+`tests/run/test_step.py` tests the runs that memtop does not restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_it_saves_and_restarts_with_the_same_settings(runs: Runs, group: MemoryG
     document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training", seconds=200)
     first, second = document["attempts"]
     assert second["settings"] == first["settings"]
-    assert second["start_updates"] == first["updates"] >= 100  # saved after the last update: nothing was lost
+    # Saved after the last update: nothing was lost.
+    assert second["start_updates"] == first["updates"] >= 100
     assert "leak: anonymous memory of rank 0 grows by" in second["reason"]
     assert first["outcome"] == "restarted"
     (line,) = leaks(runs)

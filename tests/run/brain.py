@@ -160,8 +160,8 @@ def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) ->
 
 
 def taken_over(*rows: Attempt, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
-    """A new supervisor of the run that the ledger has these attempts of; `reports`: read by the one
-    before it."""
+    """A new supervisor of a run whose ledger has these attempts. `reports`: those that the
+    supervisor before it has read."""
     brain = Brain(Model(run=RUN, settings=SETTINGS, supervisor_pid=7))
     brain.tell(SupervisorStarted(attempts=rows, **values))
     for one in reports:

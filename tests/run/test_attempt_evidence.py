@@ -108,7 +108,7 @@ def test_a_kill_is_near_the_end_only_where_its_counter_rose_then(groups: Path, t
 def test_a_kill_in_a_group_that_the_supervisor_is_in_may_be_of_another_program(
     groups: Path, tmp_path: Path, supervisor: str | None, own: bool
 ) -> None:
-    """Whatever limits the machine's sample knows: this limit was set after it was taken."""
+    """The limit was set after the machine's sample was taken, so the sample does not have it."""
     (groups / "all/run/below").mkdir()
     if supervisor is not None:
         (tmp_path / "proc/self").mkdir()
@@ -136,7 +136,8 @@ def test_when_a_kill_was_that_an_earlier_supervisor_missed_is_not_known(groups: 
 
 
 def test_earlier_kills_of_other_programs_do_not_explain_a_removed_group(groups: Path, tmp_path: Path) -> None:
-    """A scope ends with its program; the one above had counted strangers all the while."""
+    """A scope ends with its program. The group above it has counted kills of other programs,
+    too."""
     seen, begun = AttemptEvidence(attempt(tmp_path), time.time()), time.time()
     seen.look(77)
     kill_at(seen, groups, begun + 1, 9, "all")

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderErr
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.run import client
 from memtop.supervisor.run.client import AsyncRunClient
+from memtop.supervisor.run.processes.members import refuse_used_path
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.run.server import ControlServer
 from memtop.supervisor.wire import Answer, Outcome, Phase, RunState, StateUpdate, Stop
@@ -134,7 +136,50 @@ def test_a_run_that_was_renamed_while_it_ran_is_named_with_what_to_do(runs: Runs
     runs.memtop("stop", "a")
 
 
-def test_a_new_run_with_the_name_of_a_renamed_one_leaves_it_alone(runs: Runs) -> None:
+def test_the_name_of_a_renamed_run_is_taken_while_its_program_lives(runs: Runs) -> None:
+    """Its ranks write their journals, and the built-in trainer its states, by path."""
+    assert runs.memtop("train", "--detach", "--", "sleep", "600").stdout == "sleep\n"
+    program = runs.wait("sleep", lambda d: d["trainer_pid"] is not None)["trainer_pid"]
+    there, here = runs.path / "sleep", runs.path / "b"
+    there.rename(here)
+    for fresh in ((), ("--fresh",)):
+        refused = runs.memtop("train", "--name", "sleep", *fresh, "--", "true", status=1).stderr
+        assert f"the program (pid {program}) of run 'b', which was renamed, still saves to this path: " in refused
+        assert f"`mv -T {here} {there}` moves it back, or `kill {program}` ends it; --name chooses another name" in refused
+        assert not there.exists()
+    assert runs.memtop("train", "--detach", "--", "sleep", "0").stdout == "sleep-2\n", "a name that is free"
+    runs.kill(program)
+    wait_for_file(here / "attempts/0001/exit.json")
+    runs.memtop("train", "--name", "sleep", "--", "true")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "a", "b"])
+def test_who_uses_the_path_of_a_new_run_is_named(tmp_path: Path, place: str) -> None:
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
+    path, folder = tmp_path / "a", create_run(tmp_path, spec, fresh=False)
+    environment = {"MEMTOP_RUN": str(path), "MEMTOP_RUN_ID": folder.id if place != "nowhere" else "gone"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], env=environment, stdin=subprocess.PIPE) as process:
+        if place == "b":
+            path.rename(tmp_path / "b")
+            create_run(tmp_path, spec, fresh=False)
+        words = {
+            "nowhere": f"(pid {process.pid}) of a run that was renamed or deleted while it ran, still saves to this path",
+            "a": f"run 'a' is in use by its program (pid {process.pid}): `memtop stop a` first",
+            "b": f"(pid {process.pid}) of run 'b', which was renamed, still saves to this path: `kill {process.pid}` ends it",
+        }
+        try:
+            with pytest.raises(RefusedError, match=re.escape(words[place])):
+                refuse_used_path(path)
+        finally:
+            process.communicate()
+    refuse_used_path(path)
+
+
+def test_another_run_in_the_place_of_a_renamed_one_leaves_it_alone(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`memtop train` makes none there, but a person may move one there."""
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    spec = RunSpec(name="a", created=1.0, settings=None, command=("sleep", "600"), cwd="/", memtop_version="0")
+    another = create_run(runs.root / "elsewhere", spec, fresh=False)
     runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
     before = runs.wait("a", lambda d: d["trainer_pid"] is not None)
     there, here = runs.path / "a", runs.path / "b"
@@ -142,7 +187,9 @@ def test_a_new_run_with_the_name_of_a_renamed_one_leaves_it_alone(runs: Runs) ->
     assert program is not None
     assert supervisor is not None
     there.rename(here)
-    runs.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    another.path.rename(there)
+    client.start_supervisor(RunFolder(there))
+    runs.wait("a", lambda d: d["trainer_pid"] is not None)
     runs.memtop("stop", "a")
     assert is_alive(program), "it belongs to the renamed run"
     assert runs.events("a", "leftovers") == []

@@ -33,7 +33,8 @@ def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
     (row,) = all_of_them.rows
     assert (row.number, row.reason, row.since_update, row.until_update, row.outcome) == (1, "start", 1, 4, "gpu_oom")
     assert row.peak is not None
-    # The worst rank, with its context; host memory is not what a run on GPUs is measured by.
+    # The peak is that of the fullest rank, with its CUDA context. The peak of a run on GPUs is not
+    # host memory.
     assert (row.peak.bytes, row.peak.batch, row.peak.updates, row.peak.failed) == (354, SETTINGS.batch, 4, True)
     # The first update warms up.
     assert row.samples_per_second == 64

@@ -340,7 +340,8 @@ def test_a_living_supervisor_needs_none_of_its_files(runs: Runs) -> None:
     for path in folder.glob("ledger.sqlite*"):
         path.unlink()
     a_folder(folder / "attempts/0001/output.log")
-    with contextlib.suppress(FileExistsError):  # the supervisor may write it in between: it was missing then
+    # The supervisor may write it in between: it was missing then.
+    with contextlib.suppress(FileExistsError):
         a_folder(folder / "state.json")
     # It writes its state again, where the folder was.
     runs.wait("a", lambda document: (folder / "state.json").is_file())

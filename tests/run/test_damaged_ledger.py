@@ -76,7 +76,7 @@ def long_run(tmp_path: Path) -> RunFolder:
 
 
 def test_damage_in_old_updates_is_found_when_it_is_met(long_run: RunFolder) -> None:
-    """To read all updates at every start would take seconds after a long run."""
+    """Reading all updates at every start would take seconds after a long run."""
     ledger, words = open_ledger(long_run)
     assert words is None
     outbox = Outbox(ledger)

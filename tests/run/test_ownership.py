@@ -117,7 +117,8 @@ def test_no_run_is_created_through_a_link(here: Runs, capsys: pytest.CaptureFixt
 
 
 def test_a_journal_that_root_has_written_blocks_nothing(here: Runs) -> None:
-    """A program under sudo creates it; the run's owner must be able to stop the run."""
+    """A program under sudo creates such a journal. The run's owner must still be able to stop the
+    run."""
     folder = planted(here, here.path)
     journal = folder.attempt(1) / "rank-0.jsonl"
     journal.write_text("{}\n")
@@ -199,7 +200,8 @@ def test_a_user_without_rights_looks_or_is_told_in_one_line_who_can_give_them(he
     assert [line.endswith(words) for line in lines] == [True] * 3
     assert done.stdout.count("status 1\n") == 3
     assert f"unreadable: {folder}/{words}" in done.stdout
-    # A home folder that is closed: the advice opens nothing in it but the way.
+    # The home folder is closed to others. The advice lets others pass through it, and read nothing
+    # in it.
     home = here.root / "ho(me"
     planted(here, home / "runs")
     os.chown(home, OTHER, OTHER)

@@ -64,8 +64,8 @@ def oom(**about: Any) -> Oom:
 
 
 def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
-    """The settings may be others by then, and an evaluation's batch is its own: the rank's report
-    knows."""
+    """The rank's report names the batch that failed. The settings may have changed since then, and
+    an evaluation has a batch of its own."""
     failure = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
     found = examine(failure, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.requested_for) == (Kind.GPU_OOM, "the logits (B 8 x T 252 x V 40960, fp32)")
@@ -75,7 +75,7 @@ def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
 
 
 def test_a_failure_in_a_thread_counts_only_where_no_update_came_after_it(folder: Path) -> None:
-    """Whether the program can do without the thread, only the program's going on tells."""
+    """Only later updates show that the program can do without the thread."""
     beside = ((1, oom(survived=None, time=50.0)),)
     last_words = end_of(folder, reports=beside, newest_step=49.0)
     found = examine(last_words, AttemptEvidence(folder, time.time()))
@@ -142,8 +142,8 @@ def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> Non
 
 
 def test_only_torchruns_last_attempt_counts(folder: Path) -> None:
-    """With --max-restarts it goes on after a failure by itself; the folders of all its tries
-    stay."""
+    """With --max-restarts torchrun restarts the ranks after a failure, and keeps the folders of all
+    attempts."""
     for place, words in (
         ("torchelastic/none_x1/attempt_2/0", "MemoryError: "),
         ("torchelastic/none_x1/attempt_10/1", "KeyError: 'labels'"),
@@ -157,7 +157,8 @@ def test_only_torchruns_last_attempt_counts(folder: Path) -> None:
 
 
 def test_only_the_end_of_the_kernels_log_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was killed an hour ago, and replaced, is a member's death as well."""
+    """An hour ago the kernel may have killed a worker that the program has replaced: that kill did
+    not end it."""
     asked: list[tuple[float, float]] = []
     monkeypatch.setattr(examination, "kernel_lines", lambda since, until, now: asked.append((since, until)) or ())
     ended = time.time()

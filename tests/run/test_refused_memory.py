@@ -52,7 +52,7 @@ def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -
     assert proposal["diagnosis"]["kind"] == "host_oom_alloc"
     assert proposal["diagnosis"]["address_space_bytes"] == LIMIT_KIB << 10
     assert "the program's address space is limited to 2.00 GiB (ulimit -v)" in shown
-    # Nothing that this program has not: it has no loader, no card and no offload.
+    # No remedy is for a part that this program lacks: it has no loader, no GPU and no offload.
     assert [one["id"] for one in proposal["remedies"]] == ["host_level", "address_space"]
     assert "ulimit -v unlimited\n" in shown
     assert "swap" not in shown
@@ -77,7 +77,7 @@ def test_the_leak_that_was_seen_is_the_first_thing_said(runs: Runs) -> None:
     assert "a smaller batch does not fix it" in cause
     assert "the address space (ulimit -v) is full in" in message_of(runs, "trend")
     assert shown.index(cause) < shown.index("memtop does nothing yet")
-    # Whatever else may be had would only put it off.
+    # Every other remedy would only delay the failure.
     assert proposal["remedies"] == []
 
 

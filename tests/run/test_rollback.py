@@ -80,7 +80,7 @@ def test_a_state_is_held_although_the_stopping_program_gives_it_up(latest: Path)
     for old in ("train_latest_state.1000", "train_latest_state.2000"):
         shutil.rmtree(latest.parent / old)
     hold(latest, 30)
-    # What the trainer does when it saves once more and keeps two: the one before goes.
+    # The trainer saves once more and keeps two states: it deletes the older one.
     shutil.rmtree(latest.with_name("train_latest_state.previous"))
     latest.rename(latest.with_name("train_latest_state.previous"))
     state(latest, 41)

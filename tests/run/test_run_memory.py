@@ -141,7 +141,7 @@ def process_state(pid: int) -> str | None:
 
 
 def test_a_process_that_may_not_be_read_makes_its_role_unknown(tmp_path: Path) -> None:
-    # What the kernel says of a foreign process: its files are there, this one cannot be opened.
+    # The kernel shows the files of another user's process, but refuses to open this one.
     for pid in (7, 8):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (python) S 1 " + "0 " * 17 + "99 0\n")

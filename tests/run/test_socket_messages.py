@@ -19,7 +19,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
 async def answers(folder: Path, *lines: bytes) -> list[dict[str, object]]:
-    """What one peer is told when it sends these lines, and then a valid request."""
+    """The answers to a peer that sends these lines and then a valid request."""
     agents = Agents()
 
     async def on_request(peer: Peer, request: Request) -> None:

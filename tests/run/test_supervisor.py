@@ -83,7 +83,8 @@ def test_a_program_runs_to_its_end_and_all_is_remembered(runs: Runs) -> None:
     assert command["argv"][1] == PROGRAM
     assert command["environment"]["MEMTOP_RUN"] == str(runs.path / "a")
     assert command["environment"]["MEMTOP_RUN_ID"] == json.loads((runs.path / "a/run.json").read_text())["id"] != ""
-    # It has said what it can be asked for: nothing, which is not the same as not having spoken.
+    # The program has reported that it supports no commands, which differs from having reported
+    # nothing.
     assert read_state(find_run("a", runs.path)).offers == ()
 
 
@@ -218,7 +219,7 @@ def test_a_wrapped_program_is_interrupted_too_and_may_save(runs: Runs, script: s
 
 def test_a_program_whose_wrapper_was_terminated_is_given_its_time(runs: Runs) -> None:
     (runs.root / "saves.py").write_text(SAVES_SLOWLY)
-    # It must not be reached by SIGINT: a session of its own, as torchrun gives its ranks.
+    # It has a session of its own, as torchrun's ranks have, so that SIGINT does not reach it.
     inner = f"setsid --wait '{sys.executable}' saves.py term"
     with hasty(runs, "a", "bash", "-c", f"trap '' INT; {inner}; true", interrupt=0.5, terminate=60):
         wait_for_file(runs.root / "ready")

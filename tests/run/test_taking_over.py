@@ -104,7 +104,8 @@ DEAD = BEGUN.end("host_oom_killed", 4, 3, died_of_memory=True)
 
 
 def test_reports_that_a_supervisor_had_only_read_are_handled_by_the_next() -> None:
-    """Its offset is in the ledger, nothing of what followed from it is."""
+    """The ledger has the position in the journal, and nothing that the rules made of the
+    reports."""
     reports = (HELLO, PLAN, OOM, SPLIT, STEP)
     known: dict[str, Any] = {"records": BEGUN.records}
     for again in range(2):  # the second finds all of it done
@@ -138,14 +139,15 @@ def test_an_attempt_that_was_begun_and_not_written_about_has_its_configuration()
         (2, HALF, None),
     ]
     assert found.records[-1].starts == (ConfigurationStart(attempt=2, by_memtop=True, saved_before=3),)
-    # What state.json says of the attempt before is over; what it knows of the run is not.
+    # What state.json says about the attempt before no longer counts. What it says about the run
+    # does.
     assert (brain.model.restart, brain.model.pending, brain.model.phase) == (None, None, Phase.STARTING)
     assert brain.model.waited_at == 3
 
 
 def test_an_attempt_that_is_only_in_the_ledger_was_never_begun() -> None:
-    """Its supervisor was killed before it could start the program: what it was to do is done by the
-    next."""
+    """Its supervisor was killed before it could start the program. The next supervisor does what
+    was decided."""
     waiting = Waiting(change=Change(assignments={"batch": "4", "accumulation": "8"}), disk_bytes=5)
     state = state_of(Phase.TRAINING, reason="died", waiting=waiting)
     first, second = row(ended=10.0, outcome="failed"), row(2, HALF, started=20.0)
@@ -343,8 +345,8 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
 
 
 def test_a_split_within_the_program_is_neither_a_restart_nor_a_success() -> None:
-    """Two restarts without a newer saved update, each of which first went on smaller by itself: a
-    person is asked."""
+    """Neither of two restarts saved a newer update, and each attempt first continued with a smaller
+    batch by itself: memtop asks a person."""
     known = BEGUN.end("gpu_oom", 12, 10, died_of_memory=True)
     batches = iter((32, 16, 8, 4))
     for attempt in (2, 3):

@@ -190,7 +190,8 @@ def test_a_disturbance_ends_a_trial(happens: Callable[[World], None], state: str
     happens(world)
     world.go_on(3)
     if happens is World.reach_the_end:
-        # Neither asked nor restarted: what could not be saved yet is only in the program's memory.
+        # memtop sends no command and does not restart: what could not be saved yet is only in the
+        # program's memory.
         assert world.trial is not None
         assert world.trial.stage is TrialStage.WAITING_FOR_END
         assert (world.facts.phase, names(world.asked)[-1]) == (Phase.TRAINING, "AskChange")

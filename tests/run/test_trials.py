@@ -104,8 +104,8 @@ def dead_in_a_trial() -> Brain:
 
 
 def test_a_trial_that_died_is_undone_when_the_memory_is_free() -> None:
-    """By the restart with the settings before it, after the notice and the wait that the remedy
-    would have had."""
+    """The restart takes the settings before the trial. It waits as long as a restart with the
+    remedy would have waited."""
     brain = dead_in_a_trial()
 
     def sample(used: int) -> None:

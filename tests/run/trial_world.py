@@ -319,8 +319,8 @@ class World:
         self.refuse_launch = True
 
     def replace_supervisor(self, _: int = 0) -> None:
-        """It is killed, and the next one takes over: answers are lost, what was recorded and what
-        is unread is not."""
+        """The supervisor is killed, and the next one takes over. Answers are lost; recorded values
+        and unread reports are not."""
         self.answers = []
         self.commands = [(name, values, False) for name, values, _ in self.commands]
         self.know(connected=False)

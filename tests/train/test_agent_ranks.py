@@ -98,7 +98,8 @@ def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, m
     launcher."""
     found = program(tmp_path, SPAWN.replace("METHOD", method), **launcher)
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
-    first = 1 if launcher else 2  # rank 0 greets before it knows better than the launcher's variables
+    # Rank 0 greets before it knows better than the launcher's variables.
+    first = 1 if launcher else 2
     assert [row[:3] + row[4:] for row in hellos(found)] == [(0, 0, 0, first), (1, 1, 1, 2)]
     assert len({report["pid"] for reports in found.values() for report in reports if "pid" in report}) == 2
 

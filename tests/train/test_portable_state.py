@@ -26,6 +26,7 @@ EACH = 3
 SETTINGS = edited(batch=2, accumulation=4, target_samples=8 * EACH * len(CHAIN), save_every=1000)
 
 
+@pytest.mark.timeout(900)  # eight trainings, one after the other: 105 s on a quiet machine
 def test_changing_the_strategy_at_every_restart_does_not_change_training(tmp_path: Path) -> None:
     undisturbed = Training(tmp_path / "undisturbed_state", SETTINGS)
     assert undisturbed.run() == "finished"

@@ -169,7 +169,7 @@ def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["outcome"] == "finished"
-    # 4 MB for each sample: 64 need 256 MB and 32 half of that, with 192 MB to be had.
+    # One sample takes 4 MB: 64 need 256 MB, 32 need half of that, and 192 MB are available.
     assert result["records"]
     assert result["records"][0][:4] == [1, 64, "backward", True]
     assert "can't allocate memory" in result["records"][0][4]

@@ -284,7 +284,7 @@ def test_a_key_that_a_model_reads_is_accepted(kind: str, key: str, value: object
     ],
 )
 def test_a_configuration_that_only_the_model_refuses_is_bad_input(key: str, value: object, reason: str) -> None:
-    """Of a model that is read from files, it is not the user's configuration that is wrong."""
+    """If a model is read from files, the user's configuration is not the cause."""
     settings = edited()
     bad = msgspec.structs.replace(settings, model={"config": {**settings.model["config"], key: value}})
     config = model_config(bad, ByteTokens())

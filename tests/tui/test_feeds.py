@@ -63,7 +63,8 @@ class FakeClient:
 
 
 class Supervisors:
-    """The clients that connecting finds, one after the other; None where no supervisor listens."""
+    """The clients that the feed connects to, one after the other; None where no supervisor
+    listens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: FakeClient | None, revives: bool = False) -> None:
         self.revived = 0

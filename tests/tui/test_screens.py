@@ -208,7 +208,7 @@ ADVICE = Advice(bottleneck="compute", summary="the processor works")
 
 
 def at_once(app: DashboardApp, *updates: wire.StateUpdate) -> None:
-    """As when the terminal, or the machine, was slow: all are there before the first is drawn."""
+    """All of them arrive before the first is drawn, as on a slow terminal or machine."""
     for update in updates:
         app.dashboard.post_message(DashboardScreen.FeedReceived(update))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import (
     RUN_ID_VARIABLE,
     RUN_VARIABLE,
@@ -22,12 +23,13 @@ from memtop.supervisor.monitor.processes.proc import (
     full_name,
     identify,
     is_alive,
+    own_family,
     read_stat,
 )
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import all_pids, children_of, run_processes
 from memtop.supervisor.run.events import NamedProcess
-from memtop.supervisor.run.record.folder import RunFolder, read_derived, write_json
+from memtop.supervisor.run.record.folder import RunFolder, list_runs, read_derived, write_json
 
 SHIM = Path(__file__).with_name("shim.py")
 RANKS_FILE = "ranks.json"
@@ -73,6 +75,37 @@ def named(process: ProcessId) -> NamedProcess:
 def marked(run: RunFolder, attempt: int) -> list[ProcessId]:
     """The living processes of an attempt whose environment proves it."""
     return run_processes(str(run.path), attempt, run_id=run.id)
+
+
+def programs_at(path: Path) -> list[ProcessId]:
+    """The caller's processes that belong to a run with this path, the oldest first.
+
+    They write there for as long as they live, also if their run was renamed or deleted.
+    """
+    found, ours = run_processes(str(path.resolve())), own_family()
+    rows = [row for one in found if one.pid not in ours and (row := read_stat(one.pid)) is not None]
+    own = (row.identity for row in rows if row.file_uid == os.geteuid())
+    return sorted(own, key=lambda one: (one.started_ticks, one.pid))
+
+
+def refuse_used_path(path: Path) -> None:
+    """RefusedError if a living program writes to this path, where a new run is to be."""
+    programs = programs_at(path)
+    if not programs:
+        return
+    pid = programs[0].pid
+    run_id = (environment(pid) or {}).get(RUN_ID_VARIABLE, "")
+    owner = next((run for run in list_runs(path.parent) if run.id == run_id), None)
+    if owner is not None and owner.path == path.resolve():
+        raise RefusedError(f"run {path.name!r} is in use by its program (pid {pid}): `memtop stop {path.name}` first")
+    whose = "a run that was renamed or deleted while it ran" if owner is None else f"run {owner.name!r}, which was renamed"
+    back = ""
+    if owner is not None and not os.path.lexists(path):
+        back = f"`mv -T {shlex.quote(str(owner.path))} {shlex.quote(str(path.resolve()))}` moves it back, or "
+    raise RefusedError(
+        f"{path}: the program (pid {pid}) of {whose}, still saves to this path: {back}`kill {pid}` ends it; "
+        "--name chooses another name"
+    )
 
 
 def family(

@@ -1,6 +1,6 @@
 """Bounds the log of a program: it keeps its beginning and its end.
 
-The program appends to the file itself, so nothing of memtop is between it and its output. The
+The program appends to the file itself, so memtop is never between the program and its output. The
 supervisor removes the middle of the file, as `holes.py` explains.
 """
 

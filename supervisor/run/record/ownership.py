@@ -88,7 +88,7 @@ def why_unreadable(path: Path, error: OSError) -> str:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run whose file or folder this is. None if it is none of a run."""
+    """The run whose file or folder this is. None if it belongs to no run."""
     for parent in path.parents:
         first, *rest = path.relative_to(parent).parts
         if first in _OF_A_RUN and (not rest or (first == "attempts" and rest[-1] in _OF_AN_ATTEMPT)):

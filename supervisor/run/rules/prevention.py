@@ -35,7 +35,8 @@ def tick(model: Model) -> Model:
     if model.leak_handled or not model.own_trends or model.phase is not Phase.TRAINING or model.pending is not None:
         return model
     if model.progress.unsaved is not None:
-        return model  # a restart would lose what it has learnt; that it cannot be saved is reported already
+        # A restart would lose all updates since the last save. The failed save is reported already.
+        return model
     settings = model.settings
     trend = must_act(
         model.own_trends,
