@@ -12,7 +12,7 @@ import pytest
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.client import start_supervisor
-from memtop.supervisor.run.record.folder import RunSpec, create_run
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from tests.conftest import Runs
 
 # 1.4 million parameters: a state of 18 MiB, on a disk of 12.
@@ -77,6 +77,20 @@ def test_a_supervisor_that_cannot_even_say_why_it_does_not_start_names_the_disk(
         start_supervisor(folder)
     assert str(refused.value) == f"{folder.path}: the disk is full: 0 KiB free; free some space, or set --runs-dir"
     assert folder.supervisor_log.read_bytes() == b""
+
+
+def test_a_full_disk_keeps_no_supervisor_from_taking_over(
+    cramped: Runs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot write state.json. So it must be asked whether it has begun."""
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", cramped.environment["MEMTOP_SOCKET_DIR"])
+    cramped.memtop("train", "--name", "a", "--detach", "--", "sleep", "600")
+    document = cramped.wait("a", lambda d: d["trainer_pid"] is not None)
+    os.kill(document["supervisor_pid"], signal.SIGKILL)
+    fill(small_disk)
+    assert start_supervisor(RunFolder(cramped.path / "a")) != document["supervisor_pid"]
+    stopped = cramped.memtop("stop", "a")
+    assert f"stopped: killed by signal 2 (SIGINT); SIGINT sent to pid {document['trainer_pid']} (sleep)" in stopped.stdout
 
 
 def enlarge(disk: Path) -> None:

@@ -39,6 +39,9 @@ _LITTLE_SPACE = 1 << 20
 """If a supervisor ends at its start without an error in its log, and less disk space is free, the
 disk is full."""
 _START_SECONDS = 30.0
+_STATE_SECONDS = 2.0
+"""A supervisor that has no state.json after this time is asked whether it runs: it may not be able
+to write the file, for example on a full disk."""
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 ANSWER_SECONDS = 30.0
@@ -280,15 +283,30 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
             cwd="/",
             env=outside_any_run(os.environ),
         )
-    deadline = time.monotonic() + _START_SECONDS
+    deadline, asked = time.monotonic() + _START_SECONDS, time.monotonic() + _STATE_SECONDS
     while time.monotonic() < deadline:
         if (status := process.poll()) is not None:
             raise _start_error(folder, status, begins)
         file = folder.state()
         if file is not None and file.run.supervisor_pid == process.pid and Path(file.socket).exists():
             return process.pid
+        if time.monotonic() > asked:
+            if _answers(folder, process.pid):
+                return process.pid
+            asked = time.monotonic() + _STATE_SECONDS
         time.sleep(0.02)
     raise RunFolderError(f"the supervisor did not start within {_START_SECONDS:.0f} s: see {folder.supervisor_log}")
+
+
+def _answers(folder: RunFolder, pid: int) -> bool:
+    """Whether the process `pid` listens on the run's socket and answers: then it has begun."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(LOOK_SECONDS)
+        try:
+            connection.connect(str(socket_path(folder.path)))
+            return peer_of(connection).pid == pid and _sent(connection, _STATUS) and bool(connection.recv(1))
+        except OSError:  # it does not listen yet, or says nothing yet
+            return False
 
 
 def revive(path: Path) -> bool:
