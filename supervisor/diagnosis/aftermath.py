@@ -19,6 +19,7 @@ _LOOP = 30
 _FEW = 3
 _WITH_NUMBER = re.compile(r"\S*\d\S*")
 _WORD = re.compile(r"[^\W\d]{4,}")
+_COUNTED = re.compile(r"([^\W\d]{4,20} (?:[^\W\d]{2,20} ){0,4})(\d{1,9})(?![\w.])")
 
 # Words for going on after a lack of memory.
 _RECOVERY = re.compile(
@@ -35,7 +36,7 @@ _ANOTHER_TRY = re.compile(
     r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
     r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
     r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without|anyway)"
-    r"|ignored?,? continuing"
+    r"|ignored?,? continuing|^skip(?:ped|ping)? \S{1,80} (?:due to|because of)\b"
 )
 # A program can do without page-locked memory.
 _DOES_WITHOUT = re.compile(
@@ -70,7 +71,7 @@ _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b"
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
 _MILD = re.compile(
-    r"^[Ww]arning:|\blevel=(?:warn|info)|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
+    r"^[Ww]arning:|[:)] warning ?:|\blevel=(?:warn|info)|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
     r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
 )
 
@@ -218,8 +219,9 @@ def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
     `reading 3.jpg`, the message, `reading 4.jpg`."""
     lines = page.lines[max(0, finding.line - _LOOP) : finding.line]
     before, texts = {_work(line) for line in lines} - {None}, {line.text for line in lines}
+    counted = {_count(line) for line in lines} - {None}
     after = page.lines[finding.last_line + 1 : min(until, finding.last_line + 1 + _LOOP)]
-    return any(_work(line) in before and line.text not in texts for line in after)
+    return any((_work(line) in before and line.text not in texts) or _count(line, -1) in counted for line in after)
 
 
 def is_ordinary(line: LogLine) -> bool:
@@ -235,6 +237,13 @@ def _work(line: LogLine) -> str | None:
         return None
     work, numbers = _WITH_NUMBER.subn("#", line.text[:_STEP_WITHIN].strip())
     return work if numbers and _WORD.search(work) else None
+
+
+def _count(line: LogLine, add: int = 0) -> tuple[str, int] | None:
+    """The words in front of the first number of an ordinary line, and that number plus `add`:
+    `Running stage 2: faces` comes after `Running stage 1: restoration`."""
+    match = _COUNTED.match(line.text) if not line.bar and is_ordinary(line) else None
+    return None if match is None else (match[1], int(match[2]) + add)
 
 
 def _ends_well(page: LogText, finding: Finding, until: int) -> bool:

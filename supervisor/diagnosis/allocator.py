@@ -27,7 +27,7 @@ _DEVICE = compiled(r"[GNXP]PU(\d{1,5})(?:has a total|;\d)")
 # A log can be cut within a word: only its first letters are asked for.
 _TOTAL = compiled(r"(?:has a total capaci?ty of (SIZE)|[;(] (SIZE) total)")
 _FREE = compiled(r"(?:of which (SIZE) is free|already allocated;(?:SIZE current active;)? (SIZE) f)")
-_PROCESS = compiled(r"this process has (SIZE) memory in use")
+_PROCESS = compiled(r"this process has (SIZE) memory in")
 _OTHERS = compiled(r"Process(\d{1,10})has (SIZE) memory in use")
 _ALLOCATED = compiled(r"(?:Of the allocated memory (SIZE) is a|(SIZE) already allocated|MPS allocated:(SIZE))")
 _UNALLOCATED = compiled(r"(?:and (SIZE) is reserve|(SIZE) cached)")

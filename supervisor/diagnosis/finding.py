@@ -189,7 +189,7 @@ def other(
 
 # --- compiling ------------------------------------------------------------------------------------
 
-SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTPkmgt]i?[Bb]|[KMGT](?![A-Za-z])|(?:kilo|mega|giga)?[Bb]ytes?|B(?![A-Za-z]))"
+SIZE = r"\d[\d,]{0,24}(?:\.\d{0,16})?(?:[KMGTPkmgt]i?[Bb]|[KMGT](?![A-Za-z])|(?:kilo|mega|giga)?[Bb]ytes?|B(?![A-Za-z]))"
 _TOKEN = re.compile(r"SIZE|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|P=|[a-z]+:|[:=!]|<[=!])|\{\d+,?\d*\}|.", re.DOTALL)
 _QUANTIFIER = re.compile(r"[?*+]|\{\d+,?\d*\}")
 # What stands for one character of a number or a name, and how long a number or a name can be.
@@ -320,7 +320,8 @@ def both_ends(
 
 _STATABLE = (Kind.GPU_OOM, Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.DISK_FULL, Kind.SHM_EXHAUSTED)
 _STATING = re.compile(
-    r"error|exception|fatal|fail|abort|panic|terminat|critical|crash|throw|what\(\)|cannot|can't|unable|warn|severe|assert"
+    r"error|exception|fatal|fail|abort|panic|terminat|critical|\b(?:internal|unavailable|resource.exhausted):"
+    r"|crash|throw|what\(\)|cannot|can't|unable|warn|severe|assert"
     r"|killed|died|got |ran |\bsays?\b|\breturn(?:s|ed)?\b|result|status|[:=] ?[EF] |^[EF]\d{4} |\[E\]|</?torch_|ENOSPC"
     r"|could(?: not|n't)|exit code|\b(?:writ(?:e|ing)|open(?:ing)?|copying|saving) \S",
     re.IGNORECASE,

@@ -210,6 +210,8 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
     if finding.kind is Kind.HOST_OOM_ALLOC and "bad_alloc" in here.text and _of_device(context[-2:]):
         finding = replace(finding, kind=Kind.GPU_OOM)  # C++ libraries of a device raise it, too
+    if finding.kind is Kind.SHM_EXHAUSTED and _is_denied(page, finding):
+        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=Weight.HINT)
     if is_taken_lightly(finding, here):
         finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=min(finding.weight, Weight.BROKEN))
     if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
@@ -220,6 +222,14 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
     if finding.kind is Kind.NOT_MEMORY and light and is_mild(here):
         finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
+
+
+_DENIED = re.compile(r"(?i)permission denied|operation not permitted|read-only file system|function not implemented")
+
+
+def _is_denied(page: LogText, finding: Finding) -> bool:
+    """Whether the lines just before the message name another reason than a full /dev/shm."""
+    return any(_DENIED.search(line.text) for line in page.context(finding.line)[-4:])
 
 
 def _of_device(lines: Sequence[LogLine]) -> bool:
@@ -340,7 +350,7 @@ _PIN_FRAMES = re.compile(
 _PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")
 # "OSError: No space left on device" without a path, raised by code that makes files in /dev/shm.
 _SHARED_FRAMES = re.compile(
-    r"multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py|\bSemLock\b|joblib[/\\]_multiprocessing_helpers"
+    r"pandarallel[/\\]core\.py|multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py|\bSemLock\b|joblib[/\\]_multiprocessing_helpers"
 )
 
 

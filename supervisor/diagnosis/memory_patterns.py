@@ -36,6 +36,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(r"(?i:out_?of_?memory).{0,20}?(?:cu(?:da)?|hip)(?:Mem)?HostAlloc", PINNED),
     Pattern(r"(?P<size>\d+ bytes)\)? of host memory: CUDA_ERROR_OUT_OF_MEMORY", PINNED),
+    Pattern(r"Cuda\w{0,40}Allocator fail(?:ed)? to allocate memory (?P<size>\d+ bytes)", GPU, 0.95),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
     Pattern(r"(?:CUDA|HIP|ROCm|SYCL|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
@@ -53,6 +54,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"Error 2: out of memory|returned \(2\): Out of memory", GPU, 0.85),
     Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
     Pattern(r"== cudaSuccess \(2 vs\. 0\)", GPU),
+    Pattern(r"'(?:cuda|hip)Malloc\w{0,20}\(.{0,60}?\) == (?:cuda|hip)Success' failed", GPU, 0.85),
+    Pattern(r"MIOpen Error: .{0,120}? Memory not available to allocate buffer: (?P<size>\d+)", GPU),
     Pattern(r"cudaErrorMemoryAllocation(?!=\d)", GPU, 0.85),
     Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
     Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
@@ -106,6 +109,12 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(r"Dst tensor is not initialized", GPU, 0.6),
     Pattern(r"No executable batch size found, reached zero", GPU, 0.85),
+    Pattern(
+        r"Initial RMM allocation\((?P<size>SIZE)\) is larger than free memory\((?P<free>SIZE)\)"
+        r"|RMM .{0,160}? Initial pool size exceeds the maximum pool size",
+        GPU,
+        reason=_BUDGET,
+    ),
     # Inference engines and loaders refuse to start with the budget that they were given.
     Pattern(r"No available memory for the cache blocks", GPU, 0.85, reason=_BUDGET),
     Pattern(
@@ -232,6 +241,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     other(r"not enough space in the context's memory pool", "internal_pool", weight=Weight.CAUSE),
     Pattern(r"Available memory of \d+ is smaller than requested bytes of \d+", HOST, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
+    # Several threads at once.
+    Pattern(r"(?:memory allocation of ){2,40} (?P<size>\d+) (?:memory allocation of ){0,40} bytes failed", HOST),
     Pattern(
         r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)",
         HOST,
@@ -258,6 +269,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"VK_ERROR_OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", HOST),
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
     Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
+    Pattern(r"(?:mmap|mremap|malloc|fork|clone|brk) failed (?:w/|with)? \(?errno[:=]? 12", HOST, 0.85),
     Pattern(r"\[WinError 1450\]|out of heap space|NVRTC_ERROR_OUT_OF_MEMORY", HOST, 0.85),
     Pattern(r"Could not reserve enough space for (?P<size>SIZE) object heap", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
@@ -368,7 +380,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     ),
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
     Pattern(r"(?i:exceed\w{0,3} (?:the |its )?(?:\w{1,12} )?(?:disk|jobfs|storage|scratch|file system) quota)", DISK),
-    Pattern(_FULL, DISK, 0.92),
+    Pattern(rf"{_FULL}(?!:? System limit)", DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
         r"not enough space on the disk|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"

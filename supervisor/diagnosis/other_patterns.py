@@ -70,7 +70,7 @@ ENDS: tuple[Pattern, ...] = (
         KILLED,
         0.8,
     ),
-    Pattern(r"TERM_MEMLIMIT|TERM_SWAP", KILLED, 0.97),
+    Pattern(r"TERM_MEMLIMIT|TERM_SWAP|DUE TO MEMORY LIMIT", KILLED, 0.97),
     Pattern(
         r"(?i:exceeded (?:the |its )?(?:max(?:imum)?|allowed|available) (?:amount of )?memory)|had condition: \[MemoryPressure",
         KILLED,

@@ -12,7 +12,7 @@ from collections.abc import Container
 
 from memtop.supervisor.diagnosis import figures
 from memtop.supervisor.diagnosis.aftermath import is_mild
-from memtop.supervisor.diagnosis.finding import UNCERTAIN, Finding, Weight, both_ends, is_supposed
+from memtop.supervisor.diagnosis.finding import UNCERTAIN, Figures, Finding, Weight, both_ends, is_supposed
 from memtop.supervisor.diagnosis.text import LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -26,10 +26,10 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\bexceed\w* (?:the )?(?:total|available|free|physical|system) (?:\w+ )?{_MEMORY}"
-    rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain|get) (?:[\w.]+ ){{0,5}}{_MEMORY}"
     rf"|\balloc\w* (?:\w+ ){{0,3}}{_MEMORY} (?:has |was )?(?:fail|refused)"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
-    rf"|\bbad allocation\b"
+    rf"|\bbad allocation\b|\b{_MEMORY} (?:is |was )?(?:not available|unavailable)\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
     rf"|(?<!['\"`])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
@@ -40,6 +40,7 @@ _ALLOCATION = re.compile(
     r"|malloc)\b|\bexceed\w*\b(?! \d+ ?% of)[^%]{0,40}?\balloc\w*|\barray exceeds maximum\b"
     r"|\bcould(?: not|n't) be (?:allocated|reserved)\b"
 )
+_ONLY = re.compile(r"(?i)\b(?:but|only|exceed\w*|(?:larger|more|greater|less|smaller) than)\b")
 _OTHER_THINGS = re.compile(
     r"(?i)\b(?:ports?|address(?:es)?|ip|pty|tty|inodes?|disk|threads?|pids?|descriptors?|handles?|sockets?|gpus? to|nodes?"
     r"|shared memory|quota for|semaphores?)\b"
@@ -51,7 +52,8 @@ _DEVICE = re.compile(
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
     r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl"
     r"|directml|dmlexec|pooled_storage_manager|(?-i:Gpu[A-Z])|(?<!/)nvidia|geforce|[rg]tx ?\d|radeon|intel arc"
-    r"|malloc_device|neuron|mindspore)"
+    r"|malloc_device|neuron|mindspore|stream_?executor|popart|poplar)|device(?: memory)? alloc|device\(id\b|on card \d"
+    r"|(?-i:[a-z](?:Cuda|Gpu|Hip)(?![a-z]))"
 )
 # A statement: an error's name or verb in front of the words, or the words at the start of the line.
 _STATES = re.compile(
@@ -101,7 +103,7 @@ def find(page: LogText, known: Container[int]) -> list[Finding]:
 
 
 def _may_be(text: str) -> bool:
-    return "emor" in text or "lloc" in text or "RAM" in text or "array exceeds" in text
+    return any(part in text for part in ("emor", "lloc", "RAM", "HBM", "vailable", "array exceeds"))
 
 
 def _read(page: LogText, index: int) -> Finding | None:
@@ -110,7 +112,8 @@ def _read(page: LogText, index: int) -> Finding | None:
     if text.startswith("##") or _ROW.match(text) or is_mild(line):
         return None
     found = figures.read(text)
-    if not (_is_stated(text) or ((found.requested is not None or _WRAPPED.search(text)) and _is_refused(text))):
+    sized = found.requested is not None or _WRAPPED.search(text) is not None
+    if not (_is_stated(text) or (sized and _is_refused(text)) or _exceeds(found, text)):
         return None
     kind = Kind.GPU_OOM if _names_device_near(page, index) else Kind.HOST_OOM_ALLOC
     if kind is Kind.HOST_OOM_ALLOC and _KILLED.search(text):
@@ -134,6 +137,14 @@ def _is_refused(text: str) -> bool:
     if words is None or _is_mentioned(text[: words.start()]):
         return False
     return _OTHER_THINGS.search(text, words.start(), words.end() + 40) is None
+
+
+def _exceeds(found: Figures, text: str) -> bool:
+    """Whether a line says that more was requested than is free: `requested 12 GiB, but only 8 GiB
+    are available`."""
+    words = _ONLY.search(text)
+    more = found.requested is not None and found.free is not None and found.requested > found.free
+    return more and words is not None and not _is_mentioned(text[: words.start()])
 
 
 def _is_mentioned(before: str) -> bool:

@@ -192,7 +192,7 @@ CASES: dict[str, tuple[str, set[Place], tuple[str, ...], tuple[str, ...]]] = {
     "htcondor": (
         "Job was evicted. Job has gone over memory limit of 2048 megabytes. Peak usage: 2059 megabytes.\n" + KILLED_BY_KERNEL,
         {Place.HTCONDOR},
-        ("in the submit file: request_memory = MORE_THAN_NOW",),
+        ("in the submit file: request_memory = 3GB",),
         ("sudo", "num_workers"),
     ),
     "yarn": (
