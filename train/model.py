@@ -73,7 +73,8 @@ def _refuse_unknown(values: Mapping[str, Any], config: Any) -> None:
     attribute and says nothing."""
     kind = type(config)
     bases: tuple[Any, ...] = kind.__mro__
-    own = {*kind.attribute_map, *(name for base in bases for name in inspect.signature(base.__init__).parameters)}
+    declared = {name for base in bases for name in inspect.signature(base.__init__).parameters}
+    own = declared - {"self", "args", "kwargs"} | set(kind.attribute_map)
     known = {*own, *dir(kind), *vars(PretrainedConfig()), *vars(GenerationConfig())}
     for key in values:
         if key not in known and key in vars(config) and not _is_named_in_source(key, kind):

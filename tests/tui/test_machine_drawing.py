@@ -107,7 +107,7 @@ def test_compact_machine_has_one_line_each() -> None:
     store = store_of(running(gpu(0), gpu(1, 0.95, Band.DANGER)))
     rows = [plain(one) for one in draw_compact_machine(store, 78, 4)]
     assert len(rows) == 4
-    assert "95.0% !! danger" in rows[1]
+    assert "95.0 % !! danger" in rows[1]
     assert rows[2].startswith("RAM")
     assert rows[3].startswith("Swap")
 

@@ -170,9 +170,11 @@ def test_columns_leave_room_for_the_command(width: int) -> None:
 def test_a_dash_stands_for_a_share_that_is_not_known() -> None:
     row = next(row for row in rows_of(snapshot()) if row.pid == 60)
     line = plain(draw_row(row, columns_for(120, [row]), ticked=False, followed=False, search=""))
-    assert "0%" not in line
+    assert "0 %" not in line
     assert "–" in line
     assert "! stray" in line
+    known = next(row for row in rows_of(snapshot()) if row.pid == 50)
+    assert " %" in plain(draw_row(known, columns_for(120, [known]), ticked=False, followed=False, search=""))
 
 
 def test_trails_keep_gaps_and_forget_the_dead() -> None:

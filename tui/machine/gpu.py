@@ -176,7 +176,7 @@ def _watts(gpu: GpuSample) -> str:
 
 
 def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = False, name_width: int = 0) -> Line:
-    """One GPU on one line: `0 A4500 ████▓▒░   84.7% · safe  97% 62 °C`; shorter on a narrow
+    """One GPU on one line: `0 A4500 ████▓▒░   84.7 % · safe  97 % 62 °C`; shorter on a narrow
     terminal.
     """
     marker = "▸" if selected else " "
@@ -186,11 +186,11 @@ def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = F
         head = (*head, (f"{short_name(gpu)[:name_width]:<{name_width}} ", STRONG))
     if gpu.error:
         return fit((*head, ("!! cannot be read: ", "danger"), (gpu.error, MUTED)), width)
-    percent = "–" if gpu.used_fraction is None else f"{gpu.used_fraction * 100:.1f}%"
+    percent = units.percent(gpu.used_fraction)
     tail = line(" " * (7 - len(percent)), (f"{percent} ", ROLES[gpu.band]), *padded_tag(gpu.band))
     if width >= 70:
-        util = "–" if gpu.utilization_fraction is None else f"{gpu.utilization_fraction * 100:.0f}%"
-        tail = (*tail, (f" {util:>4} {celsius(gpu.temperature_celsius):>5}", STRONG))
+        util = units.percent(gpu.utilization_fraction, 0)
+        tail = (*tail, (f" {util:>5} {celsius(gpu.temperature_celsius):>5}", STRONG))
     if width >= 76 and name_width > 8:
         tail = (*line((f" {units.gib(used_bytes(gpu)):>5}/{units.gib(gpu.total_bytes, 0)} GiB", STRONG)), *tail)
     room = width - width_of(head) - width_of(tail)

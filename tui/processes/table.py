@@ -32,8 +32,7 @@ def _share(name: str) -> Callable[[ProcessRow], str]:
         if row.process is None and name != "cpu":
             # Fractions of different GPUs cannot be added.
             return ""
-        value = row.number(name)
-        return units.UNKNOWN if value is None else f"{value * 100:.0f}%"
+        return units.percent(row.number(name), 0)
 
     return text
 
@@ -52,9 +51,9 @@ COLUMNS = (
     ProcessColumn("user", "user", 8, 2, lambda row: row.user or units.UNKNOWN, right=False),
     ProcessColumn("gpu", "GPU", 4, 1, lambda row: row.where, right=False),
     ProcessColumn("vram", "VRAM", 8, 1, _bytes("vram")),
-    ProcessColumn("sm", "SM", 4, 3, _share("sm")),
-    ProcessColumn("bw", "BW", 4, 6, _share("bw")),
-    ProcessColumn("cpu", "CPU", 5, 4, _share("cpu")),
+    ProcessColumn("sm", "SM", 5, 3, _share("sm")),
+    ProcessColumn("bw", "BW", 5, 6, _share("bw")),
+    ProcessColumn("cpu", "CPU", 6, 4, _share("cpu")),
     ProcessColumn("rss", "RSS", 8, 5, _bytes("rss")),
     ProcessColumn("time", "time", 7, 4, _time),
     ProcessColumn("container", "container", 20, 7, lambda row: row.container, right=False),
