@@ -119,7 +119,7 @@ def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     path = where / spec.name
     if fresh and path.is_dir():
         _free_name_of(RunFolder(path))
-    if fresh or not path.exists():
+    if fresh or not os.path.lexists(path):
         refuse_used_path(path)
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
