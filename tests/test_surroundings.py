@@ -197,3 +197,19 @@ def test_a_stale_socket_does_not_stop_a_new_run(runs: Runs) -> None:
         stale.bind(str(path))
     runs.memtop("restart", "a")
     assert len(runs.show("a")["attempts"]) == 2
+
+
+@pytest.mark.parametrize("limit", ["ulimit -n 20", "ulimit -v 200000", "unset PATH HOME LANG"])
+def test_a_run_under_low_limits_and_without_an_environment(runs: Runs, limit: str) -> None:
+    words = [sys.executable, "-m", "memtop", "train", "--name", "a", "--headless", "--", shutil.which("true") or "/bin/true"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'{limit}; exec "$@"', "sh", *words],
+        env=runs.environment,
+        cwd=runs.root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.endswith("memtop: run a: finished; memtop show a\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def _is_named_in_source(key: str, kind: type) -> bool:
 
 def _config_of(path: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise BadInputError(_no_model(path, error)) from None
 
@@ -190,7 +191,12 @@ def _whole(settings: Settings, config: Any, kind: torch.dtype) -> Any:
 def _read(settings: Settings, **options: Any) -> Any:
     path = str(settings.model["path"])
     try:
-        return model_class(settings).from_pretrained(path, **options)
+        return model_class(settings).from_pretrained(path, trust_remote_code=False, **options)
+    except pickle.UnpicklingError:
+        raise BadInputError(
+            f"model.path {path}: its pickled weights are damaged or hold more than tensors, and memtop executes "
+            "nothing that a model's files contain; use weights in safetensors files"
+        ) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInputError(_no_model(path, error)) from None
 

@@ -116,9 +116,11 @@ def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     from memtop.supervisor.run.client import start_supervisor
     from memtop.supervisor.run.processes.members import refuse_used_path
 
-    if fresh and (where / spec.name).is_dir():
-        _free_name_of(RunFolder(where / spec.name))
-    refuse_used_path(where / spec.name)
+    path = where / spec.name
+    if fresh and path.is_dir():
+        _free_name_of(RunFolder(path))
+    if fresh or not os.path.lexists(path):
+        refuse_used_path(path)
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return folder

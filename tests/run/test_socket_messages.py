@@ -109,6 +109,42 @@ def test_every_answer_of_a_rank_ends_the_wait_for_it(answer: str, ok: bool, word
     assert found.message.startswith(words)
 
 
+async def flooded(path: Path) -> str:
+    """The answer to a peer while many are idle or in the middle of a line. It ends once a peer that
+    requests much and reads nothing has been disconnected."""
+    gone = asyncio.Event()
+
+    async def on_request(peer: Peer, request: Request) -> None:
+        peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="x" * (1 << 20) if request.id == 1 else "understood"))
+
+    server = ControlServer(path, on_request=on_request, on_agent=Mock(), on_gone=lambda peer: gone.set())
+    await server.start()
+    writers = []
+    try:
+        for number in range(150):
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.write(b"[" * 100_000 if number % 10 == 0 else b"")
+            writers.append(writer)
+        greedy_reader, greedy = await asyncio.open_unix_connection(path, limit=1)
+        greedy.write(b'{"type": "status", "id": 1}\n' * 100)
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"type": "status", "id": 2}\n')
+        answer: str = json.loads(await reader.readline())["message"]
+        await gone.wait()
+        assert not greedy_reader.at_eof(), "it has read nothing"
+        writers += [greedy, writer]
+    finally:
+        await server.close()
+        for writer in writers:
+            writer.transport.abort()
+    return answer
+
+
+def test_a_peer_that_reads_nothing_is_disconnected_and_many_peers_hold_up_nobody() -> None:
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        assert asyncio.run(asyncio.wait_for(flooded(Path(folder) / "s"), 60)) == "understood"
+
+
 async def closed_after_its_path_was_taken(path: Path) -> bool:
     """Whether the second server can still be reached."""
     first, second = (ControlServer(path, on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock()) for _ in range(2))

@@ -246,6 +246,37 @@ def test_a_run_cannot_be_started_twice_nor_under_a_taken_name(runs: Runs) -> Non
     assert second.returncode == 1
 
 
+ALONE = """
+import fcntl, pathlib, time
+lock = open("lock", "w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    pathlib.Path("two-at-once").touch()
+with open("started", "a") as file:
+    file.write("x")
+time.sleep(600)
+"""
+
+
+def test_commands_at_the_same_moment_never_start_two_programs(runs: Runs) -> None:
+    def at_once(*commands: str) -> list[int]:
+        program = ("--", sys.executable, "-c", ALONE)
+        words = [(*command.split(), *(program if command.startswith("train") else ())) for command in commands]
+        running = [runs.start(*each, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for each in words]
+        said = [command.communicate(timeout=120)[1] for command in running]
+        assert not [text for text in said if "Traceback" in text]
+        return sorted(command.returncode for command in running)
+
+    assert at_once(*["train --name a --detach"] * 4) == [0, 1, 1, 1]
+    wait_for_file(runs.root / "started")
+    at_once(*["restart a --detach"] * 3, "stop a", "train --name a --fresh --detach")
+    at_once("stop a", "stop a")
+    at_once(*["restart a --detach"] * 3, "train --name a --fresh --detach")
+    assert runs.wait("a", lambda d: d["trainer_pid"] is not None)["alive"]
+    assert not (runs.root / "two-at-once").exists()
+
+
 def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
     start(runs)
     state = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import builtins
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,58 @@ from tests.train.recipes import (
     write_llama,
     write_rows,
 )
+
+
+class Planted:
+    """Its pickle executes a function when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def plant_pickle(folder: Path, mark: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Planted(mark)}, folder / "pytorch_model.bin")
+
+
+def plant_header(folder: Path, _: Path) -> None:
+    """A file whose header claims to be a terabyte."""
+    (folder / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+
+
+def plant_code(folder: Path, mark: Path) -> None:
+    """An architecture that transformers does not have, with the code of it."""
+    (folder / "planted.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+    described = msgspec.json.decode((folder / "config.json").read_bytes())
+    described |= {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Planted"}}
+    (folder / "config.json").write_bytes(msgspec.json.encode(described))
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (plant_pickle, "its pickled weights are damaged or hold more than tensors"),
+        (plant_header, "header too large"),
+        (plant_code, "contains custom code"),
+    ],
+)
+def test_a_models_files_execute_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, Path], None], words: str
+) -> None:
+    def asked(_: str = "") -> str:
+        raise AssertionError("a person is asked to run the code")
+
+    monkeypatch.setattr(builtins, "input", asked)
+    folder, mark = write_llama(tmp_path / "model"), tmp_path / "mark"
+    plant(folder, mark)
+    settings = settings_of("pretrain-causal", model__path=str(folder))
+    with pytest.raises(BadInputError, match=words) as refused:
+        build_base(settings, tokens_and_config(settings)[1])
+    assert "\n" not in str(refused.value)
+    assert not mark.exists()
 
 
 @pytest.fixture

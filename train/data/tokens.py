@@ -146,7 +146,7 @@ def _load(path: str) -> Any:
     if looks_local and not Path(expanded).is_dir():
         raise BadInputError(f"tokenizer {path}: no such folder; give a folder with tokenizer.json, a hub name or bytes")
     try:
-        return AutoTokenizer.from_pretrained(expanded)
+        return AutoTokenizer.from_pretrained(expanded, trust_remote_code=False)
     # Broken files raise any kind of error from three libraries.
     except Exception as error:  # noqa: BLE001
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
