@@ -17,6 +17,7 @@ _MANY_STEPS = 3
 # How many lines around a message are compared, and how many lines are few.
 _LOOP = 30
 _FEW = 3
+_SIZE = re.compile(r"\d ?[KMGTkmgt](?:i?B)?\b")
 _WITH_NUMBER = re.compile(r"\S*\d\S*")
 _WORD = re.compile(r"[^\W\d]{4,}")
 _COUNTED = re.compile(r"([^\W\d]{4,20} (?:[^\W\d]{2,20} ){0,4})(\d{1,9})(?![\w.])")
@@ -72,7 +73,7 @@ _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
 _MILD = re.compile(
     r"^[Ww]arning:|[:)] warning ?:|\blevel=(?:warn|info)|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
-    r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
+    r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[(?:warn|warning|info|debug)\]|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
 )
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
@@ -115,7 +116,16 @@ class StepLines:
         lines = self._page.lines
         tries = (index for index in range(len(lines) - 1, max(0, line - 1) - 1, -1) if _says_another_try(lines[index]))
         last = next(tries, line) + 1
-        return self.between(last, len(lines))[0] == 0 and any(_FAILS.search(line.text) for line in lines[last:])
+        return self.between(last, len(lines))[0] == 0 and _fails_again(lines[last:])
+
+
+def _fails_again(lines: list[LogLine]) -> bool:
+    """Whether lines after an announcement of another try report an error about memory, or a
+    traceback that was cut before its error."""
+    raised = [index for index, line in enumerate(lines) if _RAISED.match(line.text)]
+    traced = max((index for index, line in enumerate(lines) if TRACEBACK in line.text), default=-1)
+    cut = traced >= 0 and not any(index > traced for index in raised)
+    return cut or any("memory" in lines[index].text for index in raised) or _any_matches(_FAILS, lines)
 
 
 def _says_another_try(line: LogLine) -> bool:
@@ -251,6 +261,8 @@ def _ends_well(page: LogText, finding: Finding, until: int) -> bool:
     a failure."""
     after = page.lines[finding.last_line + 1 : until]
     own = [line for line in after[:_LOOP] if line.text.strip() and not line.shown[:1].isspace()]
+    if finding.kind.of_gpu:
+        own = [line for line in own if not _SIZE.search(line.text)]  # they explain the message
     if until < len(page.lines) or len(own) < _FEW or _RAISED.match(page.lines[finding.line].text):
         return False
     return not any(_FAILS.search(line.text) or _TROUBLE.search(line.text) or is_mild(line) for line in after)

@@ -300,14 +300,22 @@ def _report(page: LogText, finding: Finding, others: Container[int]) -> str:
 
 
 _IN_USE = re.compile(r"(?:.{0,80}\] )?InUse: +\d")
+_LIMIT = re.compile(r"(?:.{0,80}\] )?Limit: +(\d{5,20})$")
+_ABOVE = 12
 _DUMP = 2000
 """The most lines of the summary that TensorFlow's allocator prints."""
 
 
 def _statistics(page: LogText, finding: Finding) -> str:
-    """The line of the allocator's statistics that says how much is in use, below a summary of all
-    its blocks."""
-    if "bfc" not in page.lines[finding.line].text:
+    """What the statistics of TensorFlow's allocator say is in use, below a summary of all its
+    blocks, and its limit if they stand above the message."""
+    text = page.lines[finding.line].text
+    if "bfc" in text:
+        below = page.lines[finding.last_line + 1 : finding.last_line + 1 + _DUMP]
+        return next((f"\n{line.text[:LONGEST]}" for line in below if _IN_USE.match(line.text)), "")
+    if "OOM when allocating" not in text:
         return ""
-    lines = page.lines[finding.last_line + 1 : finding.last_line + 1 + _DUMP]
-    return next((f"\n{line.text[:LONGEST]}" for line in lines if _IN_USE.match(line.text)), "")
+    above = page.lines[max(0, finding.line - _ABOVE) : finding.line]
+    limits = (match[1] for line in above if (match := _LIMIT.match(line.text)))
+    in_use = (line.text[:LONGEST] for line in above if _IN_USE.match(line.text))
+    return "".join(f"\n{text}" for text in (*(f"total: {limit}" for limit in limits), *in_use))

@@ -326,7 +326,9 @@ _STATING = re.compile(
     r"|could(?: not|n't)|exit code|\b(?:writ(?:e|ing)|open(?:ing)?|copying|saving) \S",
     re.IGNORECASE,
 )
-_STATING_MATCH = re.compile(r"fail|cannot|couldn[o']t|can't|unable|error:|errno|tried|OutOfMemoryError", re.IGNORECASE)
+_STATING_MATCH = re.compile(
+    r"fail|low on resource|cannot|couldn[o']t|can't|unable|error:|errno|tried|OutOfMemoryError", re.IGNORECASE
+)
 # A quotation within a sentence: `a common error is "CUDA out of memory"`.
 _QUOTATION = re.compile(r"[a-z]{2,},? [\"'`\u201c\u2018](?:\w+(?:Error|Exception):\s*)?$")
 _HAPPENED = re.compile(

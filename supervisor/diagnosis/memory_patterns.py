@@ -72,7 +72,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
     Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|vk[A-Z]\w{3,40} (?:failed|returned):? -2", GPU),
     Pattern(
-        r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
+        r"OutOfMemoryError(?:: |\(')? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
         r"(?:\(allocated so far: (?P<allocated>SIZE))?",
         GPU,
         0.95,
@@ -95,9 +95,12 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
     Pattern(r"Call rtMalloc fail,.{0,80}? size:\d+", GPU, 0.85),
     Pattern(r"PT_DEVMEM Allocation failed for size::(?P<size>\d+)", GPU, 0.95),
+    Pattern(r"SYNHELPER workspace Allocation of size ::(?P<size>\d+) failed", GPU, 0.95),
+    Pattern(r"nrt_tensor_allocate status=4", GPU),
     Pattern(r"Out of memory on device\. You requested: (?P<size>SIZE),? device has (?P<free>SIZE) free", GPU, 0.95),
     Pattern(r"Invalid buffer size: (?P<size>SIZE)", GPU, 0.85),
     Pattern(r"(?:torch\.(?:cuda\.)?)?OutOfMemoryError:? (?=Allocation on device)", GPU, at_start=True),
+    Pattern(r"!!! Allocation on device", GPU),
     Pattern(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", GPU),
     Pattern(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", GPU, 0.7, at_start=True),
     Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6, weight=Weight.LIKELY),
@@ -380,7 +383,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     ),
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
     Pattern(r"(?i:exceed\w{0,3} (?:the |its )?(?:\w{1,12} )?(?:disk|jobfs|storage|scratch|file system) quota)", DISK),
-    Pattern(rf"{_FULL}(?!:? System limit)", DISK, 0.92),
+    Pattern(rf"{_FULL}(?!:? System limit|,?['\"]inotify)", DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
         r"not enough space on the disk|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"

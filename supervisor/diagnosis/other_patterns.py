@@ -264,7 +264,8 @@ ERRORS: tuple[Pattern, ...] = (
     other(r"(?:CUDA|HIP) error: (?![Oo]ut of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
     # Ranks that wait for each other.
     other(
-        r"Watchdog caught collective operation timeout|(?:NCCL|c10d) .{0,40}? [Tt]imed out after"
+        r"Watchdog caught collective operation timeout|Watchdog timeout \(self\.watchdog"
+        r"|(?:NCCL|c10d) .{0,40}? [Tt]imed out after"
         r"|ran for \d+ milliseconds before timing out",
         "nccl_timeout",
         weight=Weight.BROKEN,

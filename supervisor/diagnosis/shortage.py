@@ -168,7 +168,7 @@ def is_listed(page: LogText, finding: Finding) -> bool:
     item = _ITEM.match(line.shown)
     if item is None or finding.kind is Kind.NOT_MEMORY or finding.figures.known > 1 or _WITHIN_SENTENCE.search(line.shown):
         return False
-    if any("Traceback (" in each.text for each in page.context(finding.line)):
+    if any("Traceback (" in each.text for each in [*page.context(finding.line), *page.lines[finding.line : finding.line + 3]]):
         return False
     near = page.lines[max(0, finding.line - _NEAR) : finding.line + _NEAR + 1]
     return any(each is not line and _same_list(item, each) for each in near)
