@@ -30,7 +30,8 @@ _RATE = r"(?! ?/ ?s| ?per s|ps\b)"
 # One size, or two of which the second one is the whole: `3.2/4.0 GiB`, `Used 3G of 2G`.
 _PRINTED = re.compile(
     rf"(?<![\w.,/×-])(?P<first>{_NUMBER})(?P<unit>{_UNIT})?{_RATE}"
-    rf"(?: ?(?:/|of|out of) ?(?P<whole>{_NUMBER})(?P<whole_unit>{_UNIT}){_RATE})?"
+    r"(?: ?(?P<between>free|available|left|used|in use|allocated)? ?(?:/|of|out of)"
+    rf" ?(?P<whole>{_NUMBER})(?P<whole_unit>{_UNIT}){_RATE})?"
 )
 _BARE = re.compile(r"0|\d{5,20}|\d{1,3}(?:,\d{3}){1,8}")
 """A number without a unit that can be bytes."""
@@ -102,6 +103,8 @@ class _Size(NamedTuple):
     has_unit: bool
     whole: int | None
     """The second size of two."""
+    between: str | None = None
+    """The word between two sizes: `3 GiB free of 8 GiB`."""
 
 
 def read(text: str, elsewhere: re.Pattern[str] | None = None) -> Figures:
@@ -113,7 +116,7 @@ def read(text: str, elsewhere: re.Pattern[str] | None = None) -> Figures:
     sizes = list(_sizes(text))
     for at, size in enumerate(sizes):
         following = sizes[at + 1].start if at + 1 < len(sizes) else len(text)
-        role = _role(text[end : size.start], text[size.end : following + 1], size)
+        role = _of_words(size.between) if size.between else _role(text[end : size.start], text[size.end : following + 1], size)
         if elsewhere is not None and role != "requested" and _names(elsewhere, text[end : size.start]):
             role = None
         if role == "total" and _SUM.search(text[end : size.start]):
@@ -151,7 +154,7 @@ def _sizes(text: str) -> Iterator[_Size]:
             continue  # "a 7B model"
         value = _bytes(match["first"], unit or "")
         if value is not None:
-            yield _Size(match.start(), match.end(), value, has_unit, whole)
+            yield _Size(match.start(), match.end(), value, has_unit, whole, match["between"])
 
 
 def _unit_of_name(text: str, start: int) -> str | None:

@@ -67,6 +67,8 @@ _MENTIONS = re.compile(
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
 
+_SENTENCE_END = re.compile(r"[.!?;]\s|what\(\):\s")
+
 _AROUND = 20
 """How many lines before and after a message are read for the name of a device."""
 _HOST = re.compile(r"(?i)\b(?:host|cpu|system|physical|ram|swap|heap|malloc|mmap)\b|(?-i:\bRAM\b)")
@@ -148,6 +150,7 @@ def _exceeds(found: Figures, text: str) -> bool:
 
 
 def _is_mentioned(before: str) -> bool:
+    before = _SENTENCE_END.split(before)[-1]
     return is_supposed(before) or _MENTIONS.search(before) is not None
 
 
