@@ -59,6 +59,12 @@ _FAILS = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\]|\b[Ee]rror\b ?[:\[]|
 _TROUBLE = re.compile(
     r"(?i)error|exception|traceback|fail|abort|killed|core dumped|segfault|fault\b|exit|memory|oom|panic|assert"
 )
+_NAMES_AN_END = re.compile(r"(?:Error|Exception)\b|(?i:\b(?:fatal|abort|panic|terminat|core dump))")
+# Lines that belong to a message: frames, lists, quotations, advice.
+_EXPLAINS = re.compile(
+    r"^\s*(?:\[bt\]|\(?\d+[.)\s]|[-*#>`|@{}<\"'=~]|(?:at|in|File|frame|Stack|backtrace)\b)"
+    r"|(?i:\b(?:please|solutions?|suggest|advice|recommend|consider|note|hint|tip|try|see|if)\b)"
+)
 _EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|completed?)\b|\bcompleted epoch \d+")
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
@@ -133,15 +139,24 @@ def _says_another_try(line: LogLine) -> bool:
 
 
 def seems_survived(page: LogText, finding: Finding) -> str | None:
-    """The last line after a failure that suggests that the program went on and completed, or None.
+    """The last line after a failure that suggests that the program went on, or None: it reports
+    completion, or the message is no exception and only ordinary output follows it.
 
     It is a suspicion: buffered output can appear late, and the line can be about another program.
     """
-    raised = _RAISED.match(page.lines[finding.line].text) is not None and not is_mild(page.lines[finding.line])
-    for line in reversed(page.lines[finding.last_line + 1 :]):
+    here, after = page.lines[finding.line], page.lines[finding.last_line + 1 :]
+    raised = _RAISED.match(here.text) is not None and not is_mild(here)
+    for line in reversed(after):
         if _COMPLETED.search(line.text) or (not raised and _EPOCH_DONE.search(line.text)):
             return line.shown.strip()
-    return None
+    if raised or _NAMES_AN_END.search(here.text) or any(TRACEBACK in line.text for line in page.context(finding.line)):
+        return None
+    if _any_matches(_FAILS, after) or _any_matches(_TROUBLE, after):
+        return None
+    ordinary = [
+        line for line in after if is_ordinary(line) and not _SIZE.search(line.text) and not _EXPLAINS.search(line.shown)
+    ]
+    return ordinary[-1].shown.strip() if len(ordinary) >= _FEW - 1 else None
 
 
 def is_mild(line: LogLine) -> bool:

@@ -27,6 +27,19 @@ def test_the_first_cause_wins(after: str) -> None:
     assert of("[rank1]: KeyError: 'labels'\n" + after, exit_status=1).reason == "python_error"
 
 
+def test_without_an_exit_status_ordinary_output_makes_a_message_uncertain() -> None:
+    after = "request 17 finished\nwaiting for requests\n"
+    words = MESSAGE.partition("Error: ")[2]
+    found = of(f"serving\n{words}\n{after}")
+    assert found.kind.of_gpu
+    assert found.confidence < 0.5
+    assert "waiting for requests" in found.summary
+    # An exception, an explanation and a known exit status leave no such doubt.
+    for text in (f"{MESSAGE}\n{after}", f"{words}\nPlease use smaller batches.\n1. batch\n"):
+        assert of(f"serving\n{text}").confidence > 0.5
+    assert of(f"serving\n{words}\n{after}", exit_status=1).confidence > 0.5
+
+
 def test_a_complete_message_of_a_run_that_went_on() -> None:
     assert of(f"[WARNING] eval failed: {MESSAGE}\n{STEPS}").reason == "oom_handled"
     assert of(f"{RAISED}{STEPS}").reason == "oom_handled", "a traceback was logged, and 20 kB of steps follow"
