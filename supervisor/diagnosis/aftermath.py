@@ -37,7 +37,7 @@ _ANOTHER_TRY = re.compile(
     r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
     r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
     r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without|anyway)"
-    r"|ignored?,? continuing|^skip(?:ped|ping)? \S{1,80} (?:due to|because of)\b"
+    r"|ignored?,? continuing|[.;,] will [^.]{1,60} instead\b|^skip(?:ped|ping)? \S{1,80} (?:due to|because of)\b"
 )
 # A program can do without page-locked memory.
 _DOES_WITHOUT = re.compile(

@@ -15,6 +15,8 @@ VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{
 _LIMIT = re.compile(r"memory:usage\d{1,20}kB,limit(\d{1,20})kB,failcnt")
 _UNLIMITED = 1 << 60
 """The kernel prints a number above this for a group without a limit."""
+_OF_LIMIT = "Memorycgroupoutofmemory:"
+_OF_KERNEL = re.compile(r"\s*\[[ \d.]+\]|.{0,60}\bkernel: |oom_reaper: |Memory cgroup out of memory|oom-kill:|Out of memory")
 _INVOKED = re.compile(r"invokedoom-killer:")
 _MOST_VICTIMS = 60
 _REPORT = 20_000
@@ -44,7 +46,8 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
     for match in matches:
         pid, name = int(match[1] or match[4]), match[2] or match[3]
         line = view.line_at(match.start())
-        ours = pid in known or (not member_pids and bool(_OURS.search(name)))
+        of_limit = view.text.endswith(_OF_LIMIT, 0, match.start())
+        ours = pid in known or (not member_pids and bool(_OURS.search(name) or (of_limit and _is_kernel_log(page))))
         yield Finding(
             kind=Kind.HOST_OOM_KILLED if ours else Kind.NOT_MEMORY,
             reason=None if ours else "oom_kill_of_other_process",
@@ -55,6 +58,12 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
             line=line,
             last_line=line,
         )
+
+
+def _is_kernel_log(page: LogText) -> bool:
+    """Whether all lines are the kernel's. The limit that was reached is then the program's own:
+    somebody looked for its end there."""
+    return all(_OF_KERNEL.match(line.shown) for line in page.lines if line.text.strip())
 
 
 def _limit_of_group(view: JoinedLines, end: int) -> int | None:
@@ -81,6 +90,7 @@ def _pids(texts: Iterable[str]) -> set[int]:
 
 
 _KILLED_LINE = re.compile(
+    r"(?:\[[\w.:-]{1,30}\]\s*)?"
     r"[*_`]{0,3}(?:Killed(?:: 9)?|已杀死|已砍掉|Getötet|Processus arrêté|Terminado \(killed\)|強制終了|Убито|Ucciso|죽었음"
     r"|Unicestwiony)[*_`]{0,3}$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$"
 )

@@ -21,7 +21,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95),
     Pattern(
         r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)? (?P<size>SIZE)?(?:of )?[^.]{0,60}"
-        r"(?:pinned|page-?locked)(?! (?:host |system )?memory: (?:CUDA|hip) (?!error:? out|out)))",
+        r"(?:pinned|page-?locked)(?! (?:host |system )?memory:"
+        r" (?:no CUDA|no HIP|no ROCm|initialization|driver|unknown error|invalid|(?:CUDA|hip) (?!error:? out|out))))",
         PINNED,
     ),
     Pattern(
@@ -273,6 +274,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
     Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
     Pattern(r"(?:mmap|mremap|malloc|fork|clone|brk) failed (?:w/|with)? \(?errno[:=]? 12", HOST, 0.85),
+    Pattern(r"(?i:dml|d3d12|directx|dxgi).{0,300}? (?:8007000E|E_OUTOFMEMORY)", GPU),
+    Pattern(r"8007000E|E_OUTOFMEMORY", HOST, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"\[WinError 1450\]|out of heap space|NVRTC_ERROR_OUT_OF_MEMORY", HOST, 0.85),
     Pattern(r"Could not reserve enough space for (?P<size>SIZE) object heap", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
@@ -386,7 +389,9 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(rf"{_FULL}(?!:? System limit|,?['\"]inotify)", DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
-        r"not enough space on the disk|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"
+        r"not enough space on the disk"
+        r"|[Nn]ot enough (?:free |disk )?space to (?:write|save|store|extract) (?P<size>\d+ bytes)?"
+        r"|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"
         r"|(?:database or )?disk is full",
         DISK,
     ),

@@ -111,7 +111,7 @@ ENDS: tuple[Pattern, ...] = (
         weight=Weight.ERROR,
     ),
     _sigkill(r"exitcode:? -9|exit(?:ed|s)? with (?:return )?code =? -9|exit(?:ed)? code:? =?-9"),
-    _sigkill(r"return code =? -9|returned non-zero exit status (?:-9|137)"),
+    _sigkill(r"FAILED: \[code=137\]|return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
         r"|signal:? 9|was sent SIGKILL|Negsignal\.SIGKILL|died through signal KILL|task \d+: Killed"

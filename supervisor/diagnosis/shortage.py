@@ -19,7 +19,8 @@ from memtop.supervisor.diagnosis.values import Kind
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
 # Words that say it by themselves.
 _SHORT_OF_MEMORY = re.compile(
-    rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b|\b(?:not|n't) (?:have |be )?enough (?:\w+ ){{0,3}}{_MEMORY}"
+    rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b"
+    rf"|\b(?:not|n't) (?:have |be |provide )?enough (?:\w+[ -]){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
@@ -46,7 +47,7 @@ _OTHER_THINGS = re.compile(
     r"|shared memory|quota for|semaphores?)\b"
 )
 _DEVICE = re.compile(
-    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device memory"
+    r"(?i)(?<![a-z])(?:gpus?|vram|hbm|video memory|accelerators?|device[ -]memory"
     r"|on (?:[a-z]+ ){0,2}device|metal|mps|vulkan|opencl|sycl"
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
