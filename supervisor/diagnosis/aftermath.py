@@ -166,7 +166,9 @@ def is_mild(line: LogLine) -> bool:
 
 # How a message closes after which the program goes on.
 _GOES_ON = re.compile(
-    r"(?i)[;,.:(] (?:(?:it|we|will|is|was|be|now) ){0,4}(?:trying (?:the )?(?:next|another)|spill(?:ing|ed)|retracting"
+    r"(?i)[;,.:(] (?:(?:it|we|will|is|was|be|now) ){0,4}"
+    r"(?:trying (?:the |an? )?\w+|skipping|splitting|rebalancing|disabl(?:ing|ed)"
+    r"|(?:\w+ ){1,3}(?:disabled|skipped)|using \w+ attention|spill(?:ing|ed)|retracting"
     r"|truncat(?:ing|ed)|restart(?:ing|ed)|evicting|moving|offloading|using (?:[\w-]+ ){1,4}instead"
     r"|using (?:the |an? )?(?:cpu|disk|host|small\w*|default\w*|lower|slower|fallback|system|swap))\b"
 )

@@ -210,8 +210,9 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
     if finding.kind is Kind.HOST_OOM_ALLOC and "bad_alloc" in here.text and _of_device(context[-2:]):
         finding = replace(finding, kind=Kind.GPU_OOM)  # C++ libraries of a device raise it, too
-    if finding.kind is Kind.SHM_EXHAUSTED and _is_denied(page, finding):
-        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=Weight.HINT)
+    other = _other_cause(page, finding) if finding.kind is not Kind.NOT_MEMORY else None
+    if other is not None:
+        finding = Finding(Kind.NOT_MEMORY, other, 0.6, Weight.ERROR, line=finding.line, last_line=finding.last_line)
     if is_taken_lightly(finding, here):
         finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN), weight=min(finding.weight, Weight.BROKEN))
     if finding.kind in _OF_A_REQUEST or finding.kind.of_gpu:
@@ -225,11 +226,27 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
 
 
 _DENIED = re.compile(r"(?i)permission denied|operation not permitted|read-only file system|function not implemented")
+_OF_DRIVER = re.compile(
+    r"(?i)no (?:cuda|hip|rocm)-capable|no (?:cuda |gpu )?devices? (?:is |are |was |were )?(?:found|detected|available)"
+    r"|driver version|invalid (?:argument|device|value|resource)|initialization error|unknown error|(?:not|un)supported"
+    r"|illegal (?:memory access|address|instruction)|device-side assert|(?:CUDA|HIP)_ERROR_(?!OUT)|launch failure"
+)
+_OF_MEMORY = re.compile(
+    r"(?i)out[ _]?of[ _]?(?:\w+[ _])?memory|cannot allocate memory"
+    r"|(?:not|n't) (?:\w+ )?enough|insufficient (?:\w+ ){0,2}memory|exceed|no space"
+)
 
 
-def _is_denied(page: LogText, finding: Finding) -> bool:
-    """Whether the lines just before the message name another reason than a full /dev/shm."""
-    return any(_DENIED.search(line.text) for line in page.context(finding.line)[-4:])
+def _other_cause(page: LogText, finding: Finding) -> str | None:
+    """The reason that a message about a failed allocation names itself, or for shared memory the
+    lines just before it, if that is no lack of memory."""
+    own = [line.text for line in page.lines[finding.line : finding.last_line + 1]]
+    if any(_OF_MEMORY.search(text) for text in own):
+        return None
+    above = [line.text for line in page.context(finding.line)[-4:]] if finding.kind is Kind.SHM_EXHAUSTED else []
+    if any(_DENIED.search(text) for text in (*own, *above)):
+        return "permission"
+    return "cuda_error" if any(_OF_DRIVER.search(text) for text in own) else None
 
 
 def _of_device(lines: Sequence[LogLine]) -> bool:

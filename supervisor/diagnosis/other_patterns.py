@@ -79,7 +79,9 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"OOM-?[Kk]illed(?!\"?:?\"?(?:false|False|0))", KILLED, 0.95),
     Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_|[:=]?0)", KILLED),
     Pattern(r"node was low on resource:? memory", KILLED),
-    Pattern(r"killed by (?:the )?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95),
+    Pattern(
+        r"killed by (?:the )?(?:operating system \()?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95
+    ),
     Pattern(r"sending SIG(?:TERM|KILL) to process \d+.{0,60}?(?:badness|VmRSS|oom_score)", KILLED),
     Pattern(r"earlyoom.{0,40}? sending SIG(?:TERM|KILL) to process", KILLED),
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),

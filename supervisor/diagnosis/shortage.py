@@ -22,7 +22,8 @@ _SHORT_OF_MEMORY = re.compile(
     rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b"
     rf"|\b(?:not|n't) (?:have |be |provide )?enough (?:\w+[ -]){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
-    rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
+    rf"|(?-i:\b[A-Z]\w{{2,40}}_OUT_OF_(?:[A-Z]+_)?MEMORY\b)"
+    rf"|\b{_MEMORY}[^.]{{0,40}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
     rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
@@ -52,7 +53,8 @@ _DEVICE = re.compile(
     r"|level[_-]zero)(?![a-z])"
     r"|(?<![a-z])(?<!/local/)(?:cuda|cudnn|cublas|hip|rocm|xpu|npu|tpu|hpu|ascend|device:\d|torch\.outofmemory|tensorrt"
     r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl"
-    r"|directml|dmlexec|pooled_storage_manager|(?-i:Gpu[A-Z])|(?<!/)nvidia|geforce|[rg]tx ?\d|radeon|intel arc"
+    r"|directml|dmlexec|pooled_storage_manager|(?-i:G(?:pu|PU)[A-Z])|gpuassert|acl(?:rt|nn)|cnrt|musa"
+    r"|(?<!/)nvidia|geforce|[rg]tx ?\d|radeon|intel arc"
     r"|malloc_device|neuron|mindspore|stream_?executor|popart|poplar)|device(?: memory)? alloc|device\(id\b|on card \d"
     r"|(?-i:[a-z](?:Cuda|Gpu|Hip)(?![a-z]))"
 )
@@ -106,7 +108,7 @@ def find(page: LogText, known: Container[int]) -> list[Finding]:
 
 
 def _may_be(text: str) -> bool:
-    return any(part in text for part in ("emor", "lloc", "RAM", "HBM", "vailable", "array exceeds"))
+    return any(part in text for part in ("emor", "EMOR", "lloc", "RAM", "HBM", "vailable", "array exceeds"))
 
 
 def _read(page: LogText, index: int) -> Finding | None:
