@@ -251,6 +251,14 @@ def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
     return any((_work(line) in before and line.text not in texts) or _count(line, -1) in counted for line in after)
 
 
+def is_repeated(page: LogText, survived: Finding, finding: Finding) -> bool:
+    """Whether a later message that is no exception has the words of one that the program survived:
+    it may have survived this one, too."""
+    one, other = page.lines[survived.line].text, page.lines[finding.line].text
+    same = survived.line < finding.line and _WITH_NUMBER.sub("#", one) == _WITH_NUMBER.sub("#", other)
+    return same and finding.kind is not Kind.NOT_MEMORY and _RAISED.match(other) is None
+
+
 def is_ordinary(line: LogLine) -> bool:
     """Whether the line is neither part of a traceback nor about a failure."""
     about_failure = _FAILS.search(line.text) or _TROUBLE.search(line.text) or is_mild(line)

@@ -302,8 +302,8 @@ def _report(page: LogText, finding: Finding, others: Container[int]) -> str:
     return text
 
 
-_IN_USE = re.compile(r"(?:.{0,80}\] )?InUse: +\d")
-_LIMIT = re.compile(r"(?:.{0,80}\] )?Limit: +(\d{5,20})$")
+_IN_USE = re.compile(r"(?:.{0,80}\] |[>|\s]{1,8})?InUse: +\d")
+_LIMIT = re.compile(r"(?:.{0,80}\] |[>|\s]{1,8})?Limit: +(\d{5,20})$")
 _ABOVE = 12
 _DUMP = 2000
 """The most lines of the summary that TensorFlow's allocator prints."""
@@ -315,10 +315,12 @@ def _statistics(page: LogText, finding: Finding) -> str:
     text = page.lines[finding.line].text
     if "bfc" in text:
         below = page.lines[finding.last_line + 1 : finding.last_line + 1 + _DUMP]
-        return next((f"\n{line.text[:LONGEST]}" for line in below if _IN_USE.match(line.text)), "")
+        in_use = next((line.text[:LONGEST] for line in below if _IN_USE.match(line.text)), None)
+        if in_use is not None:
+            return f"\n{in_use}"
     if "OOM when allocating" not in text:
         return ""
     above = page.lines[max(0, finding.line - _ABOVE) : finding.line]
     limits = (match[1] for line in above if (match := _LIMIT.match(line.text)))
-    in_use = (line.text[:LONGEST] for line in above if _IN_USE.match(line.text))
-    return "".join(f"\n{text}" for text in (*(f"total: {limit}" for limit in limits), *in_use))
+    used = (line.text[:LONGEST] for line in above if _IN_USE.match(line.text))
+    return "".join(f"\n{text}" for text in (*(f"total: {limit}" for limit in limits), *used))

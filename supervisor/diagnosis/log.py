@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, figures, kills, memory_patterns, other_patterns, shortage
-from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, is_taken_lightly, went_on
+from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, is_repeated, is_taken_lightly, went_on
 from memtop.supervisor.diagnosis.finding import UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.text import TRACEBACK, JoinedLines, LogLine, LogText
@@ -65,7 +65,10 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
         if how == "oom_retried" and given_up.kind is not Kind.NOT_MEMORY:
             fatal = [replace(given_up, confidence=min(given_up.confidence, _GIVEN_UP))]
     cause = min(fatal, key=lambda finding: (-finding.weight, finding.line), default=None)
-    return Reading(page, _with_most_figures(cause, fatal), tuple(survived), tuple(findings))
+    cause = _with_most_figures(cause, fatal)
+    if cause is not None and not failed and any(is_repeated(page, each, cause) for each, _ in survived):
+        cause = replace(cause, confidence=min(cause.confidence, UNCERTAIN))
+    return Reading(page, cause, tuple(survived), tuple(findings))
 
 
 # A fault in the program's own code, and no error that passes another one on.

@@ -58,7 +58,7 @@ ENDS: tuple[Pattern, ...] = (
         0.8,
     ),
     Pattern(
-        r"(?i:(?:(?:put|placed) on hold|held) .{0,40}? (?:due to|because of|for) (?:(?:too much|exce\w{2,5}|high)"
+        r"(?i:(?:(?:put|placed) on hold|held) .{0,40}? (?:due to|because of|for) (?:memory(?!\w)|(?:too much|exce\w{2,5}|high)"
         r" memory|\w{0,20}? memory (?:us|consum|exceed|limit|over)))",
         KILLED,
         0.8,
@@ -86,6 +86,7 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"earlyoom.{0,40}? sending SIG(?:TERM|KILL) to process", KILLED),
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
+    Pattern(r"exceeds the memory usage threshold of [\d.]{1,8}\d\. Ray killed", KILLED, 0.95),
     Pattern(
         r"(?i:(?:replica|container|pod) .{0,40}? ran out of memory(?! in memory space)"
         r"|(?:replica|container|worker|job|instance|process|pod) .{0,40}? ran out-of-memory)",

@@ -40,6 +40,16 @@ def test_without_an_exit_status_ordinary_output_makes_a_message_uncertain() -> N
     assert of(f"serving\n{words}\n{after}", exit_status=1).confidence > 0.5
 
 
+def test_the_last_of_messages_that_the_program_survived_is_uncertain() -> None:
+    frames = "".join(
+        f"frames:  99%|#####| {number}/1744 [08:43<00:03] [E] CUDA failure 2: out of memory ; GPU=0 ; line=175\n"
+        for number in range(1732, 1736)
+    )
+    found = of(frames)
+    assert found.confidence < 0.5
+    assert of(frames, exit_status=1).confidence > 0.5
+
+
 def test_a_complete_message_of_a_run_that_went_on() -> None:
     assert of(f"[WARNING] eval failed: {MESSAGE}\n{STEPS}").reason == "oom_handled"
     assert of(f"{RAISED}{STEPS}").reason == "oom_handled", "a traceback was logged, and 20 kB of steps follow"
