@@ -59,6 +59,8 @@ _COMPLETED = re.compile(
 )
 # The last line of a program that reports its normal end.
 _DONE = re.compile(r"(?i)(?:[\d:,./ -]{8,30})?\W*(?:all )?(?:done|finished|completed)(?: successfully)?\W*$")
+_HAS_DONE = re.compile(r"(?i)(?<!not )\b(?:finished|completed|saved|succeeded|successful\w*)\b")
+_READY = re.compile(r"(?<!not )(?:\bREADY\b|\bready\b(?: \(|$|\.))")
 _FAILS = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\]|\b[Ee]rror\b ?[:\[]|\b(?:could not|failed to|cannot) \w+")
 _TROUBLE = re.compile(
     r"(?i)error|exception|traceback|fail|abort|killed|core dumped|segfault|fault\b|exit|memory|oom|panic|assert"
@@ -251,7 +253,29 @@ def _seems_handled(page: LogText, finding: Finding, until: int) -> bool:
     after = page.lines[finding.last_line + 1 :]
     if until == len(page.lines) and after and (_DONE.match(after[-1].text) or after[-1].shown.lstrip().startswith("100%|")):
         return not _any_matches(_FAILS, after) and not _any_matches(_TROUBLE, after)
+    if until == len(page.lines) and not _is_of_exception(page, finding) and _succeeds(after):
+        return True
     return is_mild(page.lines[finding.line]) and _ends_well(page, finding, until)
+
+
+def _is_of_exception(page: LogText, finding: Finding) -> bool:
+    """Whether the message names an exception, or repeats the message of one just above."""
+    above = page.lines[max(0, finding.line - 2 * _FEW) : finding.line]
+    raised = any(_RAISED.match(line.text) and "emory" in line.text for line in above)
+    return raised or _NAMES_AN_END.search(page.lines[finding.line].text) is not None
+
+
+def _succeeds(after: list[LogLine]) -> bool:
+    """Whether one of the last lines reports success, and no line reports a failure."""
+    ends = [line for line in after if line.text.strip()][-_FEW:]
+    others = [line for line in ends if not _is_success(line)]
+    return len(others) < len(ends) and not _any_matches(_FAILS, after) and not _any_matches(_TROUBLE, others)
+
+
+def _is_success(line: LogLine) -> bool:
+    """Whether a program reports that it is ready, or at a level of its own log that it has done its
+    work. Any batch script prints "finished"."""
+    return _READY.search(line.text) is not None or (is_mild(line) and _HAS_DONE.search(line.text) is not None)
 
 
 def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
@@ -264,11 +288,11 @@ def _does_the_same_again(page: LogText, finding: Finding, until: int) -> bool:
     return any((_work(line) in before and line.text not in texts) or _count(line, -1) in counted for line in after)
 
 
-def is_repeated(page: LogText, survived: Finding, finding: Finding) -> bool:
-    """Whether a later message that is no exception has the words of one that the program survived:
-    it may have survived this one, too."""
-    one, other = page.lines[survived.line].text, page.lines[finding.line].text
-    same = survived.line < finding.line and _WITH_NUMBER.sub("#", one) == _WITH_NUMBER.sub("#", other)
+def is_repeated(page: LogText, earlier: Finding, finding: Finding) -> bool:
+    """Whether a message about memory that is no exception has the words of an earlier one: a
+    program that survived one of them may have survived the other, too."""
+    one, other = page.lines[earlier.line].text, page.lines[finding.line].text
+    same = earlier.line < finding.line and _WITH_NUMBER.sub("#", one) == _WITH_NUMBER.sub("#", other)
     return same and finding.kind is not Kind.NOT_MEMORY and _RAISED.match(other) is None
 
 

@@ -121,8 +121,14 @@ def _survived_later(page: LogText, finding: Finding, survived: list[tuple[Findin
     if finding.kind is Kind.NOT_MEMORY:
         return None
     far = len(page.lines) if is_mild(page.lines[finding.line]) else finding.last_line + _SAME_FAILURE
-    later = (how for other, how in survived if other.kind is finding.kind and finding.line < other.line <= far)
-    return next(later, None)
+    for other, how in survived:
+        if (
+            other.kind is finding.kind
+            and finding.line < other.line
+            and (other.line <= far or is_repeated(page, finding, other))
+        ):
+            return how
+    return None
 
 
 def _is_raised(page: LogText, finding: Finding) -> bool:

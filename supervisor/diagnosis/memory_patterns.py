@@ -220,7 +220,12 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.85,
     ),
-    Pattern(r"Cannot allocate (?P<size>SIZE) in GPU (?P<gpu>\d+), available (?P<free>SIZE)", GPU, 0.85),
+    Pattern(
+        r"Cannot allocate (?P<size>SIZE) in GPU (?P<gpu>\d+), available (?P<free>SIZE)"
+        r"(?:total (?P<total>\d{5,20})GpuMin.{0,120}?GPU memory used: (?P<allocated>SIZE))?",
+        GPU,
+        0.85,
+    ),
     Pattern(r"Not enough space to allocate (?P<size>\d+ B) DRAM buffer across \d+ banks", GPU, 0.95),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
@@ -237,6 +242,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"CPU can't allocate memory\. Tried to allocate (?P<size>SIZE)", HOST, 0.95),
+    Pattern(r"Fail to alloc memory of (?P<size>\d+) size, error code is 12", HOST, 0.95),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
@@ -374,6 +380,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
         SHM,
         0.85,
     ),
+    Pattern(rf"could not resize shared memory segment .{{0,80}}? to (?P<size>\d+ bytes):? {_FULL}", SHM),
     Pattern(rf"could not resize shared memory segment .{{0,80}}? {_FULL}", SHM),
     # The disk.
     Pattern(

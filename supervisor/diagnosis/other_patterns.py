@@ -234,6 +234,8 @@ ERRORS: tuple[Pattern, ...] = (
     # CUDA's other errors.
     other(r"device-side assert triggered", "device_side_assert", 0.95, weight=Weight.CAUSE),
     other(r"block: \[\d+,\d+,\d+\],? thread: \[\d+,\d+,\d+\] Assertion", "device_side_assert", 0.95, weight=Weight.CAUSE),
+    # PhysX prints CUDA's number only.
+    other(r"internal error : [^\d]{1,80}?fail\w{0,2}!{0,3} 700", "illegal_memory_access", 0.9),
     other(
         r"an illegal memory access was encountered|CUDA_ERROR_ILLEGAL_ADDRESS"
         r"|cudaErrorIllegalAddress|misaligned address",

@@ -57,8 +57,8 @@ _DEVICE = re.compile(
     r"|nccl|kv[ _-]?cache|rmm\b|thrust::|bfc_allocator|sglang|vllm|w(?:eb)?gpu|webgl"
     r"|directml|dmlexec|pooled_storage_manager|(?-i:G(?:pu|PU)[A-Z])|gpuassert|acl(?:rt|nn)|cnrt|musa"
     r"|(?<!/)nvidia|geforce|[rg]tx ?\d|radeon|intel arc"
-    r"|malloc_device|neuron|mindspore|stream_?executor|popart|poplar)|device(?: memory)? alloc|device\(id\b|on card \d"
-    r"|(?-i:[a-z](?:Cuda|Gpu|Hip)(?![a-z]))"
+    r"|dxvk|vkd3d|malloc_device|neuron|mindspore|stream_?executor|popart|poplar)"
+    r"|device(?: memory)? alloc|device\(id\b|on card \d|(?-i:[a-z](?:Cuda|Gpu|Hip)(?![a-z]))"
 )
 _MENTIONS = re.compile(
     # Not a part of a path or a name.
@@ -159,6 +159,8 @@ def _is_mentioned(before: str) -> bool:
 
 _ROW = re.compile(r"\|.*\|")
 _ITEM = re.compile(r"\s*(?:[-*•·–]|\|(?=.*\|)|\d{1,2}[.)])\s+['\"`*]{0,3}(?=\S)")
+_GOES_ON_BELOW = re.compile(r"\s*\|\s*\|")
+"""A row of a table that belongs to the row above: its first cell is empty."""
 _NEAR = 4
 # A list names its errors; a sentence tells about one.
 _WITHIN_SENTENCE = re.compile(r"(?i)\b(?:I|we|my|keeps?|always) (?:\w+ ){0,2}(?:get|gets|getting|got|see|receive)\b")
@@ -175,7 +177,7 @@ def is_listed(page: LogText, finding: Finding) -> bool:
     if any(TRACEBACK in each.text for each in [*page.context(finding.line), *page.lines[finding.line : finding.line + 3]]):
         return False
     near = page.lines[max(0, finding.line - _NEAR) : finding.line + _NEAR + 1]
-    return any(each is not line and _same_list(item, each) for each in near)
+    return any(each is not line and not _GOES_ON_BELOW.match(each.shown) and _same_list(item, each) for each in near)
 
 
 def _same_list(item: re.Match[str], line: LogLine) -> bool:
