@@ -17,9 +17,12 @@ _MANY_STEPS = 3
 # How many lines around a message are compared, and how many lines are few.
 _LOOP = 30
 _FEW = 3
-_SIZE = re.compile(r"\d ?[KMGTkmgt](?:i?B)?\b")
+# A size in words that a person reads.
+_SIZE = re.compile(r"\d ?[KMGT](?:i?B)?\b")
 _WITH_NUMBER = re.compile(r"\S*\d\S*")
 _WORD = re.compile(r"[^\W\d]{4,}")
+# The words in front of the first number of a line, and what runs at the same time.
+_PARALLEL = re.compile(r"(?i)\b(?:ranks?|workers?|process|nodes?|gpus?|devices?|local|threads?|hosts?|pid|port)\s*$")
 _COUNTED = re.compile(r"([^\W\d]{4,20} (?:[^\W\d]{2,20} ){0,4})(\d{1,9})(?![\w.])")
 
 # Words for going on after a lack of memory.
@@ -37,7 +40,8 @@ _ANOTHER_TRY = re.compile(
     r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
     r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
     r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without|anyway)"
-    r"|ignored?,? continuing|[.;,] will [^.]{1,60} instead\b|^skip(?:ped|ping)? \S{1,80} (?:due to|because of)\b"
+    r"|ignored?,? continuing|\bmemory\b.{0,80}[.;,] will [^.]{1,60} instead\b"
+    r"|^skip(?:ped|ping)? \S{1,80} (?:due to|because of)\b[^:]{0,40}:\s*$"
 )
 # A program can do without page-locked memory.
 _DOES_WITHOUT = re.compile(
@@ -65,6 +69,11 @@ _EXPLAINS = re.compile(
     r"^\s*(?:\[bt\]|\(?\d+[.)\s]|[-*#>`|@{}<\"'=~]|(?:at|in|File|frame|Stack|backtrace)\b)"
     r"|(?i:\b(?:please|solutions?|suggest|advice|recommend|consider|note|hint|tip|try|see|if)\b)"
 )
+# What a program or a scheduler prints at any end.
+_OF_AN_END = re.compile(
+    r"(?i)^\s*wandb:|\b(?:finish\w*|ended|released?|elapsed|wall ?time|cpu time|unload\w*|shutting|shut ?down|exiting|clean\w*"
+    r"|clos(?:ed|ing)|terminated|stopp(?:ed|ing)|bye|real|user|sys|total|perf\w*|timings?|statistics|summary)\b"
+)
 _EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|completed?)\b|\bcompleted epoch \d+")
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
@@ -76,7 +85,7 @@ _STEP = re.compile(
 _STEP_WITHIN = 1000
 _TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
-_RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
+_RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception)\b|^terminate called|^\s*what\(\):")
 _MILD = re.compile(
     r"^[Ww]arning:|[:)] warning ?:|\blevel=(?:warn|info)|^W: |^[Cc]aught (?:an? )?(?:exception|error)\b"
     r"|\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[(?:warn|warning|info|debug)\]|\[W\b|: [WI] (?=[\w./])|^[WI]\d{4} |dlerror"
@@ -131,7 +140,7 @@ def _fails_again(lines: list[LogLine]) -> bool:
     raised = [index for index, line in enumerate(lines) if _RAISED.match(line.text)]
     traced = max((index for index, line in enumerate(lines) if TRACEBACK in line.text), default=-1)
     cut = traced >= 0 and not any(index > traced for index in raised)
-    return cut or any("memory" in lines[index].text for index in raised) or _any_matches(_FAILS, lines)
+    return cut or any("emory" in lines[index].text for index in raised) or _any_matches(_FAILS, lines)
 
 
 def _says_another_try(line: LogLine) -> bool:
@@ -154,7 +163,9 @@ def seems_survived(page: LogText, finding: Finding) -> str | None:
     if _any_matches(_FAILS, after) or _any_matches(_TROUBLE, after):
         return None
     ordinary = [
-        line for line in after if is_ordinary(line) and not _SIZE.search(line.text) and not _EXPLAINS.search(line.shown)
+        line
+        for line in after
+        if is_ordinary(line) and not any(each.search(line.shown) for each in (_SIZE, _EXPLAINS, _OF_AN_END))
     ]
     return ordinary[-1].shown.strip() if len(ordinary) >= _FEW - 1 else None
 
@@ -167,10 +178,11 @@ def is_mild(line: LogLine) -> bool:
 # How a message closes after which the program goes on.
 _GOES_ON = re.compile(
     r"(?i)[;,.:(] (?:(?:it|we|will|is|was|be|now) ){0,4}"
-    r"(?:trying (?:the |an? )?\w+|skipping|splitting|rebalancing|disabl(?:ing|ed)"
-    r"|(?:\w+ ){1,3}(?:disabled|skipped)|using \w+ attention|spill(?:ing|ed)|retracting"
-    r"|truncat(?:ing|ed)|restart(?:ing|ed)|evicting|moving|offloading|using (?:[\w-]+ ){1,4}instead"
+    r"(?:trying (?:the |an? )?(?:next|another|other|smaller|fewer|lower|half|tiles?|cpu)|skipping|splitting|rebalancing"
+    r"|disabling|spill(?:ing|ed)|retracting|truncat(?:ing|ed)|restart(?:ing|ed)|evicting|moving|offloading"
+    r"|using (?:[\w-]+ ){1,4}instead|using (?:math|sliced|slow\w*) attention"
     r"|using (?:the |an? )?(?:cpu|disk|host|small\w*|default\w*|lower|slower|fallback|system|swap))\b"
+    r"|; (?:[\w-]+ ){1,3}(?:disabled|skipped)\b"
 )
 _AN_EARLIER_ONE = re.compile(r"(?i)\b(?:previous|last|earlier) (?:job|worker|container|pod|task|process|run|attempt|session)\b")
 _NCCL_ERROR = "NCCL WARN"
@@ -188,7 +200,8 @@ def is_taken_lightly(finding: Finding, here: LogLine) -> bool:
         return False
     if is_mild(here) and _NCCL_ERROR not in here.text and (page_locked or finding.figures.known == 0):
         return True
-    return _GOES_ON.search(here.text) is not None or (killed and _AN_EARLIER_ONE.search(here.text) is not None)
+    goes_on = _RAISED.match(here.text) is None and _GOES_ON.search(here.text) is not None
+    return goes_on or (killed and _AN_EARLIER_ONE.search(here.text) is not None)
 
 
 def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *, failed: bool) -> str | None:
@@ -278,7 +291,7 @@ def _count(line: LogLine, add: int = 0) -> tuple[str, int] | None:
     """The words in front of the first number of an ordinary line, and that number plus `add`:
     `Running stage 2: faces` comes after `Running stage 1: restoration`."""
     match = _COUNTED.match(line.text) if not line.bar and is_ordinary(line) else None
-    return None if match is None else (match[1], int(match[2]) + add)
+    return None if match is None or _PARALLEL.search(match[1]) else (match[1], int(match[2]) + add)
 
 
 def _ends_well(page: LogText, finding: Finding, until: int) -> bool:

@@ -310,8 +310,8 @@ _DUMP = 2000
 
 
 def _statistics(page: LogText, finding: Finding) -> str:
-    """What the statistics of TensorFlow's allocator say is in use, below a summary of all its
-    blocks, and its limit if they stand above the message."""
+    """What TensorFlow's allocator prints: the line that says how much is in use, below the message,
+    or that line and the limit, above it."""
     text = page.lines[finding.line].text
     if "bfc" in text:
         below = page.lines[finding.last_line + 1 : finding.last_line + 1 + _DUMP]

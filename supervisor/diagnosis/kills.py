@@ -46,8 +46,10 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
     for match in matches:
         pid, name = int(match[1] or match[4]), match[2] or match[3]
         line = view.line_at(match.start())
-        of_limit = view.text.endswith(_OF_LIMIT, 0, match.start())
-        ours = pid in known or (not member_pids and bool(_OURS.search(name) or (of_limit and _is_kernel_log(page))))
+        ours = pid in known or (not member_pids and bool(_OURS.search(name)))
+        if not ours and not member_pids and view.text.endswith(_OF_LIMIT, 0, match.start()) and _is_kernel_log(page):
+            yield _unknown_victim(view.line_at(match.start()))
+            continue
         yield Finding(
             kind=Kind.HOST_OOM_KILLED if ours else Kind.NOT_MEMORY,
             reason=None if ours else "oom_kill_of_other_process",
@@ -61,8 +63,8 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
 
 
 def _is_kernel_log(page: LogText) -> bool:
-    """Whether all lines are the kernel's. The limit that was reached is then the program's own:
-    somebody looked for its end there."""
+    """Whether all lines are the kernel's: then the log does not show which program is meant. A
+    limit that was reached is often the program's own."""
     return all(_OF_KERNEL.match(line.shown) for line in page.lines if line.text.strip())
 
 
@@ -77,7 +79,7 @@ def _limit_of_group(view: JoinedLines, end: int) -> int | None:
 
 
 def _unknown_victim(line: int) -> Finding:
-    """The kernel's record of a lack of memory, cut before the name of the killed process."""
+    """The kernel's record of a lack of memory, if the program may be the killed one."""
     return Finding(Kind.HOST_OOM_KILLED, None, UNCERTAIN, Weight.LIKELY, "unknown", line=line, last_line=line)
 
 

@@ -194,6 +194,8 @@ _IF_SEEN = re.compile(
     r"(?i)\b(?:if|whenever|in case of)\W{1,3}(?:(?:you|we|it|the|an?|get|gets|see|hit|encounter|still|error)\W{1,3}){0,4}"
     r"(?:\w*Error\W{0,3})?(?-i:[A-Z]{2,4}|MPS backend) out of memory"
 )
+_EXACT = 0.95
+"""The least confidence of a pattern that names the allocation with its size."""
 _OF_A_REQUEST = frozenset({Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.SHM_EXHAUSTED})
 _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nccl_error", "port_in_use", "invalid_device"})
 # Errors that CUDA reports wherever the program happens to be: the traceback does not give their
@@ -231,23 +233,26 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
 _DENIED = re.compile(r"(?i)permission denied|operation not permitted|read-only file system|function not implemented")
 _OF_DRIVER = re.compile(
     r"(?i)no (?:cuda|hip|rocm)-capable|no (?:cuda |gpu )?devices? (?:is |are |was |were )?(?:found|detected|available)"
-    r"|driver version|invalid (?:argument|device|value|resource)|initialization error|unknown error|(?:not|un)supported"
+    r"|driver version|invalid (?:argument|device|value|resource)|initialization error|unknown error|(?:not |un)supported"
     r"|illegal (?:memory access|address|instruction)|device-side assert|(?:CUDA|HIP)_ERROR_(?!OUT)|launch failure"
 )
 _OF_MEMORY = re.compile(
     r"(?i)out[ _]?of[ _]?(?:\w+[ _])?memory|cannot allocate memory"
     r"|(?:not|n't) (?:\w+ )?enough|insufficient (?:\w+ ){0,2}memory|exceed|no space"
 )
+_IN_SHARED_MEMORY = re.compile(r"/dev/shm|/torch_|shm_open|SemLock|(?i:shared memory)")
 
 
 def _other_cause(page: LogText, finding: Finding) -> str | None:
-    """The reason that a message about a failed allocation names itself, or for shared memory the
-    lines just before it, if that is no lack of memory."""
+    """A message about a refused allocation can name another reason than a lack of memory, and so
+    can a line about shared memory just above it. Returns that reason, or None."""
+    if finding.confidence >= _EXACT or not (finding.kind in _OF_A_REQUEST or finding.kind.of_gpu):
+        return None
     own = [line.text for line in page.lines[finding.line : finding.last_line + 1]]
     if any(_OF_MEMORY.search(text) for text in own):
         return None
-    above = [line.text for line in page.context(finding.line)[-4:]] if finding.kind is Kind.SHM_EXHAUSTED else []
-    if any(_DENIED.search(text) for text in (*own, *above)):
+    above = page.context(finding.line)[-4:] if finding.kind is Kind.SHM_EXHAUSTED else []
+    if any(_DENIED.search(text) for text in (*own, *(line.text for line in above if _IN_SHARED_MEMORY.search(line.text)))):
         return "permission"
     return "cuda_error" if any(_OF_DRIVER.search(text) for text in own) else None
 

@@ -274,8 +274,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
     Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
     Pattern(r"(?:mmap|mremap|malloc|fork|clone|brk) failed (?:w/|with)? \(?errno[:=]? 12", HOST, 0.85),
-    Pattern(r"(?i:dml|d3d12|directx|dxgi).{0,300}? (?:8007000E|E_OUTOFMEMORY)", GPU),
-    Pattern(r"8007000E|E_OUTOFMEMORY", HOST, UNCERTAIN, weight=Weight.LIKELY),
+    Pattern(r"(?i:dml|d3d12|directx|dxgi).{0,300}? (?:8007000E(?![0-9A-Fa-f])|E_OUTOFMEMORY)", GPU),
+    Pattern(r"0x8007000E(?![0-9A-Fa-f])|E_OUTOFMEMORY", HOST, UNCERTAIN, weight=Weight.LIKELY),
     Pattern(r"\[WinError 1450\]|out of heap space|NVRTC_ERROR_OUT_OF_MEMORY", HOST, 0.85),
     Pattern(r"Could not reserve enough space for (?P<size>SIZE) object heap", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
@@ -390,7 +390,8 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
         r"not enough space on the disk"
-        r"|[Nn]ot enough (?:free |disk )?space to (?:write|save|store|extract) (?P<size>\d+ bytes)?"
+        r"|[Nn]ot enough (?:free |disk )?space to (?:write|save|extract) (?P<size>\d+ bytes)?"
+        r"(?!.{0,60}?(?i:memory|cache|buffer|arena))"
         r"|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"
         r"|(?:database or )?disk is full",
         DISK,

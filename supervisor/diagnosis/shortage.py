@@ -13,7 +13,7 @@ from collections.abc import Container
 from memtop.supervisor.diagnosis import figures
 from memtop.supervisor.diagnosis.aftermath import is_mild
 from memtop.supervisor.diagnosis.finding import UNCERTAIN, Figures, Finding, Weight, both_ends, is_supposed
-from memtop.supervisor.diagnosis.text import LogLine, LogText
+from memtop.supervisor.diagnosis.text import TRACEBACK, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 _MEMORY = r"(?:memory|ram|vram|hbm)\b"
@@ -22,16 +22,17 @@ _SHORT_OF_MEMORY = re.compile(
     rf"(?i)\bout of (?:[a-z]+ ){{0,4}}{_MEMORY}|\bout-of-memory\b"
     rf"|\b(?:not|n't) (?:have |be |provide )?enough (?:\w+[ -]){{0,3}}{_MEMORY}"
     rf"|\b(?:insufficient|too little|no (?:more|free|available)) (?:\w+ ){{0,2}}{_MEMORY}"
-    rf"|(?-i:\b[A-Z]\w{{2,40}}_OUT_OF_(?:[A-Z]+_)?MEMORY\b)"
+    rf"|(?-i:\b[A-Z]\w{{2,40}}_OUT_OF_(?:[A-Z]+_)?MEMORY\b)(?! ?[=,])"
     rf"|\b{_MEMORY}[^.]{{0,40}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out|too small)"
     rf"|\b{_MEMORY} (?:budget|pool|limit|fraction)\b.{{0,40}}\btoo (?:small|low)"
     rf"|\b(?:more|larger|greater|bigger) than (?:the )?(?:total|available|free|remaining) (?:\w+ ){{0,2}}mem(?:ory)?\b"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\bexceed\w* (?:the )?(?:total|available|free|physical|system) (?:\w+ )?{_MEMORY}"
-    rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain|get) (?:[\w.]+ ){{0,5}}{_MEMORY}"
+    rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:[\w.]+ ){{0,5}}"
+    rf"{_MEMORY}(?! (?:info|usage|stat|map))"
     rf"|\balloc\w* (?:\w+ ){{0,3}}{_MEMORY} (?:has |was )?(?:fail|refused)"
     rf"|\bmemory[ _]alloc\w*[ _](?:\w+ ){{0,2}}(?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
-    rf"|\bbad allocation\b|\b{_MEMORY} (?:is |was )?(?:not available|unavailable)\b"
+    rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}(?<!not )\b(?:exceed|reached)"
     rf"|(?<!['\"`])\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
@@ -42,6 +43,7 @@ _ALLOCATION = re.compile(
     r"|malloc)\b|\bexceed\w*\b(?! \d+ ?% of)[^%]{0,40}?\balloc\w*|\barray exceeds maximum\b"
     r"|\bcould(?: not|n't) be (?:allocated|reserved)\b"
 )
+_OF_FILES = re.compile(r"(?i)\b(?:download\w*|files?|dataset|quota|disk|storage|space)\b")
 _ONLY = re.compile(r"(?i)\b(?:but|only|exceed\w*|(?:larger|more|greater|less|smaller) than)\b")
 _OTHER_THINGS = re.compile(
     r"(?i)\b(?:ports?|address(?:es)?|ip|pty|tty|inodes?|disk|threads?|pids?|descriptors?|handles?|sockets?|gpus? to|nodes?"
@@ -58,10 +60,6 @@ _DEVICE = re.compile(
     r"|malloc_device|neuron|mindspore|stream_?executor|popart|poplar)|device(?: memory)? alloc|device\(id\b|on card \d"
     r"|(?-i:[a-z](?:Cuda|Gpu|Hip)(?![a-z]))"
 )
-# A statement: an error's name or verb in front of the words, or the words at the start of the line.
-_STATES = re.compile(
-    r"(?i)error|exception|\bfatal\b|\bfail|\babort|\bpanic|\bterminat|\bcrash|\bcould(?: not|n't)|\bcannot|\bunable|[^\w'\"`]*$"
-)
 _MENTIONS = re.compile(
     # Not a part of a path or a name.
     r"(?i)(?<![/.\w-])(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|skipping|means?|against|handles?"
@@ -70,7 +68,7 @@ _MENTIONS = re.compile(
     r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
 
-_SENTENCE_END = re.compile(r"[.!?;]\s|what\(\):\s")
+_SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!etc)[.!?;]\s|what\(\):\s")
 
 _AROUND = 20
 """How many lines before and after a message are read for the name of a device."""
@@ -131,9 +129,7 @@ def _is_stated(text: str) -> bool:
     words = _SHORT_OF_MEMORY.search(text)
     if words is None or _OTHER_MEMORY.search(words[0]):
         return False
-    if _is_mentioned(text[: words.start()]) or _IS_QUESTION.match(text, words.end()):
-        return False
-    return _STATES.search(text[: words.start()]) is not None
+    return not _is_mentioned(text[: words.start()]) and _IS_QUESTION.match(text, words.end()) is None
 
 
 def _is_refused(text: str) -> bool:
@@ -148,6 +144,8 @@ def _exceeds(found: Figures, text: str) -> bool:
     """Whether a line says that more was requested than is free: `requested 12 GiB, but only 8 GiB
     are available`."""
     words = _ONLY.search(text)
+    if not re.search(_MEMORY, text, re.IGNORECASE) or _OF_FILES.search(text):
+        return False
     more = found.requested is not None and found.free is not None and found.requested > found.free
     return more and words is not None and not _is_mentioned(text[: words.start()])
 
@@ -174,7 +172,7 @@ def is_listed(page: LogText, finding: Finding) -> bool:
     item = _ITEM.match(line.shown)
     if item is None or finding.kind is Kind.NOT_MEMORY or finding.figures.known > 1 or _WITHIN_SENTENCE.search(line.shown):
         return False
-    if any("Traceback (" in each.text for each in [*page.context(finding.line), *page.lines[finding.line : finding.line + 3]]):
+    if any(TRACEBACK in each.text for each in [*page.context(finding.line), *page.lines[finding.line : finding.line + 3]]):
         return False
     near = page.lines[max(0, finding.line - _NEAR) : finding.line + _NEAR + 1]
     return any(each is not line and _same_list(item, each) for each in near)

@@ -28,7 +28,7 @@ def test_the_first_cause_wins(after: str) -> None:
 
 
 def test_without_an_exit_status_ordinary_output_makes_a_message_uncertain() -> None:
-    after = "request 17 finished\nwaiting for requests\n"
+    after = "serving request 18\nwaiting for requests\n"
     words = MESSAGE.partition("Error: ")[2]
     found = of(f"serving\n{words}\n{after}")
     assert found.kind.of_gpu
