@@ -299,9 +299,9 @@ class SettingsError(ValueError):
         self.message = message
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
     """` (did you mean batch?)`, or an empty text if no known name is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

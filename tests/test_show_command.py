@@ -22,7 +22,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
-from memtop.supervisor.run.processes.attempt import ProcessFile
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
@@ -151,6 +151,39 @@ def test_an_attempt_without_an_end_runs_only_if_its_program_does(dead: RunFolder
     write_json(dead.attempt(1) / "process.json", ProcessFile(program.pid, program.started_ticks, program.pid, 0))
     assert run(["show", str(dead.path)]) == 0
     assert "  attempt 1   start: running\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "has_ended", "words"),
+    [
+        (1, Phase.TRAINING, True, "ending"),  # memtop clears what the program left behind
+        (1, Phase.STARTING, True, "ending"),
+        (1, Phase.STARTING, False, "running"),
+        (1, Phase.RESTARTING, True, "ending"),
+        (1, Phase.FAILED, True, "no end recorded"),
+        (2, Phase.RESTARTING, True, "starting"),
+    ],
+)
+def test_an_attempt_whose_supervisor_lives_has_no_end_yet(
+    dead: RunFolder, capsys: pytest.CaptureFixture[str], number: int, phase: Phase, has_ended: bool, words: str
+) -> None:
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        ledger.add_attempt(number, "start", None, 1.0)
+    dead.attempt(1).mkdir(parents=True)
+    if has_ended:
+        write_json(dead.attempt(1) / "exit.json", ExitFile(0, 1.0))
+    state = RunState(name="a", folder=str(dead.path), state=phase, attempt=1, created=1.0, settings=SETTINGS)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        supervisor = identify(process.pid)
+        assert supervisor is not None
+        state = replace(state, supervisor_pid=supervisor.pid)
+        write_json(dead.state_path, StateFile(run=state, socket="", supervisor_started_ticks=supervisor.started_ticks))
+        try:
+            assert run(["show", str(dead.path)]) == 0
+        finally:
+            process.communicate(b"\n")
+            dead.state_path.unlink()
+    assert f"  attempt {number}   start: {words}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "the only run"), (2, "all 2 runs")])

@@ -78,6 +78,19 @@ def test_folders_that_cannot_be_used_are_reported_in_one_line(runs: Runs) -> Non
     assert "no runs in" in runs.memtop("show", "latest", status=1).stderr
 
 
+def test_a_link_that_loops_is_reported_in_one_line(runs: Runs) -> None:
+    runs.path.mkdir(exist_ok=True)
+    loop = runs.path / "loop"
+    loop.symlink_to(loop)
+    for options in (["--name", "a"], []):
+        done = runs.memtop("train", "--runs-dir", str(loop), *options, "--detach", "--", "/bin/true", status=1)
+        name = options[-1] if options else "true"
+        assert done.stderr == f"memtop: {loop}/{name}: cannot be created: Not a directory; choose another --runs-dir\n"
+    unreadable = f"unreadable: {loop}/run.json: cannot be read: Too many levels of symbolic links\n"
+    assert runs.memtop("runs").stdout == f"loop                 {unreadable}"
+    assert runs.memtop("show", "loop", status=2).stderr.startswith("memtop: run 'loop': not found in ")
+
+
 def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     for name in ("a", "b", "c"):
         runs.memtop("train", "--headless", "--name", name, "--", "true")

@@ -69,16 +69,21 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
 
 
 def _refuse_unknown(values: Mapping[str, Any], config: Any) -> None:
-    """BadInputError for a key that nothing reads: a configuration class keeps such a key as an
-    attribute and says nothing."""
+    """BadInputError for a misspelt key: a configuration class keeps a key that nothing reads as an
+    attribute and says nothing.
+
+    Other keys that nothing reads are accepted: published configurations contain some.
+    """
     kind = type(config)
     bases: tuple[Any, ...] = kind.__mro__
     declared = {name for base in bases for name in inspect.signature(base.__init__).parameters}
     own = declared - {"self", "args", "kwargs"} | set(kind.attribute_map)
     known = {*own, *dir(kind), *vars(PretrainedConfig()), *vars(GenerationConfig())}
     for key in values:
-        if key not in known and key in vars(config) and not _is_named_in_source(key, kind):
-            raise BadInputError(f"model.config.{key}: {kind.__name__} has no such key{did_you_mean(key, own)}")
+        # At most two letters differ. BART's own files have classif_dropout and classifier_dropout.
+        near = did_you_mean(key, own, max(0.8, 1 - 1.1 / (len(key) or 1)))
+        if near and key not in known and key in vars(config) and not _is_named_in_source(key, kind):
+            raise BadInputError(f"model.config.{key}: {kind.__name__} has no such key{near}")
 
 
 def _is_named_in_source(key: str, kind: type) -> bool:

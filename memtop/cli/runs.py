@@ -53,9 +53,10 @@ def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> 
             rows = map(msgspec.to_builtins, ledger.final_history() if ledger is not None else ())
             print_json(document(folder), **({"metrics": rows} if metrics else {}))
         return 0
+    state = view.read_state(folder)  # before the ledger, which gets the end of an attempt first
     with readable_ledger(folder):
         record = view.show(folder)
-    print_lines(*_lines(view.read_state(folder), record))
+    print_lines(*_lines(state, record))
     return 0
 
 
@@ -106,13 +107,22 @@ def _checkpoint(state: RunState) -> str:
 
 
 def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
-    runs_now = attempt["number"] == state.attempt and (state.alive or state.state is Phase.STARTING)
-    outcome = attempt["outcome"] or ("running" if runs_now else "no end recorded")
+    outcome = attempt["outcome"] or _without_end(attempt["number"], state)
     status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
     yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {outcome}{status}"
     if attempt["diagnosis"]:
         yield f"              {attempt['diagnosis']['summary']}"
+
+
+def _without_end(number: int, state: RunState) -> str:
+    """What an attempt does now whose end is not recorded."""
+    ended = (RunFolder(Path(state.folder)).attempt(number) / "exit.json").exists()
+    if number == state.attempt and (state.alive or (state.state is Phase.STARTING and not ended)):
+        return "running"
+    if number < state.attempt or state.supervisor_pid is None or state.state.final:
+        return "no end recorded"
+    return "ending" if number == state.attempt else "starting"
 
 
 def _configuration_line(row: dict[str, Any]) -> str:

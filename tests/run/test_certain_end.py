@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -228,9 +229,15 @@ print(flush=True)
 time.sleep(600)
 """
 SLEEPS = WORKS.replace("time.process_time() < 1", "True").replace("pass", "time.sleep(600)")
+# The main thread only waits for the thread that saves.
+THREAD = "import threading" + WORKS.replace("def save", "def work").replace(
+    "signal.signal", "def save(*_):\n    threading.Thread(target=work).start()\nsignal.signal"
+)
 
 
-@pytest.mark.parametrize(("program", "saves"), [(WORKS, True), (SLEEPS, False)], ids=["works", "sleeps"])
+@pytest.mark.parametrize(
+    ("program", "saves"), [(WORKS, True), (SLEEPS, False), (THREAD, True)], ids=["works", "sleeps", "thread"]
+)
 async def test_what_is_left_behind_may_work_longer_than_sleep(tmp_path: Path, program: str, saves: bool) -> None:
     environment = {**os.environ, "MEMTOP_RUN": str(tmp_path), "MEMTOP_RUN_ID": "", "MEMTOP_ATTEMPT": "1"}
     command = [sys.executable, "-c", program]
@@ -245,6 +252,23 @@ async def test_what_is_left_behind_may_work_longer_than_sleep(tmp_path: Path, pr
             process.kill()
     assert (tmp_path / "saved").exists() == saves
     assert said == (["SIGTERM"] if saves else ["SIGTERM", "SIGKILL"])
+
+
+async def test_a_killed_process_gets_no_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a disk for long, and count as one that works."""
+    process, clock = ProcessId(1 << 30, 1), [0.0]
+    attempt: Any = SimpleNamespace(processes=lambda: [process], stopped=list, note_reaped=lambda _: None)
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(attempt_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(attempt_module, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(attempt_module, "alive", lambda _: True)
+    monkeypatch.setattr(attempt_module, "is_working", lambda _: True)
+    said: list[tuple[str | None, int]] = []
+    await clear_leftovers(attempt, 0.0, 3.0, lambda found: said.append((found.name, round(clock[0]))))
+    assert said == [("SIGTERM", 0), ("SIGKILL", 40), (None, 43)]
 
 
 # A background process without a parent, one of another run, and the program itself.

@@ -144,7 +144,7 @@ def test_the_name_of_a_renamed_run_is_taken_while_its_program_lives(runs: Runs) 
     there.rename(here)
     for fresh in ((), ("--fresh",)):
         refused = runs.memtop("train", "--name", "sleep", *fresh, "--", "true", status=1).stderr
-        assert f"the program (pid {program}) of run 'b', which was renamed, still saves to this path: " in refused
+        assert f"pid {program} still saves to this path; it belongs to run 'b', which was renamed: " in refused
         assert f"`mv -T {here} {there}` moves it back, or `kill {program}` ends it; --name chooses another name" in refused
         assert not there.exists()
     assert runs.memtop("train", "--detach", "--", "sleep", "0").stdout == "sleep-2\n", "a name that is free"
@@ -163,9 +163,9 @@ def test_who_uses_the_path_of_a_new_run_is_named(tmp_path: Path, place: str) -> 
             path.rename(tmp_path / "b")
             create_run(tmp_path, spec, fresh=False)
         words = {
-            "nowhere": f"(pid {process.pid}) of a run that was renamed or deleted while it ran, still saves to this path",
+            "nowhere": f"pid {process.pid} still saves to this path; it belongs to a run that was renamed or deleted: `kill",
             "a": f"run 'a' is in use by its program (pid {process.pid}): `memtop stop a` first",
-            "b": f"(pid {process.pid}) of run 'b', which was renamed, still saves to this path: `kill {process.pid}` ends it",
+            "b": f"it belongs to run 'b', which was renamed: `kill {process.pid}` ends it; --name chooses another name",
         }
         try:
             with pytest.raises(RefusedError, match=re.escape(words[place])):

@@ -136,11 +136,15 @@ def is_stopped(pid: int, proc_root: Path | str = PROC) -> bool:
 
 
 def is_working(pid: int, proc_root: Path | str = PROC) -> bool:
-    """Whether the process's main thread runs, wants to run, or waits for a disk."""
-    return _state(pid, proc_root) in (b"R", b"D")
+    """Whether a thread of the process runs, wants to run, or waits for a disk."""
+    try:
+        threads = os.listdir(f"{proc_root}/{pid}/task")  # noqa: PTH208 - names alone, asked 20 times a second
+    except OSError:
+        return False
+    return any(_state(f"{pid}/task/{thread}", proc_root) in (b"R", b"D") for thread in threads)
 
 
-def _state(pid: int, proc_root: Path | str) -> bytes:
+def _state(pid: int | str, proc_root: Path | str) -> bytes:
     """The letter in /proc/PID/stat. Empty if there is no such process."""
     try:
         stat = _read_bytes(f"{proc_root}/{pid}/stat")

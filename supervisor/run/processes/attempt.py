@@ -205,13 +205,16 @@ async def clear_leftovers(
 
     Processes of its group may still be saving, and get `untouched_seconds` without a signal; all of
     them get SIGTERM and `terminate_seconds`, then SIGKILL. On a busy machine, or for a large state,
-    that is not long enough to save: while one of them works, they get WORKING_LEFTOVER_SECONDS.
+    that is not long enough to save: while one of them works after SIGTERM, they get
+    WORKING_LEFTOVER_SECONDS.
     `found` gets the processes that each signal was sent to, and at last those that are still there.
     """
     if untouched_seconds:
         # They got SIGINT together with the program and may still be running.
         await _wait(attempt, [process for process in attempt.group() if alive(process)], untouched_seconds)
-    for number, seconds in ((signal.SIGTERM, terminate_seconds), (signal.SIGKILL, LEFTOVER_SECONDS)):
+    # After SIGKILL nothing is saved: only the kernel still works on such a process.
+    waits = ((signal.SIGTERM, terminate_seconds, WORKING_LEFTOVER_SECONDS), (signal.SIGKILL, LEFTOVER_SECONDS, 0.0))
+    for number, seconds, working_seconds in waits:
         leftovers = attempt.processes()
         if not leftovers:
             return
@@ -223,13 +226,16 @@ async def clear_leftovers(
             found(LeftoversFound(name=signal.SIGCONT.name, processes=tuple(named(process) for process in stopped)))
             for process in stopped:
                 send(process, signal.SIGCONT)
-        await _wait(attempt, leftovers, seconds, WORKING_LEFTOVER_SECONDS)
+        await _wait(attempt, leftovers, seconds, working_seconds)
     if remaining := attempt.processes():
         found(LeftoversFound(name=None, processes=tuple(named(process) for process in remaining)))
 
 
 async def _wait(attempt: RunningAttempt, processes: list[ProcessId], seconds: float, working_seconds: float = 0.0) -> None:
-    """Wait until they have ended, at most so many seconds since one of them worked."""
+    """Wait until they have ended, at most `seconds`.
+
+    These begin again whenever one of them works, until `working_seconds` are over.
+    """
     begun = time.monotonic()
     deadline = begun + seconds
     while (now := time.monotonic()) < deadline and (living := [process for process in processes if alive(process)]):

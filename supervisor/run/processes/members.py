@@ -82,7 +82,7 @@ def programs_at(path: Path) -> list[ProcessId]:
 
     They write there for as long as they live, also if their run was renamed or deleted.
     """
-    found, ours = run_processes(str(path.resolve())), own_family()
+    found, ours = run_processes(os.path.realpath(path)), own_family()
     rows = [row for one in found if one.pid not in ours and (row := read_stat(one.pid)) is not None]
     own = (row.identity for row in rows if row.file_uid == os.geteuid())
     return sorted(own, key=lambda one: (one.started_ticks, one.pid))
@@ -93,17 +93,17 @@ def refuse_used_path(path: Path) -> None:
     programs = programs_at(path)
     if not programs:
         return
-    pid = programs[0].pid
+    pid, real = programs[0].pid, os.path.realpath(path)
     run_id = (environment(pid) or {}).get(RUN_ID_VARIABLE, "")
     owner = next((run for run in list_runs(path.parent) if run.id == run_id), None)
-    if owner is not None and owner.path == path.resolve():
+    if owner is not None and str(owner.path) == real:
         raise RefusedError(f"run {path.name!r} is in use by its program (pid {pid}): `memtop stop {path.name}` first")
-    whose = "a run that was renamed or deleted while it ran" if owner is None else f"run {owner.name!r}, which was renamed"
+    whose = "a run that was renamed or deleted" if owner is None else f"run {owner.name!r}, which was renamed"
     back = ""
     if owner is not None and not os.path.lexists(path):
-        back = f"`mv -T {shlex.quote(str(owner.path))} {shlex.quote(str(path.resolve()))}` moves it back, or "
+        back = f"`mv -T {shlex.quote(str(owner.path))} {shlex.quote(real)}` moves it back, or "
     raise RefusedError(
-        f"{path}: the program (pid {pid}) of {whose}, still saves to this path: {back}`kill {pid}` ends it; "
+        f"{path}: pid {pid} still saves to this path; it belongs to {whose}: {back}`kill {pid}` ends it; "
         "--name chooses another name"
     )
 

@@ -84,7 +84,8 @@ class RunFolder:
     """The folder `<runs-dir>/<name>/` of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
+        # Path.resolve raises RuntimeError for a link that loops (Python 3.12 and older).
+        self.path = Path(os.path.realpath(path))
         self.name = self.path.name
         self.spec_path = self.path / "run.json"
         self.state_path = self.path / "state.json"

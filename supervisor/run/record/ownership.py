@@ -130,7 +130,8 @@ def _names(folder: str) -> list[str]:
 def _why_not_own_link(folder: Path) -> str | None:
     if not is_foreign_link(folder):
         return None
-    return f"{folder} is a link of {user_name(folder.lstat().st_uid)}: give the folder that it leads to, {folder.resolve()}"
+    real = os.path.realpath(folder)
+    return f"{folder} is a link of {user_name(folder.lstat().st_uid)}: give the folder that it leads to, {real}"
 
 
 def _of_another(path: str, owner: int, *, whole: bool) -> str:
