@@ -233,6 +233,9 @@ def test_a_restart_and_a_stop_work_without_the_ledger(runs: Runs) -> None:
     assert any("ledger.sqlite was missing: it was rebuilt" in warning for warning in document["warnings"])
     # Its last write to the ledger can follow its last state.
     runs.wait("a", lambda _: not RunLock(RunFolder(folder)).is_held())
+    # SQLite's log, which a reader can have kept, would hide the damage.
+    for path in folder.glob("ledger.sqlite-*"):
+        path.unlink()
     garbled(folder / "ledger.sqlite")
     (runs.root / "go").touch()
     runs.memtop("restart", "a", "--headless")
