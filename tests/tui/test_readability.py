@@ -3,6 +3,8 @@ background."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rich.cells import cell_len
 from textual.app import App
@@ -53,7 +55,7 @@ def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monk
 
 @pytest.mark.parametrize("keys", [("h", "question_mark"), ("m",), ("r",)])
 async def test_another_theme_repaints_every_open_screen(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No screen keeps a background colour that it has in the dark theme."""
+    """No screen keeps a colour, of its text or its background, that it has in the dark theme."""
     monkeypatch.setenv("TEXTUAL_THEME", "memtop")
     seen: dict[str, list[set[str]]] = {}
     for theme in ("memtop", "textual-light"):
@@ -61,10 +63,10 @@ async def test_another_theme_repaints_every_open_screen(keys: tuple[str, ...], m
         async with opened(RecordingFeed(running(gpu(processes=(process(7),)))), *keys) as (app, pilot):
             app.theme = theme
             await settle(pilot)
-            seen[theme].append(backgrounds(app))
+            seen[theme].append(colours(app))
             while len(app.screen_stack) > 1:
                 await press(pilot, "escape")
-                seen[theme].append(backgrounds(app))
+                seen[theme].append(colours(app))
     assert len(seen["memtop"]) == len(keys) + 1
     for dark, light in zip(seen["memtop"], seen["textual-light"], strict=True):
         assert dark
@@ -72,9 +74,10 @@ async def test_another_theme_repaints_every_open_screen(keys: tuple[str, ...], m
         assert not dark & light
 
 
-def backgrounds(app: App[DashboardResult]) -> set[str]:
-    """The background colours on the terminal now."""
-    return {style.rpartition("on ")[2] for strip in screen_colours(app) for _, style in strip if "on " in style}
+def colours(app: App[DashboardResult]) -> set[str]:
+    """The colours on the terminal now: `#c9d1d9` of texts, `on #0d1117` of backgrounds."""
+    styles = {style for strip in screen_colours(app) for _, style in strip}
+    return {colour for style in styles for colour in re.findall(r"(?:on )?#[0-9a-f]{6}", style)}
 
 
 def contrast(one: Color, other: Color) -> float:
