@@ -247,6 +247,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     trial: Trial | None = None
     """The newest trial."""
 
+    @property
+    def saves_when_stopped(self) -> bool:
+        """Whether it is known to finish its update and save when it is stopped, and to resume."""
+        return self.settings is not None or "stop" in (self.offers or ())
+
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One update of the run's final history; of a long run's old updates one row for several."""

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.cli import requests, run
+from memtop.cli.common import proposal_lines
 from memtop.cli.requests import change_to, risk_of
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
@@ -236,6 +237,11 @@ def test_a_ledger_on_a_read_only_disk_whose_writer_was_killed(small_disk: Path, 
         sqlite3.OperationalError, match="its writer was killed, and its folder cannot be written; copy the run's"
     ):
         Ledger(small_disk / "left-ledger.sqlite", read_only=True)
+
+
+@pytest.mark.parametrize(("resumes", "price"), [(True, "[training unchanged, resumes]"), (False, "[training unchanged]")])
+def test_a_remedy_is_said_to_resume_only_if_that_is_known(resumes: bool, price: str) -> None:
+    assert price in "\n".join(proposal_lines(PROPOSAL, resumes=resumes))
 
 
 def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:

@@ -129,6 +129,7 @@ class OomCard(Dialog[Remedy]):
         for cause in proposal.causes:
             entries.append(text_entry(wrap(f"! {cause}", width, "edge")))
         alive = store.run is not None and store.run.alive
+        resumes = store.run is None or store.run.saves_when_stopped
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
             entries.append(text_entry([(), head] if width >= _AIRY_FROM else [head]))
@@ -138,7 +139,7 @@ class OomCard(Dialog[Remedy]):
             entries.append(text_entry(wrap(f"memtop does nothing by itself: {proposal.waiting}", width, "edge")))
         room = indented_width(width)
         for number, remedy in enumerate(proposal.remedies, 1):
-            entries.append(indented(_key(remedy), remedy_lines(number, remedy, room, alive=alive)))
+            entries.append(indented(_key(remedy), remedy_lines(number, remedy, room, alive=alive, resumes=resumes)))
         if proposal.last_advice:
             title = "memtop has no automatic remedy left" if not proposal.remedies else "Beyond that"
             advice = [part for number, text in enumerate(proposal.last_advice, 1) for part in wrap(f"{number}. {text}", width)]

@@ -32,15 +32,16 @@ def is_applicable(remedy: Remedy) -> bool:
     return remedy.resumable not in ("none", "new run") and bool(remedy.assignments or remedy.preset)
 
 
-def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tuple[Line, ...]:
+def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resumes: bool = True) -> tuple[Line, ...]:
     """`1  batch 8 -> 4, accumulation 4 -> 8` and, below it, the prediction and the cost.
 
-    `alive`: the run trains, so that live changes need no restart.
+    `alive`: the run trains, so that live changes need no restart. Without `resumes` a restart is
+    not known to continue where the run was.
     """
     indent = line("   ")
     room = max(10, width - width_of(indent))
     title = wrap(remedy.title, room, STRONG)
-    price = [line((words, role)) for words, role in _price(remedy, alive=alive)]
+    price = [line((words, role)) for words, role in _price(remedy, alive=alive, resumes=resumes)]
     below: list[Line] = []
     if remedy.forecast is not None:
         prediction = predicted_line(remedy.forecast, room)
@@ -78,7 +79,7 @@ def predicted_line(forecast: Forecast, width: int) -> Line:
     return (*bar, (" ", "text"), *numbers)
 
 
-def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
+def _price(remedy: Remedy, *, alive: bool, resumes: bool) -> list[tuple[str, str]]:
     """The costs, the most important first, with their roles."""
     found = [("training unchanged", "good") if remedy.keeps_math else ("changes training", "edge")]
     if remedy.resumable == "none":
@@ -86,7 +87,8 @@ def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
         found = [(f"does not change the run: {copied} to copy" if copied else _COSTS["none"], MUTED)]
     else:
         cost = "resumes" if remedy.resumable == "live" and not alive else remedy.resumable
-        found.append((_COSTS[cost], "text" if cost != "new run" else "edge"))
+        if resumes or cost != "resumes":
+            found.append((_COSTS[cost], "text" if cost != "new run" else "edge"))
     if remedy.needs_consent and is_applicable(remedy):
         found.insert(0, ("! needs your consent", "edge"))
     if is_applicable(remedy):

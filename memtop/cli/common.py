@@ -134,8 +134,11 @@ def run_line(state: RunState | Unreadable) -> str:
     return f"{state.name:<20} {state.state.value:<10} attempt {state.attempt}  {where}{adopted}"
 
 
-def proposal_lines(proposal: Proposal) -> Iterator[str]:
-    """Why a run ran out of memory, what memtop does about it, and what else can be done."""
+def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]:
+    """Why a run ran out of memory, what memtop does about it, and what else can be done.
+
+    Without `resumes` a restart is not known to continue where the run was.
+    """
     diagnosis = proposal.diagnosis
     yield f"{diagnosis.kind.value}: {diagnosis.summary}"
     for line in diagnosis.evidence[:_EVIDENCE_LINES]:
@@ -146,7 +149,7 @@ def proposal_lines(proposal: Proposal) -> Iterator[str]:
     elif proposal.begins is not None:
         yield "memtop applies the first of these"
     for number, remedy in enumerate(proposal.remedies, start=1):
-        yield f"  {number}. {remedy.title} [{', '.join(_price(remedy))}]"
+        yield f"  {number}. {remedy.title} [{', '.join(_price(remedy, resumes=resumes))}]"
         yield f"     {_peak(remedy)}"
         for line in remedy.instructions:
             yield f"     {line}"
@@ -154,9 +157,12 @@ def proposal_lines(proposal: Proposal) -> Iterator[str]:
         yield f"  - {advice}"
 
 
-def _price(remedy: Remedy) -> Iterator[str]:
+def _price(remedy: Remedy, *, resumes: bool) -> Iterator[str]:
     yield "training unchanged" if remedy.keeps_math else "changes training"
-    yield "for you to do" if remedy.resumable == "none" else remedy.resumable
+    if remedy.resumable == "none":
+        yield "for you to do"
+    elif resumes or remedy.resumable != "resumes":
+        yield remedy.resumable
     if remedy.needs_consent and remedy.resumable != "none":
         yield "needs your consent"
 

@@ -140,7 +140,7 @@ class _Follower:
                     # the run.
                     stop_asked = True
                     if not self._stop_printed:
-                        self._print("stopping: the run finishes its update and saves; interrupt again to leave at once")
+                        self._print(f"stopping{self._what_it_saves()}; interrupt again to leave at once")
                     self._stop_printed = True
                     await connection.send(Stop(id=2))
                 if not done:
@@ -223,6 +223,12 @@ class _Follower:
             parts.append(f"ETA {units.duration(run.eta_seconds)}")
         self._print("  ".join(parts + _memory(machine)))
 
+    def _what_it_saves(self) -> str:
+        if self._state is None:
+            return ""
+        saves = self._state.saves_when_stopped
+        return ": the run finishes its update and saves" if saves else ": what it saves is up to the program"
+
     def _exit_status(self) -> int:
         state = self._state
         if self._interrupts and (state is None or state.state is not Phase.FINISHED):
@@ -232,7 +238,7 @@ class _Follower:
             return 130
         assert state is not None
         if state.state is Phase.FAILED and state.proposal is not None:
-            for line in proposal_lines(state.proposal):
+            for line in proposal_lines(state.proposal, resumes=state.saves_when_stopped):
                 self._print(line)
         where = f"; memtop show {state.name}"
         self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")

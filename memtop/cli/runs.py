@@ -93,7 +93,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield from _attempt_lines(attempt, state)
     if state.proposal is not None:
         yield "  what can be done"
-        for line in proposal_lines(state.proposal):
+        for line in proposal_lines(state.proposal, resumes=state.saves_when_stopped):
             yield f"    {line}"
 
 

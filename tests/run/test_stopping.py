@@ -8,12 +8,14 @@ import copy
 import pytest
 from msgspec.structs import replace
 
+from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import AskRanks, Launch, Signal, Target
 from memtop.supervisor.run.events import (
     AgentAnswer,
     Answered,
+    Command,
     Examined,
     LeftoversCleared,
     LeftoversFound,
@@ -22,14 +24,15 @@ from memtop.supervisor.run.events import (
     RemedyFacts,
     Requested,
     Signalled,
+    States,
     StoodStill,
 )
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.stop_ladder import begin as begin_ladder
-from memtop.supervisor.wire import CheckpointNow, Outcome, Phase
-from tests.run.brain import SETTINGS, Brain, end, stop, training
+from memtop.supervisor.wire import CheckpointNow, Outcome, Phase, Restart, Stop
+from tests.run.brain import SETTINGS, Brain, die, end, restart, stop, training
 from tests.run.reported import heard
 
 
@@ -91,6 +94,59 @@ def test_a_program_that_does_not_save_on_a_signal_is_not_given_longer(why: str) 
     else:
         stop(brain)
     assert rungs(brain, 0.0, 15.0, 40.0) == ["SIGINT", "SIGTERM", "SIGKILL"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "offers", "stopping", "saving", "restarting"),
+    [
+        (
+            SETTINGS,
+            None,
+            "stopping: the program finishes its update, saves and exits",
+            "the training process saves after the present update",
+            "restarting from train_latest_state",
+        ),
+        (
+            None,
+            frozenset({"free_cache", "checkpoint", "stop"}),
+            "stopping: the program finishes its update, saves and exits",
+            "the training process saves after the present update",
+            "restarting from train_latest_state",
+        ),
+        *(
+            (
+                None,
+                offers,
+                "stopping: memtop sends SIGINT to the program; what it saves is up to the program",
+                "only the built-in trainer can save on request",
+                "restarting: the program begins as it does by itself",
+            )
+            for offers in (None, frozenset({"free_cache"}))
+        ),
+    ],
+)
+def test_only_a_program_that_is_known_to_save_is_promised_to(
+    settings: Settings | None, offers: frozenset[str] | None, stopping: str, saving: str, restarting: str
+) -> None:
+    def told(request: Command) -> str:
+        brain = training(settings=settings, agents=frozenset({0}))
+        brain.model = replace(brain.model, progress=replace(brain.model.progress, offers=offers))
+        brain.tell(Requested(client=1, request=request, states=brain.model.states))
+        return brain.answers()[0].message
+
+    assert told(Stop(id=1)) == stopping
+    assert told(CheckpointNow(id=1)) == saving
+    assert told(Restart(id=1)).split(";")[0] == restarting
+
+
+def test_a_run_without_a_checkpoint_begins_at_its_first_update() -> None:
+    brain = training()
+    brain.model = replace(brain.model, states=States())
+    die(brain, Kind.NOT_MEMORY)
+    assert (brain.model.phase, brain.model.alive) == (Phase.FAILED, False)
+    restart(brain)
+    said = [waiter.accepts for waiter in brain.model.waiters]
+    assert said == ["restarting from the first update: there is no complete checkpoint"]
 
 
 def test_a_program_that_declines_to_stop_gets_signals_at_once_but_only_once() -> None:

@@ -81,6 +81,17 @@ async def test_stop_asks_with_the_focus_on_cancel() -> None:
         assert feed.requests == [Stop(id=1)]
 
 
+@pytest.mark.parametrize("own", [False, True])
+async def test_a_stop_promises_only_what_the_program_is_known_to_do(own: bool) -> None:
+    feed = RecordingFeed(running(gpu(), settings=None, command=("python", "mine.py"))) if own else training_feed()
+    async with opened(feed) as (app, pilot):
+        await press(pilot, "s")
+        shown = " ".join(screen_text(app).split())
+        assert ("finished and saved" in shown) is not own
+        assert ("resumes it" in shown) is not own
+        assert ("What it saves is up to the program" in shown) is own
+
+
 async def test_escape_leaves_every_dialog_without_a_request() -> None:
     feed = training_feed()
     async with opened(feed) as (app, pilot):

@@ -121,6 +121,12 @@ def test_a_live_change_is_called_that_only_while_the_run_lives() -> None:
     assert "training unchanged, resumes" in price(alive=False)
 
 
+def test_nothing_is_said_to_resume_that_is_not_known_to() -> None:
+    shown = " ".join(plain(one) for one in remedy_lines(1, ALLOCATOR, 120, alive=False, resumes=False))
+    assert "training unchanged" in shown
+    assert "resumes" not in shown
+
+
 def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:
     def words(marked: Remedy | None, *, can_act: bool = True) -> str:
         return plain(outlook(PROPOSAL, marked, NOW, can_act=can_act))

@@ -36,6 +36,13 @@ async def stop(dashboard: Dashboard, key: str) -> None:
 
 
 def _stop_words(run: wire.RunState) -> list[str]:
+    if not run.saves_when_stopped:
+        return [
+            f"Stop {run.name}?",
+            "",
+            "memtop sends SIGINT to the program, and SIGTERM and SIGKILL if it does not end.",
+            f"What it saves is up to the program. memtop restart {run.name} starts it again.",
+        ]
     return [
         f"Stop {run.name}?",
         "",
@@ -49,7 +56,7 @@ def _call_off_words(run: wire.RunState) -> list[str]:
         f"Cancel the restart of {run.name}?",
         "",
         "The announced restart is cancelled: the run stays failed.",
-        f"memtop restart {run.name} resumes it.",
+        f"memtop restart {run.name} {'resumes it' if run.saves_when_stopped else 'starts it again'}.",
     ]
 
 

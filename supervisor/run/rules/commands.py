@@ -13,7 +13,19 @@ from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
-from memtop.supervisor.run.model import Ask, AttemptStage, Cause, Model, Purpose, Waiter, ask, emit, note, refused
+from memtop.supervisor.run.model import (
+    Ask,
+    AttemptStage,
+    Cause,
+    Model,
+    Purpose,
+    Waiter,
+    ask,
+    emit,
+    note,
+    refused,
+    saves_when_stopped,
+)
 from memtop.supervisor.run.rules import attempts, restart, stopping, trials
 from memtop.supervisor.wire import Answer, CheckpointNow, Edit, FreeCache, Outcome, Phase, Restart, Stop, Try
 
@@ -78,7 +90,7 @@ def _carry_out(model: Model, event: Requested) -> Model:
                 model = accept(model, client, request.id, "the training process frees its cache after the present update")
                 return ask(model, "free_cache", model.agents, Purpose.FREE, client=client, request=request.id)
             case CheckpointNow():
-                _check_agents(model)
+                _check_saves(model)
                 model = accept(model, client, request.id, "the training process saves after the present update")
                 return ask(model, "checkpoint", frozenset({0}), Purpose.CHECKPOINT, client=client, request=request.id)
             case Edit():
@@ -96,12 +108,20 @@ def _check_agents(model: Model) -> None:
         raise MemtopError("no training process is connected yet: it is still loading, or it never steps an optimizer")
 
 
+def _check_saves(model: Model) -> None:
+    _check_agents(model)
+    if model.settings is None and "checkpoint" not in (model.progress.offers or ()):
+        raise MemtopError("only the built-in trainer can save on request")
+
+
 def _stop(model: Model, client: int, request: Stop) -> Model:
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
     if model.phase is not Phase.STOPPING or model.pending is not None:
         model = stopping.stop_run(model)
-    model = accept(model, client, request.id, "stopping: the program finishes its update, saves and exits")
+    saves = "the program finishes its update, saves and exits"
+    text = saves if saves_when_stopped(model) else "memtop sends SIGINT to the program; what it saves is up to the program"
+    model = accept(model, client, request.id, f"stopping: {text}")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
 
 
@@ -111,12 +131,21 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
         raise MemtopError("the run is being stopped; restart it when it has stopped")
     if model.holding is not None or (model.phase is Phase.RESTARTING and model.restart is None):
         raise MemtopError("a restart is under way already")
-    text = "restarting from train_latest_state" + _consequences(model, settings)
+    text = _restarting(model) + _consequences(model, settings)
     waiter = Waiter(client=client, request=request.id, purpose="restart", attempt=model.number, accepts=text)
     model = restart.begin(model, request.change, Cause.REQUEST, client=client, request=request.id)
     is_certain = model.launching is None and model.holding is None
     model = replace(model, waiters=(*model.waiters, waiter))
     return confirm(model, client, request.id) if is_certain else model
+
+
+def _restarting(model: Model) -> str:
+    """Where the run begins again, as far as memtop knows."""
+    if not saves_when_stopped(model):
+        return "restarting: the program begins as it does by itself"
+    if model.saved is None and not model.alive:
+        return "restarting from the first update: there is no complete checkpoint"
+    return "restarting from train_latest_state"
 
 
 def confirm(model: Model, client: int, request: int) -> Model:
