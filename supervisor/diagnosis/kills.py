@@ -15,8 +15,10 @@ VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{
 _LIMIT = re.compile(r"memory:usage\d{1,20}kB,limit(\d{1,20})kB,failcnt")
 _UNLIMITED = 1 << 60
 """The kernel prints a number above this for a group without a limit."""
-_OF_LIMIT = "Memorycgroupoutofmemory:"
-_OF_KERNEL = re.compile(r"\s*\[[ \d.]+\]|.{0,60}\bkernel: |oom_reaper: |Memory cgroup out of memory|oom-kill:|Out of memory")
+_OF_LIMIT, _IN_RECORD = "Memorycgroupoutofmemory:", "CONSTRAINT_MEMCG"
+_OF_KERNEL = re.compile(
+    r"\s*\[[^\]]{4,40}\]|.{0,60}\bkernel: |oom_reaper: |Memory cgroup out of memory|oom-kill:|Out of memory"
+)
 _INVOKED = re.compile(r"invokedoom-killer:")
 _MOST_VICTIMS = 60
 _REPORT = 20_000
@@ -47,7 +49,8 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
         pid, name = int(match[1] or match[4]), match[2] or match[3]
         line = view.line_at(match.start())
         ours = pid in known or (not member_pids and bool(_OURS.search(name)))
-        if not ours and not member_pids and view.text.endswith(_OF_LIMIT, 0, match.start()) and _is_kernel_log(page):
+        of_limit = view.text.endswith(_OF_LIMIT, 0, match.start()) or _IN_RECORD in match[0]
+        if not ours and not member_pids and of_limit and _is_kernel_log(page):
             yield _unknown_victim(view.line_at(match.start()))
             continue
         yield Finding(

@@ -71,6 +71,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
     Pattern(r"(?:failed|unable) to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer", GPU, 0.85),
     Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
+    Pattern(r"(?:radv/)?amdgpu: Failed to allocate a buffer:? (?:(?:radv/)?amdgpu: size: (?P<size>\d+ bytes))?", GPU),
     Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|vk[A-Z]\w{3,40} (?:failed|returned):? -2", GPU),
     Pattern(
         r"OutOfMemoryError(?:: |\(')? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
