@@ -243,6 +243,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"CPU can't allocate memory\. Tried to allocate (?P<size>SIZE)", HOST, 0.95),
+    Pattern(r"JoblibMemoryError|Allocate: no space left", HOST, 0.85),
     Pattern(r"Fail to alloc memory of (?P<size>\d+) size, error code is 12", HOST, 0.95),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
