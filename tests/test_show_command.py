@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from memtop.cli import run
+from memtop.cli import requests, run
 from memtop.cli.requests import change_to, risk_of
+from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.proc import identify
@@ -26,6 +27,7 @@ from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import Change, Configuration, Phase, Proposal, RunState
 from tests.conftest import Runs
 from tests.tui.support import SETTINGS
@@ -83,7 +85,7 @@ SELECT 1, n, n, 1.5, ?, '{}', 1, 1.5, 1 FROM number
 """
 _MEASURED = """
 import sys
-from memtop.cli import run
+from memtop.cli import requests, run
 status = run(sys.argv[1:])
 # Not getrusage, which begins with the peak of the process that started this one.
 (peak,) = (line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -273,6 +275,25 @@ def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, d
         change_to(dead, 1, with_state=False)
     assert change_to(dead, 2, with_state=False) == change_to(dead, None, with_state=False) == Change(configuration=2)
     assert change_to(dead, 1, with_state=True) == Change(configuration=1, state_before=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "run 'a': no earlier configuration has other settings: it was never started"),
+        ([SETTINGS], "run 'a': no earlier configuration has other settings: its first configuration is its only one"),
+        ([SETTINGS, SETTINGS], "run 'a': no earlier configuration has other settings: it has 1 to 2"),
+        ([None], "this run's program is your own: memtop cannot change its settings"),
+    ],
+)
+def test_a_rollback_without_an_earlier_configuration_says_why(
+    dead: RunFolder, monkeypatch: pytest.MonkeyPatch, rows: list[Settings | None], said: str
+) -> None:
+    kept = [replace(read_configurations(dead.path)[0], number=n, settings=one) for n, one in enumerate(rows, 1)]
+    monkeypatch.setattr(requests, "read_configurations", lambda path: kept)
+    with pytest.raises(UsageError) as caught:
+        change_to(dead, None, with_state=False)
+    assert str(caught.value) == said
 
 
 def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: RunFolder) -> None:

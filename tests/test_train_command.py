@@ -103,7 +103,7 @@ def test_files_and_folders_are_kept_by_their_whole_path(data: Change, tmp_path: 
 def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
     with pytest.raises(
-        UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: pip install 'memtop\[train\]'"
+        UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: in memtop's folder, pip install '\.\[train\]'"
     ):
         train.settings_for("sft-lora", "stage3", data, None)
 

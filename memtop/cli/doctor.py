@@ -85,7 +85,7 @@ def _packages() -> Iterator[CheckResult]:
             if name == "textual":
                 yield CheckResult(check=name, ok=False, found="not installed", advice="pip install textual")
             else:
-                advice = "pip install 'memtop[train]' (not needed to watch other programs)"
+                advice = "in memtop's folder: pip install '.[train]' (not needed to watch other programs)"
                 yield CheckResult(check=name, ok=None, found="not installed", advice=advice)
 
 

@@ -180,6 +180,9 @@ def rollback(run_name: str, number: int | None, state: bool, headless: bool, det
     return restart_with(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
 
 
+_OWN = "this run's program is your own: memtop cannot change its settings"
+
+
 def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Change:
     """The change that returns to configuration `number`; None: the newest one with other settings
     than the present.
@@ -188,17 +191,19 @@ def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Cha
     """
     with readable_ledger(folder):
         rows = read_configurations(folder.path)
-    there = f"it has 1 to {rows[-1].number}" if rows else "it was never started"
+    there = _there(rows[-1].number) if rows else "it was never started"
     if number is None:
+        if rows and rows[-1].settings is None:
+            raise UsageError(_OWN)
         chosen = before_the_present(rows)
         if chosen is None:
-            raise UsageError(f"run {folder.name!r}: there is no configuration before the present one: {there}")
+            raise UsageError(f"run {folder.name!r}: no earlier configuration has other settings: {there}")
     else:
         chosen = next((row for row in rows if row.number == number), None)
         if chosen is None:
             raise UsageError(f"N {number}: run {folder.name!r} has no such configuration: {there}")
     if chosen.settings is None:
-        raise UsageError("this run's program is your own: memtop cannot change its settings")
+        raise UsageError(_OWN)
     if not with_state:
         if same(chosen.settings, rows[-1].settings):
             raise UsageError(_nothing_to_do(folder.name, chosen.number, rows[-1].number))
@@ -206,6 +211,10 @@ def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Cha
     if chosen.until_update is None:
         raise UsageError(f"--state: configuration {chosen.number} is the present one; its state is the newest")
     return Change(configuration=chosen.number, state_before=chosen.until_update)
+
+
+def _there(newest: int) -> str:
+    return f"it has 1 to {newest}" if newest > 1 else "its first configuration is its only one"
 
 
 def _nothing_to_do(run: str, number: int, present: int) -> str:

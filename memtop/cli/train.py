@@ -216,7 +216,7 @@ def _refuse_missing(names: tuple[str, ...], who: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"{who} needs {', '.join(missing)}: pip install 'memtop[train]'; "
+            f"{who} needs {', '.join(missing)}: in memtop's folder, pip install '.[train]'; "
             "your own program, given after `--`, does not need it"
         )
 
