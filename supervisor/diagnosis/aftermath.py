@@ -17,6 +17,7 @@ _MANY_STEPS = 3
 # How many lines around a message are compared, and how many lines are few.
 _LOOP = 30
 _FEW = 3
+_LONG_TRACEBACK = 200
 # A size in words that a person reads.
 _SIZE = re.compile(r"\d ?[KMGT](?:i?B)?\b")
 _WITH_NUMBER = re.compile(r"\S*\d\S*")
@@ -160,7 +161,9 @@ def seems_survived(page: LogText, finding: Finding) -> str | None:
     for line in reversed(after):
         if _COMPLETED.search(line.text) or (not raised and _EPOCH_DONE.search(line.text)):
             return line.shown.strip()
-    if raised or _NAMES_AN_END.search(here.text) or any(TRACEBACK in line.text for line in page.context(finding.line)):
+    if _is_logged(page, finding):
+        after = [line for line in after if not _FAILS.search(line.text)]
+    elif raised or _NAMES_AN_END.search(here.text) or any(TRACEBACK in line.text for line in page.context(finding.line)):
         return None
     if _any_matches(_FAILS, after) or _any_matches(_TROUBLE, after):
         return None
@@ -170,6 +173,14 @@ def seems_survived(page: LogText, finding: Finding) -> str | None:
         if is_ordinary(line) and not any(each.search(line.shown) for each in (_SIZE, _EXPLAINS, _OF_AN_END))
     ]
     return ordinary[-1].shown.strip() if len(ordinary) >= _FEW - 1 else None
+
+
+def _is_logged(page: LogText, finding: Finding) -> bool:
+    """Whether a warning stands directly above the traceback. Programs log an exception that they
+    have caught in this way."""
+    lines = page.lines[max(0, finding.line - _LONG_TRACEBACK) : finding.line]
+    starts = [index for index, line in enumerate(lines) if TRACEBACK in line.text]
+    return bool(starts) and starts[-1] > 0 and is_mild(lines[starts[-1] - 1])
 
 
 def is_mild(line: LogLine) -> bool:

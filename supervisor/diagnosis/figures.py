@@ -318,7 +318,7 @@ def _statistics(page: LogText, finding: Finding) -> str:
         in_use = next((line.text[:LONGEST] for line in below if _IN_USE.match(line.text)), None)
         if in_use is not None:
             return f"\n{in_use}"
-    if "OOM when allocating" not in text:
+    elif "OOM when allocating" not in text:
         return ""
     above = page.lines[max(0, finding.line - _ABOVE) : finding.line]
     limits = (match[1] for line in above if (match := _LIMIT.match(line.text)))

@@ -15,8 +15,9 @@ VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{
 _LIMIT = re.compile(r"memory:usage\d{1,20}kB,limit(\d{1,20})kB,failcnt")
 _UNLIMITED = 1 << 60
 """The kernel prints a number above this for a group without a limit."""
-_OF_LIMIT = "Memorycgroupoutofmemory:"
-_OF_KERNEL = re.compile(r"\s*\[[ \d.]+\]|.{0,60}\bkernel: |oom_reaper: |Memory cgroup out of memory|oom-kill:|Out of memory")
+_OF_KERNEL = re.compile(
+    r"\s*\[[^\]]{4,40}\]|.{0,60}\bkernel: |oom_reaper: |Memory cgroup out of memory|oom-kill:|Out of memory|Killed process"
+)
 _INVOKED = re.compile(r"invokedoom-killer:")
 _MOST_VICTIMS = 60
 _REPORT = 20_000
@@ -42,12 +43,13 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
     indices = {
         index for match in matches for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
     }
+    victims = {match[1] or match[4] for match in matches}
     known = member_pids | _pids(line.text for index, line in enumerate(page.lines) if index not in indices)
     for match in matches:
         pid, name = int(match[1] or match[4]), match[2] or match[3]
         line = view.line_at(match.start())
         ours = pid in known or (not member_pids and bool(_OURS.search(name)))
-        if not ours and not member_pids and view.text.endswith(_OF_LIMIT, 0, match.start()) and _is_kernel_log(page):
+        if not ours and not member_pids and len(victims) == 1 and _is_kernel_log(page):
             yield _unknown_victim(view.line_at(match.start()))
             continue
         yield Finding(
@@ -63,9 +65,11 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
 
 
 def _is_kernel_log(page: LogText) -> bool:
-    """Whether all lines are the kernel's: then the log does not show which program is meant. A
-    limit that was reached is often the program's own."""
-    return all(_OF_KERNEL.match(line.shown) for line in page.lines if line.text.strip())
+    """Whether all lines are the kernel's: then a single victim is likely the program that is
+    meant."""
+    lines = [line for line in page.lines if line.text.strip()]
+    invoked_by_ours = any("invoked oom-killer" in line.text and _OURS.search(line.text) for line in lines)
+    return not invoked_by_ours and all(_OF_KERNEL.match(line.shown) for line in lines)
 
 
 def _limit_of_group(view: JoinedLines, end: int) -> int | None:

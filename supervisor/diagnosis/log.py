@@ -289,11 +289,16 @@ def _memory_errors(view: JoinedLines) -> Iterator[Finding]:
     if "MemoryError" not in view.text:
         return
     found = [index for index, line in enumerate(view.lines) if _is_memory_error(line.text)]
-    yield from both_ends(found, lambda index: Finding(_kind_of(view.lines[index]), line=index, last_line=index))
+    yield from both_ends(found, lambda index: Finding(_kind_of(view, found, index), line=index, last_line=index))
 
 
-def _kind_of(line: LogLine) -> Kind:
-    return Kind.GPU_OOM if shortage.names_device(line.text) else Kind.HOST_OOM_ALLOC
+def _kind_of(view: JoinedLines, found: Sequence[int], index: int) -> Kind:
+    """Of host memory or of a device. A notebook prints the class above the traceback, and the
+    message below it."""
+    text = view.lines[index].text
+    if TRACEBACK in text:
+        text = next((view.lines[later].text for later in found if later > index), text)
+    return Kind.GPU_OOM if shortage.names_device(text) else Kind.HOST_OOM_ALLOC
 
 
 def _is_memory_error(text: str) -> bool:

@@ -71,6 +71,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
     Pattern(r"(?:failed|unable) to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer", GPU, 0.85),
     Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
+    Pattern(r"(?:radv/)?amdgpu: Failed to allocate a buffer:? (?:(?:radv/)?amdgpu: size: (?P<size>\d+ bytes))?", GPU),
     Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|vk[A-Z]\w{3,40} (?:failed|returned):? -2", GPU),
     Pattern(
         r"OutOfMemoryError(?:: |\(')? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
@@ -242,6 +243,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     other(r"cannot allocate memory in static TLS block", "import_error", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"CPU can't allocate memory\. Tried to allocate (?P<size>SIZE)", HOST, 0.95),
+    Pattern(r"JoblibMemoryError|Allocate: no space left", HOST, 0.85),
     Pattern(r"Fail to alloc memory of (?P<size>\d+) size, error code is 12", HOST, 0.95),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),

@@ -93,6 +93,7 @@ ENDS: tuple[Pattern, ...] = (
         KILLED,
     ),
     Pattern(r"using all (?:of (?:the|your) )?available RAM", KILLED),
+    Pattern(r"manager\.go:\d+\] Created an OOM event in contain", KILLED),
     Pattern(r"OutOfMemoryError:? [Mm]ore than \d+% of the memory on (?:the )?node .{0,80}? used", KILLED, 0.95),
     Pattern(r"(?i:cgroup out-?of-?memory handler)", KILLED, 0.95),
     # Only an error: a launcher that ends a program for another reason kills its workers, too.
@@ -114,7 +115,7 @@ ENDS: tuple[Pattern, ...] = (
         weight=Weight.ERROR,
     ),
     _sigkill(r"exitcode:? -9|exit(?:ed|s)? with (?:return )?code =? -9|exit(?:ed)? code:? =?-9"),
-    _sigkill(r"FAILED: \[code=137\]|return code =? -9|returned non-zero exit status (?:-9|137)"),
+    _sigkill(r"FAILED: \[code=137\]|failed \(exit (?:code )?137\)|return code =? -9|returned non-zero exit status (?:-9|137)"),
     _sigkill(
         r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL"
         r"|signal:? 9|was sent SIGKILL|Negsignal\.SIGKILL|died through signal KILL|task \d+: Killed"

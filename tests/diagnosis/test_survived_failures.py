@@ -40,6 +40,15 @@ def test_without_an_exit_status_ordinary_output_makes_a_message_uncertain() -> N
     assert of(f"serving\n{words}\n{after}", exit_status=1).confidence > 0.5
 
 
+def test_an_exception_that_was_logged_as_a_warning_is_uncertain() -> None:
+    after = "Compilation time 35.1\npass\nloading model\n"
+    logged = f"WARNING:common:no reference for the model, checking its cosine\n{RAISED}{after}"
+    assert of(logged).confidence < 0.5
+    assert of(logged, exit_status=1).confidence > 0.5
+    assert of(f"{RAISED}{after}").confidence > 0.5
+    assert of(f"WARNING:common:no reference for the model\n{RAISED}").confidence > 0.5
+
+
 def test_the_last_of_messages_that_the_program_survived_is_uncertain() -> None:
     frames = "".join(
         f"frames:  99%|#####| {number}/1744 [08:43<00:03] [E] CUDA failure 2: out of memory ; GPU=0 ; line=175\n"
