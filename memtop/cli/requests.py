@@ -60,7 +60,7 @@ def checkpoint(run_name: str, runs_dir: Path | None) -> int:
 def stop(run_name: str, runs_dir: Path | None) -> int:
     """Stop a run after the current update and save its state.
 
-    If the program does not react, it gets SIGINT, SIGTERM and finally SIGKILL.
+    Your own program, and one that does not react, gets SIGINT, SIGTERM and finally SIGKILL.
     """
     return ask(find_run(run_name, runs_dir), lambda number: Stop(id=number))
 
@@ -111,8 +111,8 @@ def restart(
 ) -> int:
     """Restart a run from its saved state, with other settings.
 
-    A run in progress finishes its update and saves its state first. --live refuses settings that
-    need a restart.
+    A run in progress finishes its update and saves its state first; your own program gets SIGINT
+    and begins as it does by itself. --live refuses settings that need a restart.
     """
     refuse_both(headless, detach)
     folder = find_run(run_name, runs_dir)
