@@ -75,7 +75,7 @@ ACTIONS = (
         "s",
         "Stop…",
         "Stop",
-        "Finish the current update, save, and end the run",
+        "End the run; the built-in trainer first finishes its update and saves",
         "run",
         dangerous=True,
     ),

@@ -35,7 +35,7 @@ _WHOSE_KILL = (
     "The signal was SIGKILL. A kill by hand, by a scheduler, and by the kernel for lack of memory look the same, and "
     "nothing here shows which it was; the kernel's log may (dmesg -T | grep -i oom)."
 )
-_ONLY_LIKELY = "This is only likely: no known message says it."
+_A_GUESS = "This is a guess: no known message says it."
 _FROM_OUTSIDE = frozenset({"keyboard_interrupt", "preempted", "time_limit", "node_failure"})
 _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
 _CLEAR = 0.8
@@ -218,7 +218,7 @@ def _doubt(diagnosis: Diagnosis) -> str | None:
     """What to add where words alone make a lack of memory likely. A kill has a sentence of its
     own."""
     doubtful = diagnosis.of_memory and diagnosis.confidence <= UNCERTAIN and diagnosis.kind is not Kind.HOST_OOM_KILLED
-    return _ONLY_LIKELY if doubtful and diagnosis.source == "words" else None
+    return _A_GUESS if doubtful and diagnosis.source == "words" else None
 
 
 def _address_space(found: Finding, evidence: Evidence) -> int | None:
