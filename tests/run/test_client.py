@@ -158,7 +158,10 @@ def test_who_uses_the_path_of_a_new_run_is_named(tmp_path: Path, place: str) -> 
     spec = RunSpec(name="a", created=1.0, settings=None, command=("x",), cwd="/", memtop_version="0")
     path, folder = tmp_path / "a", create_run(tmp_path, spec, fresh=False)
     environment = {"MEMTOP_RUN": str(path), "MEMTOP_RUN_ID": folder.id if place != "nowhere" else "gone"}
-    with subprocess.Popen([sys.executable, "-c", "input()"], env=environment, stdin=subprocess.PIPE) as process:
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # before, /proc may not show its environment yet
         if place == "b":
             path.rename(tmp_path / "b")
             create_run(tmp_path, spec, fresh=False)
@@ -171,7 +174,7 @@ def test_who_uses_the_path_of_a_new_run_is_named(tmp_path: Path, place: str) -> 
             with pytest.raises(RefusedError, match=re.escape(words[place])):
                 refuse_used_path(path)
         finally:
-            process.communicate()
+            process.communicate(b"\n")
     refuse_used_path(path)
 
 
