@@ -163,7 +163,7 @@ def seems_survived(page: LogText, finding: Finding) -> str | None:
             return line.shown.strip()
     if _is_logged(page, finding):
         after = [line for line in after if not _FAILS.search(line.text)]
-    elif raised or _NAMES_AN_END.search(here.text) or any(TRACEBACK in line.text for line in page.context(finding.line)):
+    elif raised or _NAMES_AN_END.search(here.text) or has_traceback(page, finding):
         return None
     if _any_matches(_FAILS, after) or _any_matches(_TROUBLE, after):
         return None
@@ -173,6 +173,11 @@ def seems_survived(page: LogText, finding: Finding) -> str | None:
         if is_ordinary(line) and not any(each.search(line.shown) for each in (_SIZE, _EXPLAINS, _OF_AN_END))
     ]
     return ordinary[-1].shown.strip() if len(ordinary) >= _FEW - 1 else None
+
+
+def has_traceback(page: LogText, finding: Finding) -> bool:
+    """Whether a traceback leads to the message."""
+    return any(TRACEBACK in line.text for line in page.context(finding.line))
 
 
 def _is_logged(page: LogText, finding: Finding) -> bool:

@@ -50,7 +50,7 @@ def of_kernel(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> 
         line = view.line_at(match.start())
         ours = pid in known or (not member_pids and bool(_OURS.search(name)))
         if not ours and not member_pids and len(victims) == 1 and _is_kernel_log(page):
-            yield _unknown_victim(view.line_at(match.start()))
+            yield _unknown_victim(line)
             continue
         yield Finding(
             kind=Kind.HOST_OOM_KILLED if ours else Kind.NOT_MEMORY,

@@ -7,7 +7,15 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, figures, kills, memory_patterns, other_patterns, shortage
-from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, is_ordinary, is_repeated, is_taken_lightly, went_on
+from memtop.supervisor.diagnosis.aftermath import (
+    StepLines,
+    has_traceback,
+    is_mild,
+    is_ordinary,
+    is_repeated,
+    is_taken_lightly,
+    went_on,
+)
 from memtop.supervisor.diagnosis.finding import UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.text import TRACEBACK, JoinedLines, LogLine, LogText
@@ -56,7 +64,7 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
     survived.sort(key=lambda pair: pair[0].line)
     if fatal and fatal[-1].weight is Weight.KILLED and fatal[-1].last_line == len(page.lines) - 1:
         # It still ran when it was killed: a library that it could do without did not end it.
-        fatal = [each for each in fatal if each.reason != "import_error" or _is_raised(page, each)]
+        fatal = [each for each in fatal if each.reason != "import_error" or has_traceback(page, each)]
     if any(how == _TEARDOWN for _, how in survived):
         fatal = [finding for finding in fatal if finding.weight >= Weight.CAUSE]
     if failed and not fatal and survived and progress.between(survived[-1][0].last_line + 1, len(page.lines))[0] == 0:
@@ -92,8 +100,7 @@ def _was_caught(page: LogText, finding: Finding, last: int) -> bool:
     traceback and class, and went on before the traceback that begins at line `last`."""
     if not finding.kind.of_gpu or finding.figures.requested is None or finding.weight < Weight.CAUSE:
         return False
-    lines = page.context(finding.line)
-    raised = any(TRACEBACK in line.text for line in lines) or "Error" in page.lines[finding.line].text.partition("memory")[0]
+    raised = has_traceback(page, finding) or "Error" in page.lines[finding.line].text.partition("memory")[0]
     went_on = any(is_ordinary(line) for line in page.lines[finding.last_line + 1 : last])
     return went_on and not raised
 
@@ -129,10 +136,6 @@ def _survived_later(page: LogText, finding: Finding, survived: list[tuple[Findin
         ):
             return how
     return None
-
-
-def _is_raised(page: LogText, finding: Finding) -> bool:
-    return any(TRACEBACK in line.text for line in page.context(finding.line))
 
 
 def _another_rank(page: LogText, one: Finding, other: Finding) -> bool:

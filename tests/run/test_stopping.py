@@ -172,7 +172,7 @@ def test_a_stop_says_what_it_did_and_answers_even_if_the_program_survives_it() -
         Outcome.DONE,
         "stopped: killed by signal 9 (SIGKILL); SIGKILL sent to pid 5 (python)",
     )
-    # A process that waits for a device does not end, whoever asks.
+    # A process that waits for a device reacts to no signal.
     assert rungs(survivor, 29.0, 1.0, 30.0, 30.0) == ["SIGKILL"] * 3
     assert survivor.answers()[-1].outcome is Outcome.FAILED
     assert "has not ended after SIGKILL" in survivor.answers()[-1].message
