@@ -35,6 +35,10 @@ class CheckpointFile(msgspec.Struct, frozen=True):
     size_bytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        if self.name in ("", "..") or self.name != Path(self.name).name:
+            raise ValueError(f"{self.name!r} is no name of a file")
+
 
 class Cut(msgspec.Struct, frozen=True, array_like=True):
     """From this position (in samples) on, texts are cut into samples of `seq_len` tokens."""
@@ -85,6 +89,8 @@ def describe_file(path: Path) -> CheckpointFile:
     """Name, size and checksum of a file, read in blocks."""
     digest = hashlib.sha256()
     size = 0
+    if not path.is_file():
+        raise OSError(errno.ENOENT, "missing, or not a regular file")
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)

@@ -238,6 +238,25 @@ def test_a_changed_byte_is_detected_and_the_previous_state_is_used(tmp_path: Pat
         newest_complete(state)
 
 
+def test_a_manifest_names_files_of_its_own_folder_and_no_others(tmp_path: Path) -> None:
+    state = tmp_path / "train_latest_state"
+    Training(state).run()
+    manifest = state / "manifest.json"
+    text = manifest.read_text()
+    outside = tmp_path / "state-00001.safetensors"
+    outside.write_bytes((state / outside.name).read_bytes())
+    for name in (f"../{outside.name}", str(outside), "..", "", "/dev/zero"):
+        manifest.write_text(text.replace("state-00001.safetensors", name))
+        with pytest.raises(BrokenStateError, match="is no name of a file"):
+            read_manifest(state)
+    # Opened, a pipe without a writer would never end.
+    manifest.write_text(text)
+    (state / outside.name).unlink()
+    os.mkfifo(state / outside.name)
+    with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: missing, or not a regular file"):
+        read_manifest(state)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [

@@ -8,7 +8,11 @@ import pty
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from memtop.tui.app import terminal_gone
 
@@ -46,7 +50,9 @@ def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:
     os.close(slave)
 
 
-def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
+@contextmanager
+def demo(folder: Path, term: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A dashboard of invented numbers that has painted its footer; the other side of its terminal."""
     master, slave = pty.openpty()
     # A session without a controlling terminal gets no signal.
     process = subprocess.Popen(
@@ -54,20 +60,38 @@ def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        cwd=tmp_path,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
+        cwd=folder,
+        env={**os.environ, "TERM": term, "COLUMNS": "100", "LINES": "30"},
         start_new_session=True,
     )
     os.close(slave)
     try:
         seen = b""
         while b"Help" not in seen:
-            assert select.select([master], [], [], 60)[0], "nothing was painted"
+            assert select.select([master], [], [], 120)[0], f"nothing was painted after {seen[-2000:]!r}"
             seen += os.read(master, 65536)
+        yield process, master
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
+    with demo(tmp_path, "xterm-256color") as (process, master):
         os.close(master)
         # 1 if a write to the lost terminal failed first, 129 (a hang-up) if the app waited for its
         # writer.
         assert process.wait(120) in (0, 1, 129)
-    finally:
-        process.kill()
-        process.wait()
+
+
+@pytest.mark.parametrize("term", ["", "no-such-terminal", "../../etc/passwd", "x\x1b[31m" * 1000])
+def test_a_term_that_names_no_terminal_does_not_stop_the_dashboard(tmp_path: Path, term: str) -> None:
+    with demo(tmp_path, term) as (process, master):
+        os.write(master, b"q")
+        while select.select([master], [], [], 120)[0]:
+            try:
+                os.read(master, 65536)
+            except OSError:
+                break  # The program has closed the terminal.
+        assert process.wait(120) == 0
+        os.close(master)
