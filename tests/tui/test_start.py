@@ -52,8 +52,7 @@ def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:
 
 @contextmanager
 def demo(folder: Path, term: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A dashboard of invented numbers that has painted its footer, and the other end of its terminal.
-    """
+    """A painted dashboard of invented numbers, and the other end of its terminal."""
     master, slave = pty.openpty()
     # A session without a controlling terminal gets no signal.
     process = subprocess.Popen(
