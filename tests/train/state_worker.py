@@ -64,7 +64,7 @@ def compare(engine: Engine, saved: ShardReader) -> dict[str, float]:
     worst: dict[str, float] = {}
     for name, tensors in engine.saved_tensors():
         for kind, tensor in saved(name).items():
-            worst[kind] = max(worst.get(kind, 0.0), float((tensors[kind] - tensor).abs().max()))
+            worst[kind] = max(worst.get(kind, 0.0), float((tensors[kind].cpu() - tensor).abs().max()))
     return worst
 
 
