@@ -276,7 +276,13 @@ RIGHT_BORDER = re.compile(r"[│┃║╎]\s*$")
 # What the C library and shells print in the language of the user.
 _TRANSLATED = {
     "Cannot allocate memory": (
-        *("无法分配内存", "無法配置記憶體", "メモリを確保できません", "메모리를 할당할 수 없습니다", "Невозможно выделить память"),
+        *(
+            "无法分配内存",
+            "無法配置記憶體",
+            "メモリを確保できません",
+            "메모리를 할당할 수 없습니다",
+            "Невозможно выделить память",
+        ),
         *("Не удалось выделить память", "Nicht genügend Hauptspeicher verfügbar", "Impossible d'allouer de la mémoire"),
         *("Ne peut allouer de la mémoire", "No se pudo asignar memoria", "Impossibile allocare memoria"),
         *("Não foi possível alocar memória", "Não é possível alocar memória"),
