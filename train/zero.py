@@ -113,6 +113,7 @@ class ZeroEngine:
     The trainer marks the end of each update, because the last one of a run may be short.
     """
 
+    sharded = True
     # ZeRO-2 and 3 reduce gradients during the backward pass, and ZeRO-3 gathers weights in every
     # layer. A rank that gives up leaves the others waiting and the engine's buffers half full, so
     # only a restart helps.

@@ -1,29 +1,36 @@
 """One of two ranks that train on the CPU while memory runs out on one of them; torchrun starts it.
 
-    torchrun --nproc-per-node 2 -m tests.train.survive_worker FOLDER
+    torchrun --nproc-per-node 2 -m tests.train.survive_worker FOLDER [waits]
 
 Runs several trainings in separate folders and writes `rank-R.json`: each one's reports, and a
-digest of its weights.
+digest of its weights. With `waits`: the first rank is slow to check and write a state, and the file
+tells what each rank got.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
-from memtop.train import TrainingError
-from memtop.train.engine import GradientSum
+from memtop.train import TrainingError, batches, checkpoint, run
+from memtop.train.exchange import GradientSum
 from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, small, splits_of
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out
 
+LIMIT = 2.0
+"""Seconds that a rank waits for another one in the main group, in `waits`."""
 UPDATES, FAILURES = 100, 20
 FEWER_UPDATES, FEWER_FAILURES = 50, 10
 
@@ -208,13 +215,53 @@ def check_exchange(rank: int) -> None:
         assert torch.equal(parameter.grad, expected), number
 
 
+class NotOnThisRank(Exception):
+    """The state was copied where nothing is written."""
+
+
+def waits(folder: Path) -> dict[str, Any]:
+    """The first rank takes longer than the main group's time limit to read the host's memory, to
+    write a state and to check it.
+    """
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT))])
+    first = accelerator.is_main_process
+
+    def slow(module: Any, name: str) -> None:
+        """Only the first rank calls it."""
+        real = getattr(module, name)
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            assert first
+            threading.Event().wait(LIMIT * 1.25)
+            return real(*args, **options)
+
+        setattr(module, name, slowly)
+
+    slow(batches, "host_plan")
+    slow(checkpoint, "ShardWriter")
+    slow(run, "newest_complete")
+    settings = small(dropout=0.0, batch=2, accumulation=1, world_size=2)
+    training = fresh(folder, settings)
+    if not first:
+        training.engine.saved_tensors = lambda: (_ for _ in ()).throw(NotOnThisRank)
+    saved, _ = training.trainer.save()
+    found = run.find_state(folder / "train_latest_state", accelerator)
+    assert found is not None
+    workers = batches.agree_on_host_plan(settings, accelerator).workers
+    return {"saved": saved, "updates": found[1].updates, "workers": workers}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
+    if sys.argv[2:] == ["waits"]:
+        found = waits(folder)
+        (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+        return
     rank = Accelerator(cpu=True).process_index
     check_exchange(rank)
     check_connected()
-    found: dict[str, Any] = {}
+    found = {}
     first = disturbed(folder / "disturbed", 0.1, FAILURES, UPDATES)
     found["disturbed"] = outcome_of(first)
     calm = following(folder / "calm", first.settings, splits_of(first.channel))
