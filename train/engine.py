@@ -1,9 +1,9 @@
 """`Engine` computes gradients and steps: plain data parallelism here, ZeRO in `zero.py`.
 
-Plain data parallelism does not use torch's DistributedDataParallel, which communicates during the
-backward pass. If one rank runs out of memory there, the others wait forever for an all-reduce that
-it never joins. Here the ranks first agree that all of them hold their gradients, and the all-reduce
-itself allocates no memory.
+Plain data parallelism does not use torch's DistributedDataParallel. If one rank runs out of memory
+there in its last backward pass, the others wait forever for an all-reduce that it never joins.
+`exchange.py` also communicates during the backward pass, but a rank that fails joins the rest of
+the all-reduces, and allocates nothing for that.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class Engine(Protocol):
         """Add the gradient of this rank's part of the loss.
 
         `last`: this is the update's last micro-batch.
+        """
+
+    def abandon(self) -> None:
+        """Do what other ranks wait for after a failure on this rank, before they can vote.
+
+        Allocates nothing. All ranks drop their gradients afterwards.
         """
 
     def missing_gradients(self) -> int:
@@ -112,7 +118,14 @@ class PlainEngine:
         self._sum_gradients = GradientSum(accelerator, self.objective)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if last:
+            self._sum_gradients.begin()
         self.accelerator.backward(loss)
+        if last:
+            self._sum_gradients.end()
+
+    def abandon(self) -> None:
+        self._sum_gradients.abandon()
 
     def missing_gradients(self) -> int:
         return self._sum_gradients.missing()
@@ -124,6 +137,7 @@ class PlainEngine:
         return self._sum_gradients.fill_missing()
 
     def drop_gradients(self) -> None:
+        self._sum_gradients.discard()
         self.bare_optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> float | None:

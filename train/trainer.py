@@ -207,6 +207,8 @@ class Trainer:
         computed = self._guard.attempt(
             lambda: (self._forward_backward(batches, tokens), self._engine.missing_gradients()), **split
         )
+        if computed is None:
+            self._engine.abandon()
         failed, loss, missing, pressed = self._ranks.sums(
             computed is None, *(computed or (0.0, 0)), self._auto_batch.new_retries()
         )

@@ -138,6 +138,9 @@ class ZeroEngine:
         if not last:
             self._engine.step()
 
+    def abandon(self) -> None:
+        raise AssertionError("an update under ZeRO is never repeated")
+
     def missing_gradients(self) -> int:
         return 0
 

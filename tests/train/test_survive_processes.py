@@ -18,36 +18,17 @@ import torch
 from memtop.presets.schema import Lora
 from tests.forking import run, runs_torch
 from tests.train.failing import distance
-from tests.train.launching import run_trainer
+from tests.train.launching import ROOT, SURROUNDINGS, run_trainer, two_ranks
 from tests.train.support import edited
 from tests.train.survive_worker import FAILURES, FEWER_FAILURES
 from tests.train.test_processes import environment, reports, trainer
-
-ROOT = Path(__file__).resolve().parents[2]
-SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def two_ranks(folder: Path, *what: str) -> list[dict[str, Any]]:
-    """What each of the worker's two ranks reports. That they end at all is part of the test."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.survive_worker"]
-    done = run(
-        [sys.executable, *command, str(folder), *what], env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=290
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks reported of all trainings of the worker."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, two_ranks(folder)
-
-
-def test_ranks_wait_for_a_slow_first_rank_beyond_the_time_limit_of_the_exchange(tmp_path: Path) -> None:
-    first, second = two_ranks(tmp_path, "waits")
-    assert first == second
-    assert (first["saved"], first["updates"]) == (True, 0)
+    return folder, two_ranks("survive_worker", folder)
 
 
 def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
