@@ -80,16 +80,6 @@ def as_stored(tensors: SavedTensors) -> SavedState:
         yield name, {kind: stored(tensor) for kind, tensor in parts.items()}
 
 
-def gather_rest(tensors: SavedTensors) -> None:
-    """Take the tensors that are left.
-
-    Under ZeRO the ranks gather each of them together, so a rank that left early would block the
-    others forever.
-    """
-    for _ in tensors:
-        pass
-
-
 def manifest_of(engine: Engine, progress: SavedProgress, settings: Settings) -> Manifest:
     """The manifest of the present state, still without files."""
     return Manifest(

@@ -28,14 +28,14 @@ from memtop.train.checkpoint import (
     SavedTensors,
     as_stored,
     best_loss,
-    gather_rest,
     keep_best,
     make_room,
     manifest_of,
     state_bytes,
     write_state,
 )
-from memtop.train.engine import Engine, Ranks
+from memtop.train.engine import Engine
+from memtop.train.exchange import Ranks
 from memtop.train.state_files import Manifest, Stored, at_once, bytes_of, in_thread, newest_update, stored_dtype
 
 ROUND_SECONDS = 1.0
@@ -303,9 +303,12 @@ class StateSaver:
 
     def _write(self, progress: SavedProgress, settings: Settings, *, best: bool, copy: bool) -> Future[_Written] | None:
         """Write the state on the first rank; return None on the others."""
+        first = self._engine.accelerator.is_main_process
+        if not first and not self._engine.sharded:
+            return None
         tensors = self._engine.saved_tensors()
         try:
-            if not self._engine.accelerator.is_main_process:
+            if not first:
                 return None
             manifest, needed = manifest_of(self._engine, progress, settings), state_bytes(self._engine.model)
 
@@ -319,7 +322,11 @@ class StateSaver:
                 return in_thread(lambda: write(held), "memtop-save")
             return at_once(lambda: write(as_stored(tensors)))
         finally:
-            gather_rest(tensors)
+            # Under ZeRO the ranks gather every tensor together: one that left early would block the
+            # others forever.
+            if self._engine.sharded:
+                for _ in tensors:
+                    pass
 
     def _can_copy(self, needed: int) -> bool:
         why = self._copy.reserve(needed)

@@ -16,7 +16,7 @@ import torch
 
 from memtop.train import TrainingError, state_saver
 from memtop.train.checkpoint import NoSpaceError, SavedProgress, write_state
-from memtop.train.engine import Ranks
+from memtop.train.exchange import Ranks
 from memtop.train.state_files import (
     BrokenStateError,
     Cut,
