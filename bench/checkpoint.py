@@ -4,10 +4,10 @@ accelerate's save_state.
     python -m bench.checkpoint [--rounds N] [--recipe pretrain-causal] [--folder FOLDER]
 
 All use the same model and AdamW after one update. Each measurement runs in a separate process, in
-turns A B C D D C B A. `pause_seconds` is how long training stops for a save: the copy of the state to
-host memory for `memtop`, the whole save for the others. `first_pause_seconds` is that of the first
-save, which gets the memory for the copy from the system. `memtop_at_once` saves without a copy, as
-memtop does at the end of a training and where host memory is short.
+turns A B C D D C B A. `pause_seconds` is how long training stops for a save: for `memtop` the copy
+of the state to host memory, for the others the whole save. `first_pause_seconds` is that of the
+first save, which gets the memory for the copy from the system. `memtop_at_once` saves without a
+copy, as memtop does at the end of a training and where host memory is short.
 
 Memory is the peak minus what was held before; `moments_mib` is what every load needs (8 bytes per
 parameter). memtop writes a temporary folder and renames it, calls fsync on every file, and stores
