@@ -77,6 +77,8 @@ def open_deepspeed(
     """
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # `Accelerator(cpu=True)` would leave DeepSpeed out.
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         # The extension that DeepSpeed's CPU ranks communicate through.
         await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
     # DeepSpeed uses deprecated names of torch; the user cannot do anything about it.
