@@ -195,7 +195,7 @@ def open_engine(
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
     if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
-    optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
+    optimizer = build_optimizer(settings, model.parameters())
     engine: Engine = kind(accelerator, objective, optimizer, settings)
     if engine.strategy() != settings.zero:
         raise TrainingError(f"zero: requested {settings.zero}, but DeepSpeed runs {engine.strategy()}")
