@@ -81,4 +81,4 @@ class Evaluator:
         finally:
             objective.train()
         # The only wait for the device.
-        return float(total), count
+        return float(total.cpu()), count
