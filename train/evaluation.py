@@ -14,7 +14,8 @@ from memtop.presets import Settings
 from memtop.train.auto_batch import OomGuard
 from memtop.train.batches import completed
 from memtop.train.data.samples import PackedText, RowSamples, collate
-from memtop.train.engine import Engine, Ranks
+from memtop.train.engine import Engine
+from memtop.train.exchange import Ranks
 from memtop.train.order import Key
 
 MAX_SAMPLES = 512

@@ -34,8 +34,9 @@ from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import ROUND_SECONDS, DiskWait, SavedProgress, StateSaver
 from memtop.train.data.samples import PackedText, RowSamples
-from memtop.train.engine import Engine, Ranks
+from memtop.train.engine import Engine
 from memtop.train.evaluation import Evaluation, Evaluator
+from memtop.train.exchange import Ranks
 from memtop.train.model import set_checkpointing
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
@@ -212,6 +213,8 @@ class Trainer:
             return None
         batches, tokens = fetched.batches, max(1, int(counted))
         found = self._guard.attempt(lambda: self._forward_backward(batches, tokens), **split)
+        if found is None:
+            self._engine.abandon()
         failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._auto_batch.new_retries())
         if not failed and missing:
             self._engine.share_missing()
