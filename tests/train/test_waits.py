@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,12 @@ def waits_of(settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         trainer = Trainer(
             settings, engine, data.train, position, folder / "state", channel, ByteTokens.pad, evaluation=data.evaluation
         )
+        trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+        before = [parameter.held.clone() for parameter in trained]
         waits.found.clear()
         trainer.run(Control(channel, accelerator))
+    assert any(not torch.equal(parameter.held, start) for parameter, start in zip(trained, before, strict=True))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
     return channel
 
 
@@ -105,8 +110,6 @@ def test_an_update_waits_once_for_the_gpu(
     assert [what for what, _ in channel.counted] == ["step", "step", "evaluation"]
     for what, waits in channel.counted:
         assert [wait for wait in waits if wait not in KNOWN] == ["_to_copy from the card"], what
-    losses = [step["loss"] for step in channel.of("step")]
-    assert losses[-1] < losses[0], "otherwise the card did not train"
 
 
 class Event:
