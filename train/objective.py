@@ -32,15 +32,13 @@ class Objective(torch.nn.Module):
     """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
     `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for a number that
-    `tokens_at_once` chooses. With `sparse`, tokens whose labels do not count (masked prompts) get
-    no logits; that costs one wait for the device.
+    `tokens_at_once` chooses.
     """
 
-    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1, sparse: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
         super().__init__()
         self.model = model
         self.seq2seq = seq2seq
-        self._sparse = sparse
         # If the model changes the logits after its head (a cap, a scale), they must be computed
         # whole.
         self._chunk = chunk if chunk and _head_gives_the_logits(self) else 0
@@ -65,9 +63,17 @@ class Objective(torch.nn.Module):
         return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like))
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        counted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq."""
+        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq.
+
+        `counted` [n] are the `counted_positions`. With it, the others (masked prompts) get no
+        logits.
+        """
         inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
         if self.seq2seq:
             model: Any = self.model
@@ -76,14 +82,13 @@ class Objective(torch.nn.Module):
                 inputs["attention_mask"] = attention_mask
             wanted = labels
         else:
-            # No mask: padding is at the end, and causal attention does not look ahead. The last
-            # position predicts nothing.
-            wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            # No mask: padding is at the end, and causal attention does not look ahead.
+            wanted = _next_tokens(labels)
         # A row is one sample: rows of several samples need their position ids here, and the check.
         with without_packing_check():
-            return self._loss(inputs, wanted.flatten())
+            return self._loss(inputs, wanted.flatten(), counted)
 
-    def _loss(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         if self._chunk == 0:
             logits = self.model(**inputs, use_cache=False).logits
             return cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
@@ -93,7 +98,12 @@ class Objective(torch.nn.Module):
         def loss_in_place_of_logits(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             # As a result of the head, it goes through the head's hooks: DeepSpeed gathers a sharded
             # weight there, once in the forward pass and once in the backward pass.
-            return self._in_pieces(compute, hidden.flatten(0, 1), labels).reshape(1, 1, 1)
+            hidden, wanted = hidden.flatten(0, 1), labels
+            if counted is not None:
+                # A mask in place of the positions would wait for the device, to know how many there
+                # are.
+                hidden, wanted = hidden.index_select(0, counted), wanted.index_select(0, counted)
+            return self._in_pieces(compute, hidden, wanted).reshape(1, 1, 1)
 
         with _in_place_of(head, loss_in_place_of_logits):
             found: torch.Tensor = self.model(**inputs, use_cache=False).logits
@@ -103,9 +113,6 @@ class Objective(torch.nn.Module):
         self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         """hidden [n, h], labels [n]."""
-        if self._sparse:
-            counted = labels != IGNORED
-            hidden, labels = hidden[counted], labels[counted]
         module = self.head
         chunk = self._chunk if self._chunk > 0 else self._chosen(hidden, len(labels))
         if hidden.is_cpu and len(labels) <= chunk:
@@ -150,9 +157,15 @@ def free_bytes(device: torch.device) -> int | None:
     return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 
-def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
-    """The number of predicted tokens in labels [b, u]; a causal model omits the first."""
-    return int(((labels if seq2seq else labels[:, 1:]) != IGNORED).sum())
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """What each position of a causal model predicts; the last one predicts nothing."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def counted_positions(labels: torch.Tensor, *, seq2seq: bool) -> torch.Tensor:
+    """The positions [n] of the flattened batch whose predictions count in the loss."""
+    wanted = labels if seq2seq else _next_tokens(labels)
+    return (wanted.flatten() != IGNORED).nonzero().flatten()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
 from memtop.train import objective
-from memtop.train.objective import IGNORED, Objective, free_bytes, tokens_at_once
+from memtop.train.objective import IGNORED, Objective, counted_positions, free_bytes, tokens_at_once
 from tests.train.card import put_in
 
 SMALL = {
@@ -45,8 +45,9 @@ def loss_and_gradients(
     model: torch.nn.Module, chunk: int, *, seq2seq: bool, sparse: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], int]:
     model.zero_grad()
-    loss_of = Objective(model, seq2seq=seq2seq, chunk=chunk, sparse=sparse).eval()
-    loss = loss_of(*batch(seq2seq=seq2seq))
+    loss_of = Objective(model, seq2seq=seq2seq, chunk=chunk).eval()
+    ids, labels = batch(seq2seq=seq2seq)
+    loss = loss_of(ids, labels, counted=counted_positions(labels, seq2seq=seq2seq) if sparse else None)
     (loss / 7).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return float(loss.detach()), gradients, loss_of.chunk
