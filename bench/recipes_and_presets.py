@@ -24,19 +24,12 @@ from typing import Any
 
 import msgspec
 
-from bench.common import machine
+from bench.common import MIDDLE_LLAMA, machine
 from memtop.presets import Settings, SettingsError, edit_settings, load_recipes, presets_for, resolve
 from memtop.supervisor.run.processes.attempt import launcher
 from tests.train.recipes import TINY_LLAMA, TINY_T5, pairs, write_llama, write_rows
 
 SITE = Path(__file__).resolve().parents[1] / "train" / "agent" / "site"
-MIDDLE_LLAMA = {
-    "model.config.hidden_size": 1024,
-    "model.config.intermediate_size": 2816,
-    "model.config.num_hidden_layers": 16,
-    "model.config.num_attention_heads": 16,
-    "model.config.num_key_value_heads": 16,
-}
 Change = dict[str, Any]
 
 
