@@ -22,6 +22,7 @@ from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, ope
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
+from memtop.train.exchange import Ranks
 from memtop.train.model import blaming_config, build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
@@ -71,7 +72,7 @@ def _train(
     record("before model load")
     control = Control(channel, accelerator)
     control.catch_signals()
-    found = _find_state(state_dir, accelerator) if resume else None
+    found = find_state(state_dir, accelerator) if resume else None
     engine, position = open_engine(settings, accelerator, config, found)
     record("after model load")
     host = agree_on_host_plan(settings, accelerator)
@@ -110,7 +111,7 @@ def _run(trainer: Trainer, control: Control, accelerator: Accelerator, tracking:
         raise
     # All ranks leave together: one that ends while the others still communicate is aborted, and the
     # run would count as failed.
-    accelerator.wait_for_everyone()
+    Ranks(accelerator).wait()
     # Also flushes the trackers.
     accelerator.end_training()
     return outcome
@@ -190,6 +191,8 @@ def open_engine(
     if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
     optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
+    # The engine communicates at once, and the ranks read the model at different speeds.
+    Ranks(accelerator).wait()
     engine: Engine = kind(accelerator, objective, optimizer, settings)
     if engine.strategy() != settings.zero:
         raise TrainingError(f"zero: requested {settings.zero}, but DeepSpeed runs {engine.strategy()}")
@@ -256,23 +259,22 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
     return settings.precision
 
 
-def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
+def find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
     """The state to resume from. The first rank checks every byte and broadcasts the result."""
-    answer: list[Any] = [None]
+    answer: tuple[Path, Manifest, str | None] | str | None = None
     if accelerator.is_main_process:
         try:
-            answer = [newest_complete(state_dir)]
+            answer = newest_complete(state_dir)
         except BrokenStateError as error:
-            answer = [
+            answer = (
                 f"{error}; no complete state is left to resume from; move {state_dir.parent} aside or start again with --fresh"
-            ]
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], str):
-        raise BadInputError(answer[0])
-    if answer[0] is None:
+            )
+    answer = Ranks(accelerator).from_first(answer)
+    if isinstance(answer, str):
+        raise BadInputError(answer)
+    if answer is None:
         return None
-    folder, manifest, problem = answer[0]
+    folder, manifest, problem = answer
     if problem is not None and accelerator.is_main_process:
         print(f"memtop: {problem}; resuming from the state before it, {folder}", flush=True)
     return folder, manifest

@@ -113,6 +113,7 @@ class ZeroEngine:
     The trainer marks the end of each update, because the last one of a run may be short.
     """
 
+    sharded = True
     # ZeRO-2 and 3 reduce gradients during the backward pass, and ZeRO-3 gathers weights in every
     # layer. A rank that gives up leaves the others waiting and the engine's buffers half full, so
     # only a restart helps.
@@ -136,6 +137,9 @@ class ZeroEngine:
         self._engine.backward(loss * (self._settings.accumulation * self.accelerator.num_processes))
         if not last:
             self._engine.step()
+
+    def abandon(self) -> None:
+        raise AssertionError("an update under ZeRO is never repeated")
 
     def missing_gradients(self) -> int:
         return 0
