@@ -43,6 +43,7 @@ PATIENCE_SECONDS = 20
 """How long a part may clean up when its time is over."""
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "bitsandbytes", "peft")
 _FILE, _ABOUT = "MEMTOP_RESULTS", "MEMTOP_RESULTS_ABOUT"
+REHEARSED = {"MEMTOP_GPU_TESTS": "cpu", "OMP_NUM_THREADS": "1"}
 Row = dict[str, Any]
 
 
@@ -55,7 +56,7 @@ class Part(msgspec.Struct, frozen=True):
     commands: tuple[tuple[str, ...], ...]
 
 
-def tests(*files: str, options: Sequence[str] = ()) -> tuple[str, ...]:
+def pytest_of(*files: str, options: Sequence[str] = ()) -> tuple[str, ...]:
     """The command that runs these tests; each test is a result."""
     return ("-m", "pytest", "-q", "-n", "0", "-p", "bench.first_half_hour", *options, *files)
 
@@ -74,21 +75,31 @@ def parts(device: str) -> tuple[Part, ...]:
         changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true"]
         pieces = [(*speed, "--case", "half_billion", "--only", "memtop", "--set", change) for change in changes]
     # In the rehearsal one file stands for the suite.
-    suite = tests("tests/test_presets.py") if small else tests("tests", options=("-n", "8", "--dist", "loadfile"))
+    suite = pytest_of("tests/test_presets.py") if small else pytest_of("tests", options=("-n", "8", "--dist", "loadfile"))
     return (
         Part(
             "machine",
             3,
             "doctor; the monitor's values beside those of nvidia-smi, idle and under load",
-            (("-m", "memtop", "doctor", "--json"), tests("tests/gpu/test_monitor.py")),
+            (("-m", "memtop", "doctor", "--json"), pytest_of("tests/gpu/test_monitor.py")),
         ),
-        Part("trainer", 5, "recipes in each precision; shrink and grow back; 4 and 8 bits", (tests("tests/gpu/test_trainer.py"),)),
-        Part("runs", 4, "kill -9 and resume, free, restart --live, advise --try, forecasts", (tests("tests/gpu/test_runs.py"),)),
+        Part(
+            "trainer",
+            5,
+            "recipes in each precision; shrink and grow back; 4 and 8 bits",
+            (pytest_of("tests/gpu/test_trainer.py"),),
+        ),
+        Part(
+            "runs",
+            4,
+            "kill -9 and resume, free, restart --live, advise --try, forecasts",
+            (pytest_of("tests/gpu/test_runs.py"),),
+        ),
         Part("waits", 3, "what waits for the GPU in 3 updates, and how long it is idle", (("-m", "bench.waits", *given),)),
         Part("speed", 6, "beside Hugging Face's Trainer at a real size, full and LoRA", tuple(real)),
-        Part("states", 5, "resume plain, ZeRO and 8-bit from each other", (tests("tests/gpu/test_states.py"),)),
-        Part("ranks", 2, "two ranks on one GPU over gloo; one runs out of memory", (tests("tests/gpu/test_ranks.py"),)),
-        Part("logs", 1, "real failures through `memtop diagnose`", (tests("tests/gpu/test_failure_logs.py"),)),
+        Part("states", 5, "resume plain, ZeRO and 8-bit from each other", (pytest_of("tests/gpu/test_states.py"),)),
+        Part("ranks", 2, "two ranks on one GPU over gloo; one runs out of memory", (pytest_of("tests/gpu/test_ranks.py"),)),
+        Part("logs", 1, "real failures through `memtop diagnose`", (pytest_of("tests/gpu/test_failure_logs.py"),)),
         Part(
             "presets",
             8,
@@ -184,7 +195,12 @@ class TestResults:
         self._counts[outcome] += 1
         if not self._all and outcome in ("passed", "skipped"):
             return
-        row: Row = {"test": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), **dict(report.user_properties)}
+        row: Row = {
+            "test": report.nodeid,
+            "outcome": outcome,
+            "seconds": round(report.duration, 2),
+            **dict(report.user_properties),
+        }
         if outcome == "skipped" and isinstance(report.longrepr, tuple):
             row["reason"] = report.longrepr[2].removeprefix("Skipped: ")
         elif outcome != "passed":
@@ -230,16 +246,15 @@ def run_part(part: Part, results: Path, common: Row, seconds: float) -> str:
     return ended
 
 
-def run_command(
-    command: tuple[str, ...], lines: Results, common: Row, results: Path, log: Path, seconds: float
-) -> int | None:
+def run_command(command: tuple[str, ...], lines: Results, common: Row, results: Path, log: Path, seconds: float) -> int | None:
     """Run a command and append its JSON; return its exit status, or None if its time was over."""
     surroundings = os.environ | {
         _FILE: str(results),
         _ABOUT: json.dumps(common),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        **({"MEMTOP_GPU_TESTS": "cpu"} if common["device"] == "cpu" else {}),
+        # On a GPU each program of a test starts as a user's would, and not as a fork.
+        **(REHEARSED if common["device"] == "cpu" else {} if common["part"] == "suite" else {"MEMTOP_TESTS_EXEC": "1"}),
     }
     over = threading.Event()
     with log.open("a") as errors:

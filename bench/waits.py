@@ -109,7 +109,10 @@ def warned(caught: Iterable[warnings.WarningMessage]) -> dict[str, Any]:
     places = Counter(
         f"{one.filename.removeprefix(_ROOT + '/')}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)
     )
-    return {"waits_per_update": round(places.total() / EACH, 2), "waits": {at: round(n / EACH, 2) for at, n in places.most_common()}}
+    return {
+        "waits_per_update": round(places.total() / EACH, 2),
+        "waits": {at: round(n / EACH, 2) for at, n in places.most_common()},
+    }
 
 
 def profiled(events: Any, *, on_gpu: bool) -> dict[str, Any]:

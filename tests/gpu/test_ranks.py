@@ -1,4 +1,4 @@
-"""Two ranks on one GPU: when memory runs out on one, both shrink together and none waits forever."""
+"""Two ranks on one GPU: when memory runs out on one, both shrink, and none waits forever."""
 
 from __future__ import annotations
 

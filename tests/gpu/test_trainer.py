@@ -64,9 +64,7 @@ def recipe_settings(recipe: str, folder: Path, device: str, **more: Any) -> Sett
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("recipe", ["first-run", "pretrain-causal", "pretrain-t5", "sft-lora", "sft-qlora"])
-def test_a_recipe_trains(
-    train: Train, tmp_path: Path, device: str, recipe: str, precision: str, record_property: Note
-) -> None:
+def test_a_recipe_trains(train: Train, tmp_path: Path, device: str, recipe: str, precision: str, record_property: Note) -> None:
     possible(precision, device)
     done = train(recipe_settings(recipe, tmp_path, device, precision=precision))
     record_property("losses", done.losses)
@@ -76,9 +74,7 @@ def test_a_recipe_trains(
     assert sum(done.losses[-3:]) < sum(done.losses[:3])
 
 
-def test_the_optimizers_resume_from_each_other(
-    train: Train, tmp_path: Path, device: str, record_property: Note
-) -> None:
+def test_the_optimizers_resume_from_each_other(train: Train, tmp_path: Path, device: str, record_property: Note) -> None:
     """AdamW, in 8 bits, paged, and back."""
     wide = {"model__config__hidden_size": 64, "model__config__intermediate_size": 128}
     kinds = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adamw")
@@ -131,7 +127,13 @@ def test_a_micro_batch_that_does_not_fit_shrinks_and_grows_back(
 ) -> None:
     possible(precision, device)
     settings = sized(
-        device, batch=BATCH, accumulation=1, target_samples=UPDATES * BATCH, precision=precision, learning_rate=1e-3, save_every=1000
+        device,
+        batch=BATCH,
+        accumulation=1,
+        target_samples=UPDATES * BATCH,
+        precision=precision,
+        learning_rate=1e-3,
+        save_every=1000,
     )
     training = limited(tmp_path / "limited", settings, device, peaks(tmp_path, device, precision))
     assert training.run() == "finished"
