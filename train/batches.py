@@ -97,14 +97,17 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
     )
 
 
-def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan:
+def agree_on_host_plan(settings: Settings, accelerator: Accelerator, *, taken: int = 0) -> HostPlan:
     """Loader workers, pinned buffers and memory level.
 
-    The first rank reads host memory once; all ranks get its plan.
+    The first rank reads host memory once; all ranks get its plan. `taken` are the bytes that the
+    caller is about to allocate.
     """
     plan = None
     if accelerator.is_main_process:
-        plan = host_plan(settings, available_bytes(), on_gpu=accelerator.device.type == "cuda")
+        available = available_bytes()
+        left = None if available is None else max(0, available - taken)
+        plan = host_plan(settings, left, on_gpu=accelerator.device.type == "cuda")
     agreed: HostPlan | None = Ranks(accelerator).from_first(plan)
     assert agreed is not None
     return agreed
