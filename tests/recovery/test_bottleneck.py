@@ -15,6 +15,7 @@ from memtop.presets.schema import Settings, Zero, exact_splits
 from memtop.supervisor.monitor.values import Band, band_of
 from memtop.supervisor.recovery.batch_trial import Split, Update, measured, split_refusal
 from memtop.supervisor.recovery.bottleneck import Measured, advise, loader_processes, ram_band
+from memtop.supervisor.recovery.configuration import applied
 from memtop.supervisor.recovery.values import Forecast
 
 GIB = 1 << 30
@@ -192,6 +193,9 @@ def test_a_batch_beyond_the_gpu_and_offload_are_refused_with_reasons() -> None:
     offloading = replace(T5, zero=Zero(stage=2, offload_optimizer=True))
     assert "offload_off" in ids(BUSY, offloading)
     assert "offload_off" not in ids(replace(BUSY, gpu_fraction=0.75), offloading)
+    for world, then in ((3, Zero(stage=2)), (1, Zero())):
+        (back,) = [one for one in advise(BUSY, replace(offloading, world_size=world)).proposals if one.id == "offload_off"]
+        assert applied(offloading, back).zero == then
 
 
 @pytest.mark.parametrize(
