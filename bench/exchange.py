@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from bench.common import report, spread
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.train.data.tokens import ByteTokens
-from memtop.train.engine import GradientSum, Ranks
+from memtop.train.exchange import GradientSum, Ranks
 from memtop.train.model import build_model, model_config
 from memtop.train.objective import Objective
 

@@ -17,6 +17,7 @@ from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
 from memtop.train.data.samples import collate
+from memtop.train.exchange import Ranks
 from memtop.train.objective import IGNORED
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, plan_updates
 from memtop.train.state_files import Cut
@@ -96,18 +97,20 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
     )
 
 
-def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan:
+def agree_on_host_plan(settings: Settings, accelerator: Accelerator, *, taken: int = 0) -> HostPlan:
     """Loader workers, pinned buffers and memory level.
 
-    The first rank reads host memory once; all ranks get its plan.
+    The first rank reads host memory once; all ranks get its plan. `taken` are the bytes that the
+    caller is about to allocate.
     """
-    answer: list[Any] = [None]
+    plan = None
     if accelerator.is_main_process:
-        answer = [host_plan(settings, available_bytes(), on_gpu=accelerator.device.type == "cuda")]
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(answer, src=0)
-    plan: HostPlan = answer[0]
-    return plan
+        available = available_bytes()
+        left = None if available is None else max(0, available - taken)
+        plan = host_plan(settings, left, on_gpu=accelerator.device.type == "cuda")
+    agreed: HostPlan | None = Ranks(accelerator).from_first(plan)
+    assert agreed is not None
+    return agreed
 
 
 def available_bytes() -> int | None:

@@ -24,7 +24,7 @@ from memtop.presets import Settings, SettingsError
 from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, check, differing, not_live
 from memtop.train import BadInputError
-from memtop.train.engine import Ranks
+from memtop.train.exchange import Ranks
 
 RECORD_EVERY = 200
 """Updates between two memory records."""
@@ -272,14 +272,8 @@ class Control:
                 save = True
                 waiting.append(number)
         saving, stopping, changing = self._ranks.sums(save, self._stop, len(changes))
-        return Requests(saving > 0, stopping > 0, tuple(waiting), self._from_first(tuple(changes)) if changing else ())
-
-    def _from_first(self, changes: Changes) -> Changes:
-        """The changes that were requested of the first rank."""
-        shared = [changes]
-        if self._accelerator.num_processes > 1:
-            torch.distributed.broadcast_object_list(shared, src=0)
-        return shared[0]
+        requested = self._ranks.from_first(tuple(changes)) if changing else ()
+        return Requests(saving > 0, stopping > 0, tuple(waiting), requested)
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any]) -> None:
         """Answer a change, on the rank that received it."""

@@ -22,7 +22,8 @@ import torch
 from memtop.presets import Settings
 from memtop.train import DISK_FULL, BadInputError
 from memtop.train.channel import Channel
-from memtop.train.engine import Engine, Ranks, trained_parameters
+from memtop.train.engine import Engine, trained_parameters
+from memtop.train.exchange import Ranks
 from memtop.train.state_files import (
     MANIFEST_NAME,
     SHARD_BYTES,
@@ -142,8 +143,7 @@ class StateSaver:
         `best`: also keep it as the state with the lowest evaluation loss. `waiting`: if the disk is
         full, the training waits for space instead of ending.
         """
-        accelerator = self._engine.accelerator
-        accelerator.wait_for_everyone()
+        self._ranks.wait()
         # The journal must contain every update that the checkpoint covers before the checkpoint
         # exists.
         self._channel.flush()
@@ -164,7 +164,7 @@ class StateSaver:
             self.saved_update = progress.updates
             if best and progress.evaluation_loss is not None:
                 self.best_loss = progress.evaluation_loss
-        accelerator.wait_for_everyone()
+        self._ranks.wait()
         return done
 
     def retry_due(self, *, at_once: bool) -> bool:
@@ -214,8 +214,9 @@ def save_state(state_dir: Path, engine: Engine, progress: SavedProgress, setting
     NoSpaceError (on the first rank) leaves the existing states untouched.
     """
     if not engine.accelerator.is_main_process:
-        for _ in engine.saved_tensors():
-            pass  # Sharded tensors are gathered from all ranks.
+        if engine.sharded:
+            for _ in engine.saved_tensors():
+                pass  # Tensors are gathered from all ranks.
         return None
     tensors = engine.saved_tensors()
     try:
@@ -224,8 +225,9 @@ def save_state(state_dir: Path, engine: Engine, progress: SavedProgress, setting
         _check_space(state_dir, state_bytes(engine.model))
         return _write_state(state_dir, tensors, progress, settings, engine)
     except (NoSpaceError, OSError):
-        for _ in tensors:
-            pass  # The other ranks are gathering with this one and would wait forever.
+        if engine.sharded:
+            for _ in tensors:
+                pass  # The other ranks are gathering with this one and would wait forever.
         raise
 
 

@@ -1,9 +1,9 @@
 """`Engine` computes gradients and steps: plain data parallelism here, ZeRO in `zero.py`.
 
-Plain data parallelism does not use torch's DistributedDataParallel, which communicates during the
-backward pass. If one rank runs out of memory there, the others wait forever for an all-reduce that
-it never joins. Here the ranks first agree that all of them hold their gradients, and the all-reduce
-itself allocates no memory.
+Plain data parallelism does not use torch's DistributedDataParallel. If one rank runs out of memory
+there in its last backward pass, the others wait forever for an all-reduce that it never joins.
+`exchange.py` also communicates during the backward pass, but a rank that fails joins the rest of
+the all-reduces, and allocates nothing for that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
+from memtop.train.exchange import GradientSum
 from memtop.train.objective import Objective
 from memtop.train.optimizers import Moments, read_moments, write_moments
 from memtop.train.state_files import LossScale
-
-_SLOTS = 8
-BUCKET_BYTES = 32 << 20
-"""Smaller gradients are reduced together in a bucket of this size; larger ones in place."""
 
 ReadSaved = Callable[[str], dict[str, torch.Tensor]]
 """Maps a parameter's name to its saved tensors: weight, step and moments."""
@@ -40,6 +37,9 @@ class Engine(Protocol):
     loss_chunk: int
     """Tokens whose logits exist at one time; 0 for all."""
 
+    sharded: bool
+    """Whether each rank holds only a part of the state: saving then gathers it from all ranks."""
+
     retries: bool
     """Whether an update can be repeated: forward and backward wait for no other rank."""
 
@@ -47,6 +47,12 @@ class Engine(Protocol):
         """Add the gradient of this rank's part of the loss.
 
         `last`: this is the update's last micro-batch.
+        """
+
+    def abandon(self) -> None:
+        """Do what other ranks wait for after a failure on this rank, before they can vote.
+
+        Allocates nothing. All ranks drop their gradients afterwards.
         """
 
     def missing_gradients(self) -> int:
@@ -86,162 +92,6 @@ class Engine(Protocol):
         """Continue with a saved scale; does nothing without fp16."""
 
 
-class Ranks:
-    """Reduces a few numbers over all ranks, in memory allocated at the start.
-
-    So it works when memory has run out.
-
-    All ranks call every method together. With one process it returns what it was given.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._several = accelerator.num_processes > 1
-        self._numbers = torch.zeros(_SLOTS, dtype=torch.float64, device=accelerator.device)
-
-    def sums(self, *values: float) -> list[float]:
-        """The sum over the ranks of each of up to eight values."""
-        return self._reduce(values, torch.distributed.ReduceOp.SUM)
-
-    def most(self, value: float) -> float:
-        """The largest value of any rank."""
-        return self._reduce((value,), torch.distributed.ReduceOp.MAX)[0]
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return self.most(float(flag)) > 0
-
-    def _reduce(self, values: tuple[float, ...], operation: torch.distributed.ReduceOp.RedOpType) -> list[float]:
-        if not self._several:
-            return [float(value) for value in values]
-        numbers = self._numbers[: len(values)]
-        numbers.copy_(torch.tensor(values, dtype=torch.float64))
-        torch.distributed.all_reduce(numbers, op=operation)
-        return [float(number) for number in numbers.tolist()]
-
-
-class GradientSum:
-    """Sums the gradients of a model over the ranks, after the last backward pass.
-
-    All ranks call every method together.
-    """
-
-    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._several = accelerator.num_processes > 1
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._bucket = torch.zeros(0)
-        if self._several:
-            _broadcast_from_first(model)
-            small = sum(p.numel() for p in self._parameters if p.numel() * 4 < bucket_bytes)
-            self._bucket = torch.zeros(min(bucket_bytes // 4, small), device=accelerator.device)
-            self._held = torch.zeros(len(self._parameters), device=accelerator.device)
-            self._connect(accelerator.device)
-
-    def _connect(self, device: torch.device) -> None:
-        """Reduce zeros once in every size up to the largest.
-
-        At the first all-reduce of each kind, which depends on the size, NCCL connects the ranks and
-        allocates memory. Here there is room for that; in the middle of an update that barely fits
-        there may be none.
-        """
-        alone = (p.numel() * p.element_size() for p in self._parameters)
-        length = max(len(self._bucket), -(-max(alone, default=0) // self._bucket.element_size()))
-        zeros = torch.zeros(length, device=device)
-        while length:
-            torch.distributed.all_reduce(zeros[:length])
-            length //= 8
-
-    def missing(self) -> int:
-        """The number of parameters without a gradient on this rank; 0 with one process.
-
-        May run out of memory.
-
-        Notes which ones they are, for `share_missing`.
-        """
-        if not self._several:
-            return 0
-        held = [parameter.grad is not None for parameter in self._parameters]
-        if all(held):
-            self._held.fill_(1.0)
-        else:
-            self._held.copy_(torch.tensor(held))
-        return held.count(False)
-
-    def share_missing(self) -> None:
-        """Learn which parameters have a gradient on any rank.
-
-        Call after `missing` on all ranks; allocates nothing.
-        """
-        torch.distributed.all_reduce(self._held)
-
-    def fill_missing(self) -> int:
-        """Allocate zeros for gradients that only other ranks have; return how many.
-
-        Call it after `share_missing`.
-
-        May run out of memory, but never waits for another rank.
-        """
-        filled = 0
-        for parameter, ranks in zip(self._parameters, self._held.tolist(), strict=True):
-            if ranks and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                filled += 1
-        return filled
-
-    def __call__(self) -> None:
-        """Replace each gradient by its sum over the ranks.
-
-        Parameters without a gradient on any rank stay without.
-        """
-        if not self._several:
-            return
-        waiting: list[torch.Tensor] = []
-        free = len(self._bucket)
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                continue
-            gradient = _flat(parameter.grad)
-            if gradient.dtype != self._bucket.dtype or len(gradient) > len(self._bucket):
-                torch.distributed.all_reduce(gradient)
-                continue
-            if len(gradient) > free:
-                self._reduce_bucket(waiting)
-                waiting, free = [], len(self._bucket)
-            waiting.append(gradient)
-            free -= len(gradient)
-        self._reduce_bucket(waiting)
-
-    def _reduce_bucket(self, gradients: list[torch.Tensor]) -> None:
-        if not gradients:
-            return
-        lengths = [len(gradient) for gradient in gradients]
-        whole = self._bucket[: sum(lengths)]
-        parts = list(torch.split(whole, lengths))
-        torch._foreach_copy_(parts, gradients)
-        torch.distributed.all_reduce(whole)
-        torch._foreach_copy_(gradients, parts)
-
-
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional view.
-
-    Gradients have no holes in memory, whatever the order of their dimensions.
-    """
-    return gradient.view(-1) if gradient.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
-
-
-def _broadcast_from_first(model: torch.nn.Module) -> None:
-    """Give every rank the first rank's weights.
-
-    They should be equal already; this makes it certain.
-    """
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.detach().contiguous()
-            torch.distributed.broadcast(whole, src=0)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
-
-
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that are trained and saved, by their name in the model."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -250,6 +100,7 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class PlainEngine:
     """One process, or several with a whole model each that sum their gradients before the step."""
 
+    sharded = False
     retries = True
 
     def __init__(
@@ -267,7 +118,14 @@ class PlainEngine:
         self._sum_gradients = GradientSum(accelerator, self.objective)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if last:
+            self._sum_gradients.begin()
         self.accelerator.backward(loss)
+        if last:
+            self._sum_gradients.end()
+
+    def abandon(self) -> None:
+        self._sum_gradients.abandon()
 
     def missing_gradients(self) -> int:
         return self._sum_gradients.missing()
@@ -279,6 +137,7 @@ class PlainEngine:
         return self._sum_gradients.fill_missing()
 
     def drop_gradients(self) -> None:
+        self._sum_gradients.discard()
         self.bare_optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> float | None:

@@ -13,7 +13,8 @@ import torch
 from memtop.presets import Settings
 from memtop.train.auto_batch import OomGuard
 from memtop.train.data.samples import PackedText, RowSamples, collate
-from memtop.train.engine import Engine, Ranks
+from memtop.train.engine import Engine
+from memtop.train.exchange import Ranks
 from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key
 

@@ -21,7 +21,9 @@ from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
+from memtop.train.devices import choose_device, device_uuid, give_index
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
+from memtop.train.exchange import Ranks
 from memtop.train.model import blaming_config, build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
@@ -63,15 +65,20 @@ def _train(
     Only the first rank knows the exact reason.
     """
     channel.report("phase", phase="loading")
+    chosen = choose_device(settings)
+    if chosen.problem is not None:
+        settings = msgspec.structs.replace(settings, device="cpu")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
     accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
     notify = _Notifier(channel, accelerator.is_main_process)
+    if chosen.problem is not None:
+        notify(chosen.problem)
     record = MemoryRecorder(channel, accelerator)
     record("before model load")
     control = Control(channel, accelerator)
     control.catch_signals()
-    found = _find_state(state_dir, accelerator) if resume else None
+    found = find_state(state_dir, accelerator) if resume else None
     engine, position = open_engine(settings, accelerator, config, found)
     record("after model load")
     host = agree_on_host_plan(settings, accelerator)
@@ -110,7 +117,7 @@ def _run(trainer: Trainer, control: Control, accelerator: Accelerator, tracking:
         raise
     # All ranks leave together: one that ends while the others still communicate is aborted, and the
     # run would count as failed.
-    accelerator.wait_for_everyone()
+    Ranks(accelerator).wait()
     # Also flushes the trackers.
     accelerator.end_training()
     return outcome
@@ -134,7 +141,7 @@ def _report_plan(
         loss_chunk=engine.loss_chunk,
         host=msgspec.to_builtins(host),
         device=str(device),
-        device_uuid=_device_uuid(device),
+        device_uuid=device_uuid(device),
     )
 
 
@@ -189,7 +196,9 @@ def open_engine(
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
     if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
-    optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
+    optimizer = build_optimizer(settings, model.parameters())
+    # The engine communicates at once, and the ranks read the model at different speeds.
+    Ranks(accelerator).wait()
     engine: Engine = kind(accelerator, objective, optimizer, settings)
     if engine.strategy() != settings.zero:
         raise TrainingError(f"zero: requested {settings.zero}, but DeepSpeed runs {engine.strategy()}")
@@ -230,15 +239,14 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     `tracking` are the Accelerator's arguments for trackers.
     """
     tracking = tracking or {}
-    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
-    if settings.device == "cuda" and not on_gpu:
-        raise BadInputError("device cuda: torch sees no CUDA device; give --set device=auto or cpu")
+    on_gpu = choose_device(settings).on_gpu
     precision = _precision(settings, on_gpu)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
     if settings.zero.stage:
         accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:
         accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
+    give_index(accelerator)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
             f"world_size {settings.world_size}: {accelerator.num_processes} processes were started; use memtop train"
@@ -256,23 +264,22 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
     return settings.precision
 
 
-def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
+def find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
     """The state to resume from. The first rank checks every byte and broadcasts the result."""
-    answer: list[Any] = [None]
+    answer: tuple[Path, Manifest, str | None] | str | None = None
     if accelerator.is_main_process:
         try:
-            answer = [newest_complete(state_dir)]
+            answer = newest_complete(state_dir)
         except BrokenStateError as error:
-            answer = [
+            answer = (
                 f"{error}; no complete state is left to resume from; move {state_dir.parent} aside or start again with --fresh"
-            ]
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], str):
-        raise BadInputError(answer[0])
-    if answer[0] is None:
+            )
+    answer = Ranks(accelerator).from_first(answer)
+    if isinstance(answer, str):
+        raise BadInputError(answer)
+    if answer is None:
         return None
-    folder, manifest, problem = answer[0]
+    folder, manifest, problem = answer
     if problem is not None and accelerator.is_main_process:
         print(f"memtop: {problem}; resuming from the state before it, {folder}", flush=True)
     return folder, manifest
@@ -290,12 +297,6 @@ def _notify_resumed(folder: Path, manifest: Manifest, settings: Settings, notify
     for field in ("seed", "data"):
         if manifest.settings.get(field) != msgspec.to_builtins(getattr(settings, field)):
             notify(f"{field} changed: from here on the samples have another order")
-
-
-def _device_uuid(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def is_first_process() -> bool:

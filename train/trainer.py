@@ -34,8 +34,9 @@ from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import ROUND_SECONDS, DiskWait, SavedProgress, StateSaver
 from memtop.train.data.samples import PackedText, RowSamples
-from memtop.train.engine import Engine, Ranks
+from memtop.train.engine import Engine
 from memtop.train.evaluation import Evaluation, Evaluator
+from memtop.train.exchange import Ranks
 from memtop.train.model import set_checkpointing
 from memtop.train.objective import predicted_tokens
 from memtop.train.optimizers import learning_rate
@@ -206,6 +207,8 @@ class Trainer:
         computed = self._guard.attempt(
             lambda: (self._forward_backward(batches, tokens), self._engine.missing_gradients()), **split
         )
+        if computed is None:
+            self._engine.abandon()
         failed, loss, missing, pressed = self._ranks.sums(
             computed is None, *(computed or (0.0, 0)), self._auto_batch.new_retries()
         )

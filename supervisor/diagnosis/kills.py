@@ -97,10 +97,9 @@ def _pids(texts: Iterable[str]) -> set[int]:
 
 _KILLED_LINE = re.compile(
     r"(?:\[[\w.:-]{1,30}\]\s*)?"
-    r"[*_`]{0,3}(?:Killed(?:: 9)?|已杀死|已砍掉|Getötet|Processus arrêté|Terminado \(killed\)|強制終了|Убито|Ucciso|죽었음"
-    r"|Unicestwiony)[*_`]{0,3}$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$"
+    r"[*_`]{0,3}Killed(?:: 9)?[*_`]{0,3}$|zsh: killed\b|Killed (?!process\b|by\b)\S+ ?\S{0,40}$"
 )
-"""The word as shells print it, in the languages they print it in."""
+"""The word as shells print it."""
 _AFTER_PROGRESS = re.compile(r"(?:[\d%\])|█-▏=>#.]|\d%\|[^|]{0,300})Killed(?:: 9)?$")
 """The same behind a progress bar or a step that had no end of line yet."""
 _LONGEST_KILLED = 120
@@ -135,7 +134,10 @@ _BY_HAND = re.compile(
     r"|(?:\S+ ){0,5}supervisorctl (?:restart|stop))\b"
 )
 _COMMAND_NEAR = 8
+# Compose stops all containers, and kills those that do not end in time.
+_STOPPING_ALL = re.compile(r"^(?:\^C)?(?:Gracefully stopping\.\.\.|Aborting on container exit)")
 
 
 def by_hand(context: Sequence[LogLine]) -> bool:
-    return any(_BY_HAND.search(line.shown.strip()[:200]) for line in context[-_COMMAND_NEAR:])
+    commanded = any(_BY_HAND.search(line.shown.strip()[:200]) for line in context[-_COMMAND_NEAR:])
+    return commanded or any(_STOPPING_ALL.match(line.shown) for line in context)

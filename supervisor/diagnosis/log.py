@@ -242,6 +242,7 @@ def _placed(page: LogText, finding: Finding, others: Container[int]) -> Finding:
 _DENIED = re.compile(r"(?i)permission denied|operation not permitted|read-only file system|function not implemented")
 _OF_DRIVER = re.compile(
     r"(?i)no (?:cuda|hip|rocm)-capable|no (?:cuda |gpu )?devices? (?:is |are |was |were )?(?:found|detected|available)"
+    r"|no pinned memory pool"
     r"|driver version|invalid (?:argument|device|value|resource)|initialization error|unknown error|(?:not |un)supported"
     r"|illegal (?:memory access|address|instruction)|device-side assert|(?:CUDA|HIP)_ERROR_(?!OUT)|launch failure"
 )

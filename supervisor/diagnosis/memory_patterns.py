@@ -74,6 +74,12 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:radv/)?amdgpu: Failed to allocate a buffer:? (?:(?:radv/)?amdgpu: size: (?P<size>\d+ bytes))?", GPU),
     Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|vk[A-Z]\w{3,40} (?:failed|returned):? -2", GPU),
     Pattern(
+        r"cuMemAllocAsync failed to allocate (?P<size>\d+ bytes)"
+        r"(?: .{0,160}? Free memory/Total memory: (?P<free>\d+)/(?P<total>\d+))?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
         r"OutOfMemoryError(?:: |\(')? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
         r"(?:\(allocated so far: (?P<allocated>SIZE))?",
         GPU,
@@ -293,6 +299,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
         r"(?: failed)?:?(?: retry:)?(?: Resource)? Cannot allocate memory",
         HOST,
     ),
+    Pattern(r"memory: Cannot allocate memory .{0,300}? request size \(currently (?P<size>\d+ bytes)\)", HOST, 0.95),
+    Pattern(r"out of memory .{0,20}? Failed on request of size (?P<size>\d+)", HOST),
     Pattern(r"(?i:cannot allocate memory)(?:\(12\)|\(errno=?:?12\))?", HOST, 0.85),
     Pattern(r"(?<!rmm)std::bad_alloc(?!:out_of_memory)", HOST, 0.85),
     # Java and node limit their heaps themselves, however much memory the host has.

@@ -107,7 +107,7 @@ ENDS: tuple[Pattern, ...] = (
     # A compiler needs gigabytes and is the kernel's likely victim. The words are those of SIGKILL
     # alone.
     Pattern(
-        r"fatal error: Killed signal terminated program|internal compiler error: Killed"
+        r"Killed signal terminated program|internal compiler error: Killed"
         r"|terminated with signal 9 \[Killed\]"
         r"|clang.{0,20}? error: unable to execute command: Killed|died due to signal 9",
         KILLED,

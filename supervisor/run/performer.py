@@ -59,7 +59,8 @@ from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, inherited_allocator, launch
+from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, launch
+from memtop.supervisor.run.processes.environment import inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json

@@ -1,5 +1,5 @@
 """Starts trainings as memtop does: one process, torchrun, or accelerate with DeepSpeed on the
-CPU."""
+CPU. Starts workers of two ranks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
     Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
 )
 ROOT = Path(__file__).resolve().parents[2]
+SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STRATEGIES = {
     "plain": Zero(),
     "zero2": Zero(stage=2),
@@ -40,6 +41,17 @@ def environment() -> dict[str, str]:
 def start(settings: Settings, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     imported = ("deepspeed",) if settings.zero.stage else ()
     return run([sys.executable, *command], imported=imported, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def two_ranks(worker: str, folder: Path, *what: str) -> list[dict[str, Any]]:
+    """What each of two ranks of `tests.train.WORKER` writes into the folder. That they end at all
+    is part of the test.
+    """
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", f"tests.train.{worker}"]
+    arguments = [sys.executable, *command, str(folder), *what]
+    done = run(arguments, env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dict[str, Any]:

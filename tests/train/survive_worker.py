@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 
 from memtop.train import TrainingError
-from memtop.train.engine import GradientSum
 from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, small, splits_of
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out
@@ -149,71 +148,10 @@ def short_of_memory_for_missing(folder: Path, rank: int) -> Training:
     return training
 
 
-def check_connected() -> None:
-    """The largest all-reduce and smaller ones ran when the training began."""
-    model = torch.nn.Module()
-    for number, shape in enumerate([(3,), (200, 100), (64,)]):
-        model.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(shape)))
-    exchanged, all_reduce = [], torch.distributed.all_reduce
-
-    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        exchanged.append(tensor.numel())
-        return all_reduce(tensor, *args, **options)
-
-    torch.distributed.all_reduce = noted
-    try:
-        exchange = GradientSum(Accelerator(), model, bucket_bytes=8192)
-        at_start = list(exchanged)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        exchange()
-    finally:
-        torch.distributed.all_reduce = all_reduce
-    assert at_start[0] == max(exchanged) == 20_000
-    assert at_start[-1] < 8
-
-
-def check_exchange(rank: int) -> None:
-    """Gradients of every shape are summed; a gradient that only one rank has is zero on the
-    other."""
-    draw = torch.Generator().manual_seed(5)
-    model = torch.nn.Module()
-    shapes = [(3,), (40, 30), (7, 5), (1,), (200, 100), (64,), (2, 2)]
-    for number, shape in enumerate(shapes):
-        model.register_parameter(f"p{number}", torch.nn.Parameter(torch.full(shape, float(rank))))
-    model.register_buffer("flags", torch.tensor([rank == 0, True]))
-    # Buckets of 8 KB: some gradients are larger, and several fit into one bucket.
-    exchange = GradientSum(Accelerator(), model, bucket_bytes=8192)
-    assert all(bool((p == 0).all()) for p in model.parameters()), "the first rank's weights"
-    assert model.get_buffer("flags").tolist() == [True, True]
-    parts = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(2)]
-    for number, parameter in enumerate(model.parameters()):
-        # p2 only on the first rank, p6 on none; p1 with its dimensions stored in the other order.
-        if number == 6 or (number == 2 and rank == 1):
-            continue
-        mine = parts[rank][number]
-        parameter.grad = mine.t().contiguous().t() if number == 1 else mine.clone()
-    assert exchange.missing() == (1 if rank == 0 else 2)
-    exchange.share_missing()
-    exchange.fill_missing()
-    held = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-    exchange()
-    assert held == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None], "summed in place"
-    for number, parameter in enumerate(model.parameters()):
-        if number == 6:
-            assert parameter.grad is None
-            continue
-        assert parameter.grad is not None
-        expected = parts[0][2] if number == 2 else parts[0][number] + parts[1][number]
-        assert torch.equal(parameter.grad, expected), number
-
-
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     rank = Accelerator(cpu=True).process_index
-    check_exchange(rank)
-    check_connected()
     found: dict[str, Any] = {}
     first = disturbed(folder / "disturbed", 0.1, FAILURES, UPDATES)
     found["disturbed"] = outcome_of(first)

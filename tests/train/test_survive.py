@@ -17,7 +17,8 @@ from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.auto_batch import OomGuard, larger_split, smaller_split
 from memtop.train.channel import Unsupervised
-from memtop.train.engine import GradientSum, PlainEngine
+from memtop.train.engine import PlainEngine
+from memtop.train.exchange import GradientSum
 from tests.forking import LONG
 from tests.train.failing import (
     TOO_MUCH,

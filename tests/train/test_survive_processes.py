@@ -18,25 +18,17 @@ import torch
 from memtop.presets.schema import Lora
 from tests.forking import run, runs_torch
 from tests.train.failing import distance
-from tests.train.launching import run_trainer
+from tests.train.launching import ROOT, SURROUNDINGS, run_trainer, two_ranks
 from tests.train.support import edited
 from tests.train.survive_worker import FAILURES, FEWER_FAILURES
 from tests.train.test_processes import environment, reports, trainer
 
-ROOT = Path(__file__).resolve().parents[2]
-SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """What two ranks reported of all trainings of the worker. That they end at all is part of the
-    test.
-    """
+    """What two ranks reported of all trainings of the worker."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.survive_worker"]
-    done = run([sys.executable, *command, str(folder)], env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    return folder, two_ranks("survive_worker", folder)
 
 
 def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
