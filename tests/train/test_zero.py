@@ -75,7 +75,7 @@ from types import SimpleNamespace
 import torch
 from deepspeed.accelerator import cuda_accelerator, get_accelerator, set_accelerator
 from memtop.train.zero import ask_cuda_for_free_memory
-cuda_accelerator.pynvml = SimpleNamespace()
+cuda_accelerator.pynvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda index: index)
 torch.cuda.current_device = lambda: 0
 torch.cuda.mem_get_info = lambda index=None: (3 << 30, 8 << 30)
 set_accelerator(cuda_accelerator.CUDA_Accelerator())
