@@ -25,15 +25,13 @@ class Objective(torch.nn.Module):
     """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
     `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as
-    CHUNK_BYTES hold. With `sparse`, tokens whose labels do not count (masked prompts) get no
-    logits; that costs one wait for the device.
+    CHUNK_BYTES hold.
     """
 
-    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1, sparse: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
         super().__init__()
         self.model = model
         self.seq2seq = seq2seq
-        self._sparse = sparse
         vocabulary = self.head.out_features if isinstance(self.head, torch.nn.Linear) else 1
         self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary)) if chunk < 0 else chunk
         if self.chunk and not _head_gives_the_logits(self):
@@ -48,9 +46,17 @@ class Objective(torch.nn.Module):
         return head
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        counted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq."""
+        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq.
+
+        `counted` [n] are the `counted_positions`. With it, the others (masked prompts) get no
+        logits.
+        """
         inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
         if self.seq2seq:
             model: Any = self.model
@@ -59,21 +65,22 @@ class Objective(torch.nn.Module):
                 inputs["attention_mask"] = attention_mask
             wanted = labels
         else:
-            # No mask: padding is at the end, and causal attention does not look ahead. The last
-            # position predicts nothing.
-            wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            # No mask: padding is at the end, and causal attention does not look ahead.
+            wanted = _next_tokens(labels)
         if self.chunk == 0:
             logits = self.model(**inputs, use_cache=False).logits
             return cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
         with _catching(self.head) as caught:
             self.model(**inputs, use_cache=False)
-        return self._chunked(caught[0].flatten(0, 1), wanted.flatten())
+        hidden, wanted = caught[0].flatten(0, 1), wanted.flatten()
+        if counted is not None:
+            # A mask in place of the positions would wait for the device, to know how many there
+            # are.
+            hidden, wanted = hidden.index_select(0, counted), wanted.index_select(0, counted)
+        return self._chunked(hidden, wanted)
 
     def _chunked(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """hidden [n, h], labels [n]."""
-        if self._sparse:
-            counted = labels != IGNORED
-            hidden, labels = hidden[counted], labels[counted]
         if len(labels) <= self.chunk:
             return _piece(self.head, hidden, labels)
         weight = getattr(self.head, "weight", None)
@@ -88,9 +95,15 @@ class Objective(torch.nn.Module):
         return total
 
 
-def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
-    """The number of predicted tokens in labels [b, u]; a causal model omits the first."""
-    return int(((labels if seq2seq else labels[:, 1:]) != IGNORED).sum())
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """What each position of a causal model predicts; the last one predicts nothing."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def counted_positions(labels: torch.Tensor, *, seq2seq: bool) -> torch.Tensor:
+    """The positions [n] of the flattened batch whose predictions count in the loss."""
+    wanted = labels if seq2seq else _next_tokens(labels)
+    return (wanted.flatten() != IGNORED).nonzero().flatten()
 
 
 def _piece(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -206,12 +206,12 @@ class ZeroEngine:
     def drop_gradients(self) -> None:
         raise AssertionError("an update under ZeRO is never repeated")
 
-    def step(self, rate: float) -> float | None:
+    def step(self, rate: float) -> torch.Tensor | float | None:
         for group in (*self._base.param_groups, *self._zero.param_groups):
             group["lr"] = rate
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        norm: torch.Tensor | float | None = self._engine.get_global_grad_norm()
+        return norm
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

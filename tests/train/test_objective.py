@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from memtop.train.objective import IGNORED, Objective
+from memtop.train.objective import IGNORED, Objective, counted_positions
 
 SMALL = {
     "vocab_size": 260,
@@ -42,8 +42,9 @@ def loss_and_gradients(
     model: torch.nn.Module, chunk: int, *, seq2seq: bool, sparse: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], int]:
     model.zero_grad()
-    objective = Objective(model, seq2seq=seq2seq, chunk=chunk, sparse=sparse).eval()
-    loss = objective(*batch(seq2seq=seq2seq))
+    objective = Objective(model, seq2seq=seq2seq, chunk=chunk).eval()
+    ids, labels = batch(seq2seq=seq2seq)
+    loss = objective(ids, labels, counted=counted_positions(labels, seq2seq=seq2seq) if sparse else None)
     (loss / 7).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return float(loss.detach()), gradients, objective.chunk
