@@ -188,9 +188,7 @@ def open_engine(
         load_weights(read, model, folder)
         position = _position(manifest, settings)
     with blaming_config(settings):
-        objective = Objective(
-            model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk, sparse=settings.task == "sft"
-        )
+        objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk)
     if settings.compile:
         model.compile()
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
