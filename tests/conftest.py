@@ -54,14 +54,6 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let no training with `device=auto` use a GPU of this machine, unless only tests of a GPU
-    run."""
-    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
-    if not all(path.is_relative_to(Path(__file__).parent / "gpu") for path in named):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 # Those that wait most come first, so that no worker is left with one of them at the end.
 _SLOW_FILES = (
     "tests/test_end_to_end.py",
