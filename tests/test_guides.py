@@ -177,7 +177,9 @@ def test_precision_by_what_the_hardware_has(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(run, "Accelerator", lambda **arguments: SimpleNamespace(num_processes=1, **arguments))
+    monkeypatch.setattr(
+        run, "Accelerator", lambda **arguments: SimpleNamespace(num_processes=1, device=torch.device("cpu"), **arguments)
+    )
     accelerator = run.open_accelerator(replace(TINY, precision=asked, device="auto"), None)
     assert accelerator.mixed_precision == ("no" if taken == "fp32" else taken)
 

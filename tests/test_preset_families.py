@@ -26,8 +26,8 @@ from memtop.presets import (
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import check
+from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora, Zero
-from memtop.supervisor.recovery.configuration import model_parameters
 
 GIB = 1 << 30
 PRESETS = load_presets()
@@ -318,3 +318,7 @@ def in_progress(settings: Settings, **assignments: str) -> Settings:
 def test_a_run_in_progress_can_change_all_other_settings() -> None:
     assert in_progress(LORA, seed=str(LORA.seed)) == LORA
     assert in_progress(LORA, optimizer="adafactor", workers="2").optimizer == "adafactor"
+
+
+def test_the_allocators_segments_can_grow_under_every_preset() -> None:
+    assert {preset.allocator for preset in load_presets().values()} == {"expandable_segments:True"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,20 @@ from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
 from memtop.train.data.samples import collate
 from memtop.train.exchange import Ranks
-from memtop.train.objective import IGNORED
-from memtop.train.order import SampleOrder, Samples, UpdatePlan, plan_updates
+from memtop.train.objective import IGNORED, counted_positions
+from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, plan_updates
 from memtop.train.state_files import Cut
 
 Batch = dict[str, torch.Tensor]
-"""input_ids and attention_mask [b, t], labels [b, u]."""
+"""What the objective takes: input_ids [b, t], labels [b, u], and by the task the attention_mask
+[b, t] or the counted positions [n]."""
+
+
+class MicroBatches(msgspec.Struct, frozen=True):
+    """One rank's part of an update, on the CPU, and the number of its predicted tokens."""
+
+    batches: list[Batch]
+    tokens: int
 
 
 class Position(msgspec.Struct, kw_only=True):
@@ -37,54 +47,127 @@ class Position(msgspec.Struct, kw_only=True):
 class Batches:
     """One rank's micro-batches.
 
-    `start` may be called at any time: the same position gives the same samples.
+    `start` may be called at any time: the same position gives the same samples. With `ahead`, a
+    thread makes the micro-batches of the next update while this one is computed; call `close` at
+    the end.
     """
 
-    def __init__(self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int) -> None:
+    def __init__(
+        self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int, *, ahead: bool = False
+    ) -> None:
         self._samples = samples
-        # The loader has a separate order because its worker processes run ahead of the updates.
+        # The loader has a separate order because it runs ahead of the updates.
         self._order, self._order_ahead = orders
         self._pad = pad
         self._rank = rank
+        self._ahead = ahead
         self._plans: Iterator[UpdatePlan] = iter(())
-        self._batches: Iterator[Batch] = iter(())
+        self._maker: _Maker | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._next: Future[MicroBatches] | None = None
 
     def start(self, settings: Settings, host: HostPlan, position: Position, target: int) -> None:
         """Start again at this position. `target`: samples at which the training ends."""
         # The old workers end before new ones start: both together may not fit into memory.
-        self._batches = iter(())
+        self.close()
         self._plans = _planned(self._order, settings, position, target)
-        samples: Any = self._samples
-        loader: DataLoader[Any] = DataLoader(
-            samples,
-            batch_sampler=self._micro_batches(settings, _planned(self._order_ahead, settings, position, target)),
-            num_workers=host.workers,
-            collate_fn=partial(collate, pad=self._pad),
-            pin_memory=host.pin_memory,
-        )
-        self._settings = settings
-        self._batches = iter(loader)
+        ahead = _planned(self._order_ahead, settings, position, target)
+        self._maker = _Maker(self._samples, settings, host, ahead, self._pad, self._rank)
+        if self._ahead:
+            on_gpu = torch.cuda.is_available()
+            # A thread begins with the first GPU, where pinning would make a second context.
+            choose = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+            self._thread = ThreadPoolExecutor(1, "batches", choose)
+            self._next = self._thread.submit(self._maker)
 
     def next_update(self) -> UpdatePlan | None:
         """The next update; None at the target."""
         return next(self._plans, None)
 
-    def fetch(self, plan: UpdatePlan) -> list[Batch]:
-        """All micro-batches of the update on this rank, on the CPU, for counting tokens."""
-        found = []
-        for keys in plan.micro_batches(self._settings.batch, self._settings.world_size, self._rank):
-            batch = next(self._batches)
-            if not keys:
-                batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-            found.append(batch)
+    def fetch(self) -> MicroBatches:
+        """This rank's micro-batches of the next update that was not fetched yet.
+
+        An error in the data is raised here, although the thread may have met it earlier.
+        """
+        assert self._maker is not None, "start comes first"
+        if self._thread is None or self._next is None:
+            return self._maker()
+        found = self._next.result()
+        self._next = self._thread.submit(self._maker)
         return found
 
-    def _micro_batches(self, settings: Settings, plans: Iterator[UpdatePlan]) -> Any:
+    def close(self) -> None:
+        """End the thread and the loader's workers."""
+        if self._maker is not None:
+            self._maker.stopped = True
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._maker = self._thread = self._next = None
+
+
+class _Maker:
+    """Each call makes the micro-batches of the next update on this rank."""
+
+    def __init__(
+        self, samples: Samples, settings: Settings, host: HostPlan, plans: Iterator[UpdatePlan], pad: int, rank: int
+    ) -> None:
+        self.stopped = False
+        """Another thread sets it to end a call early, whose result nobody needs."""
+        self._settings = settings
+        self._rank = rank
+        self._pin = host.pin_memory
+        # For each update that the loader has begun: which of its micro-batches have samples.
+        self._begun: deque[list[bool]] = deque()
+        data: Any = samples
+        loader: DataLoader[Any] = DataLoader(
+            data,
+            batch_sampler=self._keys(plans),
+            num_workers=host.workers,
+            collate_fn=partial(collate, pad=pad),
+        )
+        self._batches = iter(loader)
+
+    def __call__(self) -> MicroBatches:
+        found, tokens = [], 0
+        batch = next(self._batches, None)
+        filled = self._begun.popleft() if batch is not None else []
+        for number, has_samples in enumerate(filled, start=1):
+            assert batch is not None
+            complete, counted = completed(batch, self._settings.task, masked=not has_samples, pin=self._pin)
+            found.append(complete)
+            tokens += counted
+            if self.stopped:
+                break
+            batch = next(self._batches) if number < len(filled) else None
+        return MicroBatches(found, tokens)
+
+    def _keys(self, plans: Iterator[UpdatePlan]) -> Iterator[list[Key]]:
         for plan in plans:
-            for keys in plan.micro_batches(settings.batch, settings.world_size, self._rank):
-                # A rank without samples in a short last update runs a masked one, to stay in step
-                # with the others.
-                yield keys or plan.keys[:1]
+            parts = plan.micro_batches(self._settings.batch, self._settings.world_size, self._rank)
+            self._begun.append([bool(keys) for keys in parts])
+            # A rank without samples in a short last update runs a masked one, to stay in step with
+            # the others.
+            yield from (keys or plan.keys[:1] for keys in parts)
+
+
+def completed(collated: Batch, task: str, *, masked: bool, pin: bool) -> tuple[Batch, int]:
+    """What the objective needs of a batch, and the number of predicted tokens.
+
+    What depends on the numbers in the batch is decided here, on the CPU: on a GPU each such
+    decision would wait for it. `masked`: no token counts. `pin`: copies to the GPU do not wait.
+    """
+    ids, mask, labels = (collated[name] for name in ("input_ids", "attention_mask", "labels"))
+    if masked:
+        labels = torch.full_like(labels, IGNORED)
+    positions = counted_positions(labels, seq2seq=task == "seq2seq")
+    batch = {"input_ids": ids, "labels": labels}
+    if task == "sft":
+        batch["counted"] = positions
+    elif task == "seq2seq" and not mask.all():
+        batch["attention_mask"] = mask
+    if pin:
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    return batch, len(positions)
 
 
 def _planned(order: SampleOrder, settings: Settings, position: Position, target: int) -> Iterator[UpdatePlan]:
@@ -97,14 +180,17 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
     )
 
 
-def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan:
+def agree_on_host_plan(settings: Settings, accelerator: Accelerator, *, taken: int = 0) -> HostPlan:
     """Loader workers, pinned buffers and memory level.
 
-    The first rank reads host memory once; all ranks get its plan.
+    The first rank reads host memory once; all ranks get its plan. `taken` are the bytes that the
+    caller is about to allocate.
     """
     plan = None
     if accelerator.is_main_process:
-        plan = host_plan(settings, available_bytes(), on_gpu=accelerator.device.type == "cuda")
+        available = available_bytes()
+        left = None if available is None else max(0, available - taken)
+        plan = host_plan(settings, left, on_gpu=accelerator.device.type == "cuda")
     agreed: HostPlan | None = Ranks(accelerator).from_first(plan)
     assert agreed is not None
     return agreed

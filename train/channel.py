@@ -99,7 +99,7 @@ def open_channel() -> Channel:
 class Stopwatch:
     """Measures how an update's time is spent.
 
-    On CUDA it uses events and waits for the device once per update.
+    On CUDA it uses events, and never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,11 +123,12 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - started
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds of each part, and of the update as `step_seconds`; start the next."""
-        if self._events:
-            torch.cuda.synchronize()
-            for name, before, after in self._events:
-                self._seconds[name] += before.elapsed_time(after) / 1000.0
+        """Return the seconds of each part, and of the update as `step_seconds`; start the next.
+
+        Call it after a result of the update was read from the device: then its parts are done.
+        """
+        for name, before, after in self._events:
+            self._seconds[name] += before.elapsed_time(after) / 1000.0
         now = time.perf_counter()
         found = {**self._seconds, "step_seconds": now - self._started}
         self._seconds, self._events, self._started = dict.fromkeys(_PARTS, 0.0), [], now

@@ -73,8 +73,11 @@ class Engine(Protocol):
     def drop_gradients(self) -> None:
         """Discard the gradients of an update that was given up."""
 
-    def step(self, rate: float) -> float | None:
-        """Do one optimizer step over the sum of all ranks' gradients; return its norm, if known."""
+    def step(self, rate: float) -> torch.Tensor | float | None:
+        """Do one optimizer step over the sum of all ranks' gradients; return its norm, if known.
+
+        The norm stays on the device: reading it would wait for the step.
+        """
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield each trained parameter's name, with weight, step and moments.
@@ -143,16 +146,16 @@ class PlainEngine:
         self._sum_gradients.discard()
         self.bare_optimizer.zero_grad(set_to_none=True)
 
-    def step(self, rate: float) -> float | None:
+    def step(self, rate: float) -> torch.Tensor | float | None:
         self._sum_gradients()
-        norm = None
+        norm: torch.Tensor | None = None
         if self._settings.clip_norm > 0:
             norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self._settings.clip_norm)
         for group in self.bare_optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return None if norm is None else float(norm)
+        return norm
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         for name, parameter in trained_parameters(self.model).items():

@@ -12,10 +12,10 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train.auto_batch import OomGuard
+from memtop.train.batches import completed
 from memtop.train.data.samples import PackedText, RowSamples, collate
 from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
-from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key
 
 MAX_SAMPLES = 512
@@ -35,10 +35,13 @@ class Evaluation(msgspec.Struct, frozen=True):
 class Evaluator:
     """Evaluates the engine's model with its present weights. All ranks call it together."""
 
-    def __init__(self, settings: Settings, engine: Engine, data: PackedText | RowSamples, pad: int) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, data: PackedText | RowSamples, pad: int, *, pin: bool = False
+    ) -> None:
         self._engine = engine
         self._data = data
-        self._seq2seq = settings.task == "seq2seq"
+        self._task = settings.task
+        self._pin = pin
         self._collate: Callable[[list[Any]], dict[str, torch.Tensor]] = lambda samples: collate(samples, pad)
         table = data.table(settings.seq_len)
         chosen = range(0, len(table), max(1, -(-len(table) // MAX_SAMPLES)))
@@ -57,11 +60,12 @@ class Evaluator:
         loss = loss_sum / count if count else math.nan
         return Evaluation(loss, len(self._keys), int(count), time.perf_counter() - started)
 
-    def _sums(self, size: int) -> tuple[float, float]:
+    def _sums(self, size: int) -> tuple[float, int]:
         """The summed loss of this rank's predicted tokens, and their number."""
         accelerator, objective = self._engine.accelerator, self._engine.objective
         whole = size * accelerator.num_processes
-        loss_sum, count = 0.0, 0.0
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        count = 0
         objective.eval()
         try:
             with torch.no_grad():
@@ -70,11 +74,12 @@ class Evaluator:
                     mine = self._keys[first : first + size]
                     # A rank without samples runs a masked one: sharded models need every rank in
                     # every layer.
-                    batch = self._collate([self._data[key] for key in mine or self._keys[:1]])
-                    if not mine:
-                        batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-                    count += predicted_tokens(batch["labels"], seq2seq=self._seq2seq)
-                    loss_sum += float(objective(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()}))
+                    collated = self._collate([self._data[key] for key in mine or self._keys[:1]])
+                    batch, counted = completed(collated, self._task, masked=not mine, pin=self._pin)
+                    count += counted
+                    on_device = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+                    total += objective(**on_device)
         finally:
             objective.train()
-        return loss_sum, count
+        # The only wait for the device.
+        return float(total.cpu()), count

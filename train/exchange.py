@@ -53,6 +53,14 @@ class Ranks:
         """The sum over the ranks of each of up to eight values."""
         return self._reduce(values, torch.distributed.ReduceOp.SUM)
 
+    def add_up(self, numbers: torch.Tensor) -> None:
+        """Replace numbers on the device by their sums over the ranks.
+
+        It is queued with the gradients' all-reduces, and the host does not wait for it.
+        """
+        if self._several:
+            torch.distributed.all_reduce(numbers)
+
     def most(self, value: float) -> float:
         """The largest value of any rank."""
         return self._reduce((value,), torch.distributed.ReduceOp.MAX)[0]

@@ -22,6 +22,7 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train import BadInputError
+from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.compile_lock import await_compiled
 
 
@@ -42,16 +43,15 @@ Moments = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_optimizer(
-    settings: Settings, parameters: Iterable[torch.nn.Parameter], device: torch.device
-) -> torch.optim.Optimizer:
+def build_optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer that the settings name; BadInputError if it cannot run here."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":
-        # ZeRO's flat tensors may be on the CPU, so torch chooses the kernel there.
-        fused = device.type == "cuda" and not settings.zero.stage
-        return torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=fused or None)
+        # One pass over the memory, in one kernel, on the GPU and on the CPU. torch's default is a
+        # loop over the parameters on the CPU, and takes temporary tensors of their whole size on
+        # the GPU.
+        return torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=True)
     if settings.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -76,9 +76,12 @@ def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> t
 
         await_compiled("cpu_adam", what="optimizer cpu_adam")
         return DeepSpeedCPUAdam(trained, lr=rate, weight_decay=decay, adamw_mode=True)  # type: ignore[no-any-return]
-    except (ImportError, RuntimeError) as error:
-        # DeepSpeed compiles it at its first use.
-        first = str(error).splitlines()[0]
+    # DeepSpeed compiles it at its first use. Its own errors (a CUDA that is missing or of another
+    # version) are derived from Exception only.
+    except Exception as error:
+        if is_allocation_failure(error):
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInputError(f"optimizer cpu_adam: cannot be built here ({first}); give --set optimizer=adamw") from None
 
 
@@ -91,8 +94,9 @@ def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> M
         found = {name: state[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
     else:
         found = {name: state.get(name, torch.zeros(parameter.shape)) for name in MOMENTS if name in state or not state}
-    step = torch.as_tensor(float(state.get("step", 0)))
-    return {"step": step, **{name: tensor.detach() for name, tensor in found.items()}}
+    # Not read here: on a GPU that would wait for its queue, once for each parameter.
+    step = torch.as_tensor(state.get("step", 0), dtype=torch.float32)
+    return {"step": step.detach(), **{name: tensor.detach() for name, tensor in found.items()}}
 
 
 def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, saved: Moments) -> None:

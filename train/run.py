@@ -21,6 +21,7 @@ from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
+from memtop.train.devices import choose_device, device_uuid, give_index
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.exchange import Ranks
 from memtop.train.model import blaming_config, build_model, tokens_and_config
@@ -64,10 +65,15 @@ def _train(
     Only the first rank knows the exact reason.
     """
     channel.report("phase", phase="loading")
+    chosen = choose_device(settings)
+    if chosen.problem is not None:
+        settings = msgspec.structs.replace(settings, device="cpu")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
     accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
     notify = _Notifier(channel, accelerator.is_main_process)
+    if chosen.problem is not None:
+        notify(chosen.problem)
     record = MemoryRecorder(channel, accelerator)
     record("before model load")
     control = Control(channel, accelerator)
@@ -135,7 +141,7 @@ def _report_plan(
         loss_chunk=engine.loss_chunk,
         host=msgspec.to_builtins(host),
         device=str(device),
-        device_uuid=_device_uuid(device),
+        device_uuid=device_uuid(device),
     )
 
 
@@ -182,15 +188,13 @@ def open_engine(
         load_weights(read, model, folder)
         position = _position(manifest, settings)
     with blaming_config(settings):
-        objective = Objective(
-            model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk, sparse=settings.task == "sft"
-        )
+        objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk)
     if settings.compile:
         model.compile()
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
     if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
-    optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
+    optimizer = build_optimizer(settings, model.parameters())
     # The engine communicates at once, and the ranks read the model at different speeds.
     Ranks(accelerator).wait()
     engine: Engine = kind(accelerator, objective, optimizer, settings)
@@ -233,15 +237,14 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     `tracking` are the Accelerator's arguments for trackers.
     """
     tracking = tracking or {}
-    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
-    if settings.device == "cuda" and not on_gpu:
-        raise BadInputError("device cuda: torch sees no CUDA device; give --set device=auto or cpu")
+    on_gpu = choose_device(settings).on_gpu
     precision = _precision(settings, on_gpu)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
     if settings.zero.stage:
         accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:
         accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
+    give_index(accelerator)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
             f"world_size {settings.world_size}: {accelerator.num_processes} processes were started; use memtop train"
@@ -292,12 +295,6 @@ def _notify_resumed(folder: Path, manifest: Manifest, settings: Settings, notify
     for field in ("seed", "data"):
         if manifest.settings.get(field) != msgspec.to_builtins(getattr(settings, field)):
             notify(f"{field} changed: from here on the samples have another order")
-
-
-def _device_uuid(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def is_first_process() -> bool:

@@ -38,7 +38,6 @@ from memtop.train.engine import Engine
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
 from memtop.train.model import set_checkpointing
-from memtop.train.objective import predicted_tokens
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
@@ -47,8 +46,6 @@ from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 class Gradients(msgspec.Struct, frozen=True):
     """What every rank knows once all ranks hold the gradients of an update."""
 
-    loss: float
-    """Mean over the predicted tokens of all ranks, in nats per token."""
     tokens: int
     """Predicted tokens of all ranks."""
     pressed: bool
@@ -96,8 +93,16 @@ class Trainer:
         self._largest_batch = settings.batch
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
-        self._batches = Batches(samples, (self._order, ahead), pad, self._accelerator.process_index)
-        self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
+        on_cpu = self._accelerator.device.type == "cpu"
+        self._batches = Batches(samples, (self._order, ahead), pad, self._accelerator.process_index, ahead=not on_cpu)
+        # On the device: the loss of the update, as the mean over the predicted tokens of all ranks
+        # in nats per token, and the gradient's norm. They are read together.
+        self._results = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
+        # The first sum over the ranks may need memory, and here there is some.
+        self._ranks.add_up(self._results)
+        self._evaluator: Evaluator | None = None
+        if settings.eval_every and evaluation:
+            self._evaluator = Evaluator(settings, engine, evaluation, pad, pin=self._host.pin_memory)
         self._evaluated: Evaluation | None = None
         self._saver = StateSaver(
             state_dir,
@@ -146,6 +151,8 @@ class Trainer:
             self._guard.report(error)
             self._saver.wait_after_failure()
             raise
+        finally:
+            self._batches.close()
 
     def _run(self, control: Control) -> str:
         self._stopwatch.lap()
@@ -190,20 +197,21 @@ class Trainer:
             self._shrink("allocation failure")
             # The batches start again at this update, with the smaller split.
             self._batches.next_update()
-        if not math.isfinite(gradients.loss):
-            raise TrainingError(
-                f"loss is {gradients.loss} at update {plan.number}; stopped, the last saved checkpoint is unchanged"
-            )
         end = plan.position + len(plan.keys)
         self._guard.phase = "optimizer"
         with self._stopwatch.part("optimizer_seconds"):
             rate = learning_rate(self.settings, end, self.target_samples)
             norm = self._engine.step(rate)
+        digest = sample_digest(plan.ids)
+        loss, norm = self._read_results(norm)
+        if not math.isfinite(loss):
+            raise TrainingError(f"loss is {loss} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
         if self._auto_batch.updated(self.settings.batch, pressed=gradients.pressed):
             self._channel.report("pressure", update=plan.number, allocation_retries=self._auto_batch.retries)
-        self._report(plan, gradients, rate, norm)
+        values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
+        self._report(plan, values, tokens=gradients.tokens, sample_digest=digest)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
         """Run forward and backward over all micro-batches; None if memory ran out on any rank.
@@ -218,35 +226,32 @@ class Trainer:
         torch.manual_seed((self.settings.seed * 1_000_003 + plan.position) * 64 + self._accelerator.process_index)
         with self._stopwatch.part("data_wait_seconds"):
             self._guard.phase = "data"
-            fetched = self._guard.attempt(lambda: self._fetch(plan), **split)
-            failed, counted = self._ranks.sums(fetched is None, 0 if fetched is None else fetched[1])
+            fetched = self._guard.attempt(self._batches.fetch, **split)
+            failed, counted = self._ranks.sums(fetched is None, 0 if fetched is None else fetched.tokens)
         if failed or fetched is None:
             return None
-        batches, tokens = fetched[0], max(1, int(counted))
-        computed = self._guard.attempt(
-            lambda: (self._forward_backward(batches, tokens), self._engine.missing_gradients()), **split
-        )
-        if computed is None:
+        batches, tokens = fetched.batches, max(1, int(counted))
+        found = self._guard.attempt(lambda: self._forward_backward(batches, tokens), **split)
+        if found is None:
             self._engine.abandon()
-        failed, loss, missing, pressed = self._ranks.sums(
-            computed is None, *(computed or (0.0, 0)), self._auto_batch.new_retries()
-        )
+        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._auto_batch.new_retries())
         if not failed and missing:
             self._engine.share_missing()
             filled = self._guard.attempt(self._engine.fill_missing, **split)
             failed = self._ranks.sums(filled is None)[0]
-        return None if failed else Gradients(loss, tokens, pressed > 0)
+        if failed:
+            return None
+        self._ranks.add_up(self._results[:1])
+        return Gradients(tokens, pressed > 0)
 
-    def _fetch(self, plan: UpdatePlan) -> tuple[list[Batch], int]:
-        """This rank's micro-batches, on the CPU, and their number of predicted tokens."""
-        batches = self._batches.fetch(plan)
-        seq2seq = self.settings.task == "seq2seq"
-        return batches, sum(predicted_tokens(batch["labels"], seq2seq=seq2seq) for batch in batches)
+    def _forward_backward(self, batches: list[Batch], tokens: int) -> int:
+        """Run forward and backward; return the number of gradients that only other ranks have.
 
-    def _forward_backward(self, batches: list[Batch], tokens: int) -> float:
-        """Run forward and backward; return this rank's part of the mean loss."""
+        This rank's part of the mean loss goes to the results. Nothing here waits for the device, so
+        its queue is never empty.
+        """
         device = self._accelerator.device
-        total = torch.zeros((), device=device)
+        self._results.zero_()
         for number, batch in enumerate(batches, start=1):
             self._guard.phase = "forward"
             on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
@@ -255,35 +260,39 @@ class Trainer:
             self._guard.phase = "backward"
             with self._stopwatch.part("backward_seconds"):
                 self._engine.backward(loss, last=number == len(batches))
-            total += loss.detach()
-        # The only wait for the device. An error of any kernel above is raised here at the latest.
-        return float(total)
+            self._results[0] += loss.detach()
+        return self._engine.missing_gradients()
 
-    def _report(self, plan: UpdatePlan, gradients: Gradients, rate: float, norm: float | None) -> None:
-        seconds = self._stopwatch.lap()
-        values = {
-            "samples_seen": self.position.samples_seen,
-            "epoch": self._order.epoch_at(self.position.samples_seen),
-            "loss": gradients.loss,
-            "learning_rate": rate,
-            "gradient_norm": norm,
-        }
+    def _read_results(self, norm: torch.Tensor | float | None) -> tuple[float, float | None]:
+        """The update's loss and gradient norm.
+
+        This is the only wait for the device in an update. It raises the error of any operation of
+        the update that failed on the device.
+        """
+        if norm is not None:
+            self._results[1].fill_(norm)
+        loss, length = self._results.cpu().tolist()
+        return loss, None if norm is None else length
+
+    def _report(self, plan: UpdatePlan, values: dict[str, Any], **more: Any) -> None:
+        seconds, seen = self._stopwatch.lap(), self.position.samples_seen
+        values |= {"samples_seen": seen, "epoch": self._order.epoch_at(seen)}
         self._tracking.step(plan.number, values)
         self._channel.report(
             "step",
             update=plan.number,
-            tokens=gradients.tokens,
             batch=self.settings.batch,
             accumulation=self.settings.accumulation,
-            sample_digest=sample_digest(plan.ids),
             dropped=self._channel.dropped(),
             **values,
+            **more,
             **seconds,
             **self._channel.readings(),
         )
         if self._accelerator.is_main_process and plan.number % self.settings.log_every == 0:
             speed = len(plan.keys) / seconds["step_seconds"]
-            print(f"update {plan.number}  loss {gradients.loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
+            loss, rate = values["loss"], values["learning_rate"]
+            print(f"update {plan.number}  loss {loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
 
     def _shrink(self, reason: str) -> None:
         """Continue with the next smaller micro-batch; raise the failure if there is none."""

@@ -13,14 +13,21 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings
+from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Zero
+from memtop.train.batches import agree_on_host_plan, available_bytes
 from memtop.train.compile_lock import await_compiled
 from memtop.train.engine import ReadSaved, trained_parameters
 from memtop.train.objective import Objective
 from memtop.train.optimizers import MOMENTS, full_moments
 from memtop.train.state_files import LossScale
 
-_SMALLEST_BUCKET, _LARGEST_BUCKET = 100_000, 50_000_000
+# In elements. 12.5 million are 25 MB in 16 bits, the bucket of torch's DistributedDataParallel: one
+# collective for a few layers, where a bucket of the width squared would mean one for each matrix.
+# The largest one takes 100 MB.
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 12_500_000, 50_000_000
+# fp32 weight, gradient and two moments.
+_OFFLOADED_BYTES = 16
 
 
 def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
@@ -35,9 +42,13 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
     zero: dict[str, Any] = {
         "stage": settings.zero.stage,
         "contiguous_gradients": True,
-        # Overlapping would keep several buckets in memory.
-        "overlap_comm": False,
+        # ZeRO-3 gathers and reduces on streams of its own, with the same one bucket of memory.
+        # Otherwise each gather of weights waits for all work on the GPU. ZeRO-1 and 2 would need a
+        # second bucket.
+        "overlap_comm": settings.zero.stage == 3,
+        # DeepSpeed allocates this much at each update, in the gradients' dtype.
         "reduce_bucket_size": bucket,
+        # Weights that are gathered together after a step (ZeRO-1 and 2).
         "allgather_bucket_size": bucket,
     }
     if settings.zero.offload_optimizer:
@@ -46,10 +57,15 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
         if settings.zero.offload_parameters:
             zero["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
         zero |= {
+            # Weights gathered ahead of the layer that needs them.
             "stage3_prefetch_bucket_size": int(0.9 * bucket),
+            # Norms and biases stay on every rank: gathering them would cost more than they take.
             "stage3_param_persistence_threshold": 10 * hidden_size,
+            # How many elements are kept for their next use. With the parameters in host memory, the
+            # GPU is too small for more.
             "stage3_max_live_parameters": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
             "stage3_max_reuse_distance": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
+            # Elements in one optimizer step, which is done on the CPU if they are offloaded.
             "sub_group_size": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
             "stage3_gather_16bit_weights_on_model_save": False,
         }
@@ -57,6 +73,7 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
         "train_micro_batch_size_per_gpu": settings.batch,
         "gradient_accumulation_steps": settings.accumulation,
         "gradient_clipping": float(settings.clip_norm),
+        "data_types": {"grad_accum_dtype": _accumulation_dtype(settings.zero, precision)},
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16", "loss_scale": 0, "initial_scale_power": 16},
         "zero_optimization": zero,
@@ -68,6 +85,25 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
     }
 
 
+def _accumulation_dtype(zero: Zero, precision: str) -> str:
+    """The dtype in which the gradients of an update's micro-batches are summed.
+
+    In 16 bits each addition loses what is below 1/256 (bf16) of the sum. But with the optimizer
+    offloaded, ZeRO-1 and 2 would hold an fp32 sum on the GPU, twice the size of the weights there;
+    in 16 bits they hold it in host memory. ZeRO-3 always holds it where the optimizer is.
+    """
+    return precision if zero.stage < 3 and zero.offload_optimizer else "fp32"
+
+
+def ask_cuda_for_free_memory() -> None:
+    """DeepSpeed would ask the driver about the GPU with the number that CUDA_VISIBLE_DEVICES has.
+    It cannot read the variable if it has UUIDs."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
+
+
 def open_deepspeed(
     settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
 ) -> Accelerator:
@@ -77,18 +113,20 @@ def open_deepspeed(
     """
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # `Accelerator(cpu=True)` would leave DeepSpeed out.
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         # The extension that DeepSpeed's CPU ranks communicate through.
         await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
+    else:
+        ask_cuda_for_free_memory()
     # DeepSpeed uses deprecated names of torch; the user cannot do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
     from transformers.integrations import unset_hf_deepspeed_config
 
     hidden = int(getattr(config, "hidden_size", None) or config.d_model)
-    written = zero_config(settings, hidden_size=hidden, precision=precision, pin_memory=on_gpu and settings.pin_memory is True)
-    folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
-    if folder and os.environ.get("RANK", "0") == "0":
-        (Path(folder) / "deepspeed.json").write_text(json.dumps(written, indent=1))
+    pin = host_plan(settings, available_bytes(), on_gpu=on_gpu).pin_memory
+    written = zero_config(settings, hidden_size=hidden, precision=precision, pin_memory=pin)
     # A model from a file is sharded while it is read, because it may be larger than one GPU.
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
@@ -105,6 +143,20 @@ def open_deepspeed(
         # same seed.
         unset_hf_deepspeed_config()
     return accelerator
+
+
+def _finish_config(accelerator: Accelerator, settings: Settings, model: torch.nn.Module) -> None:
+    """Decide about pinned buffers, now that the size of the model is known; write the
+    configuration to the attempt's folder."""
+    config: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
+    offload = config["zero_optimization"].get("offload_optimizer")
+    if offload is not None:
+        # Page-locked memory cannot be swapped out, so the rest of the machine must have enough.
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in trained_parameters(model).values())
+        offload["pin_memory"] = agree_on_host_plan(settings, accelerator, taken=_OFFLOADED_BYTES * elements).pin_memory
+    folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
+    if folder and accelerator.is_main_process:
+        (Path(folder) / "deepspeed.json").write_text(json.dumps(config, indent=1))
 
 
 class ZeroEngine:
@@ -125,9 +177,11 @@ class ZeroEngine:
         self.accelerator = accelerator
         self._settings = settings
         self.model = objective.model
-        self.loss_chunk = objective.chunk
         self._base = optimizer
+        _finish_config(accelerator, settings, objective.model)
         self._engine: Any = accelerator.prepare(objective, optimizer)[0]
+        # Now the model is on its device, whose free memory decides.
+        self.loss_chunk = objective.chunk
         self.objective: torch.nn.Module = self._engine
         self._zero: Any = self._engine.optimizer
 
@@ -153,12 +207,12 @@ class ZeroEngine:
     def drop_gradients(self) -> None:
         raise AssertionError("an update under ZeRO is never repeated")
 
-    def step(self, rate: float) -> float | None:
+    def step(self, rate: float) -> torch.Tensor | float | None:
         for group in (*self._base.param_groups, *self._zero.param_groups):
             group["lr"] = rate
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        norm: torch.Tensor | float | None = self._engine.get_global_grad_norm()
+        return norm
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -198,7 +252,8 @@ class ZeroEngine:
         whole = type(self._base).__name__ == "DeepSpeedCPUAdam"
         for piece in self._pieces():
             self._base.state[piece] = {
-                "step": int(step) if whole else torch.tensor(step),
+                # The fused kernel keeps the step count on the parameter's device.
+                "step": int(step) if whole else torch.tensor(step, device=piece.device),
                 **{kind: torch.zeros_like(piece) for kind in MOMENTS},
             }
         if self._settings.zero.stage < 3:

@@ -23,7 +23,7 @@ import msgspec
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive, is_stopped
 from memtop.supervisor.monitor.processes.signals import user_name
-from memtop.supervisor.run.processes.attempt import outside_any_run
+from memtop.supervisor.run.processes.environment import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of

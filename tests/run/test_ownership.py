@@ -22,7 +22,8 @@ from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.attempt import ProcessFile, outside_any_run
+from memtop.supervisor.run.processes.attempt import ProcessFile
+from memtop.supervisor.run.processes.environment import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.ownership import why_not_own

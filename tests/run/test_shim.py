@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.attempt import allocator_environment
+from memtop.supervisor.run.processes import environment, shim
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,40 @@ def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) ->
     ],
 )
 def test_allocator_options_are_added_to_the_users_own(wanted: str, inherited: dict[str, str], expected: str | None) -> None:
-    found = allocator_environment(wanted, inherited)
+    found = environment.allocator_environment(wanted, inherited)
     assert found == ({} if expected is None else dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), expected))
+
+
+@pytest.mark.parametrize(
+    ("processes", "inherited", "threads"),
+    [
+        (1, {}, 6),
+        (2, {}, 3),
+        (4, {}, 1),
+        (8, {}, 1),
+        (2, {"OMP_NUM_THREADS": "7"}, None),
+        (2, {"MKL_NUM_THREADS": "7"}, None),
+    ],
+)
+def test_training_processes_share_the_cores_unless_the_user_has_chosen(
+    processes: int, inherited: dict[str, str], threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 6)
+    wanted = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    assert environment.threads_environment(processes, inherited) == wanted
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(8.0, 3), (2.0, 2), (1.5, 2), (0.5, 1)])
+def test_cores_are_those_of_the_affinity_that_the_cgroup_allows(
+    quota: float, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # CPUs 1 and 5 are two threads of one core; nothing is known of CPU 9.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5, 9})
+    for number, siblings in {1: "1,5", 2: "2,6", 5: "1,5"}.items():
+        (tmp_path / f"cpu{number}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{number}/topology/thread_siblings_list").write_text(f"{siblings}\n")
+    assert environment.usable_cores(tmp_path, quota) == cores
+
+
+def test_the_cores_of_this_machine() -> None:
+    assert 1 <= environment.usable_cores() <= len(os.sched_getaffinity(0))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,14 +39,24 @@ class Card:
 def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
     """Make torch.cuda report this GPU."""
     card = Card()
+
+    def of_device(answer: Callable[[], Any]) -> Callable[[torch.device], Any]:
+        def found(device: torch.device) -> Any:
+            # torch does so for some of them, and takes the current device for the others.
+            if device.index is None:
+                raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+            return answer()
+
+        return found
+
     for name, found in {
-        "max_memory_reserved": lambda device: card.peak_reserved,
-        "memory_reserved": lambda device: card.reserved,
-        "memory_allocated": lambda device: card.held,
-        "mem_get_info": lambda device: (card.total - card.reserved, card.total),
-        "memory_stats": lambda device: {"num_alloc_retries": card.retried},
-        "get_per_process_memory_fraction": lambda device: 1.0,
-        "reset_peak_memory_stats": lambda device: card.reset(),
+        "max_memory_reserved": of_device(lambda: card.peak_reserved),
+        "memory_reserved": of_device(lambda: card.reserved),
+        "memory_allocated": of_device(lambda: card.held),
+        "mem_get_info": of_device(lambda: (card.total - card.reserved, card.total)),
+        "memory_stats": of_device(lambda: {"num_alloc_retries": card.retried}),
+        "get_per_process_memory_fraction": of_device(lambda: 1.0),
+        "reset_peak_memory_stats": of_device(lambda: card.reset()),
         "empty_cache": card.empty_cache,
     }.items():
         monkeypatch.setattr(torch.cuda, name, found, raising=False)

@@ -277,5 +277,5 @@ def test_deepspeeds_adam_is_not_loaded_while_a_stale_lock_exists(lock: Path, mon
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
 
     monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", built)
-    build_optimizer(edited(optimizer="cpu_adam"), [torch.nn.Parameter(torch.ones(1))], torch.device("cpu"))
+    build_optimizer(edited(optimizer="cpu_adam"), [torch.nn.Parameter(torch.ones(1))])
     assert not adam.exists()

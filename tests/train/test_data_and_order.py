@@ -18,7 +18,7 @@ from memtop.train import BadInputError
 from memtop.train.data import Data, OpenedData, byte_document, open_data
 from memtop.train.data.samples import PackedText, collate
 from memtop.train.data.tokens import BEGIN, END, PAD, VOCABULARY, ByteTokens, TokenStore
-from memtop.train.objective import IGNORED, predicted_tokens
+from memtop.train.objective import IGNORED, counted_positions
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Table, plan_updates, sample_digest
 from memtop.train.state_files import Cut
@@ -171,10 +171,10 @@ def test_a_tail_of_one_token_is_left_out() -> None:
     assert text[0, 8][0].tolist() == [BEGIN, *b"1234567"]
 
 
-def test_predicted_tokens_have_a_token_before_them() -> None:
+def test_what_counts_is_predicted_at_the_position_before_it() -> None:
     labels = torch.tensor([[1, 2, 3, IGNORED], [IGNORED, IGNORED, 5, 6]])
-    assert predicted_tokens(labels, seq2seq=False) == 4
-    assert predicted_tokens(labels, seq2seq=True) == 5
+    assert counted_positions(labels, seq2seq=False).tolist() == [0, 1, 5, 6]
+    assert counted_positions(labels, seq2seq=True).tolist() == [0, 1, 2, 6, 7]
 
 
 def test_padding_is_masked() -> None:

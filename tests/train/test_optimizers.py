@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 
 import msgspec
@@ -10,10 +11,10 @@ import pytest
 import torch
 
 from memtop.presets.schema import Optimizer
+from memtop.train import BadInputError
 from memtop.train.optimizers import MOMENTS, build_optimizer, full_moments, read_moments, write_moments
 from tests.train.support import TINY, Training, edited
 
-CPU = torch.device("cpu")
 # DeepSpeed compiles its Adam at the first use: minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 
@@ -33,7 +34,7 @@ def trained(kind: Optimizer, steps: int = 4) -> tuple[torch.nn.Module, torch.opt
 
 
 def fresh(kind: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
-    return build_optimizer(msgspec.structs.replace(TINY, optimizer=kind, learning_rate=1e-3), model.parameters(), CPU)
+    return build_optimizer(msgspec.structs.replace(TINY, optimizer=kind, learning_rate=1e-3), model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "cpu_adam"])
@@ -113,3 +114,39 @@ def test_a_run_resumes_with_another_optimizer(tmp_path: Path, before: Optimizer,
     assert second.run() == "finished"
     assert len(second.losses) == 5
     assert second.losses[-1] < first.losses[-1]
+
+
+def test_adamw_runs_as_one_kernel_and_goes_on_from_moments_of_the_other_one() -> None:
+    model, fused = trained("adamw")
+    assert all(group["fused"] for group in fused.param_groups)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loops = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=TINY.weight_decay, fused=False, foreach=False)
+    there_and_back = fresh("adamw", model)
+    for parameter in model.parameters():
+        write_moments(loops, parameter, read_moments(fused, parameter))
+        write_moments(there_and_back, parameter, read_moments(loops, parameter))
+    results = []
+    for optimizer in (fused, loops, there_and_back):
+        model.load_state_dict(weights)
+        torch.manual_seed(2)
+        for _ in range(3):
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["MissingCUDAException", "CUDAMismatchException"])
+def test_a_cuda_that_deepspeed_does_not_find_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = getattr(importlib.import_module("deepspeed.ops.op_builder.builder"), name)
+
+    def built(*args: object, **options: object) -> None:
+        raise problem("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", built)
+    with pytest.raises(
+        BadInputError, match=r"^optimizer cpu_adam: cannot be built here \(CUDA_HOME does not exist, .*optimizer=adamw$"
+    ):
+        fresh("cpu_adam", torch.nn.Linear(2, 2))

@@ -12,18 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE, ProcessId, identify, is_stopped, is_working
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_stopped, is_working
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
-from memtop.supervisor.run.post_mortem.log_end import error_file_environment
-from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
+from memtop.supervisor.run.processes.environment import program_environment
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, sync_folder, write_json
 from memtop.supervisor.run.record.output_log import OutputLog
@@ -305,7 +304,7 @@ def launch(
         LaunchCommand(
             argv=_argv(folder, attempt, spec, settings),
             cwd=spec.cwd,
-            environment=_environment(folder, number, spec, settings.allocator if settings else allocator, socket),
+            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator),
         ),
     )
     try:
@@ -387,65 +386,3 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     # Use torchrun, which `accelerate launch` also starts for several GPUs. accelerate has no plain
     # CPU ranks.
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
-
-
-RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_RUN_ID", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
-"""The variables of memtop that a run sets for its program. People set the others."""
-
-
-def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a run has added to it.
-
-    A program of a run may start another run. With these variables, its supervisor would count as a
-    part of the first run, and end with it. Its error files would be those of the first run.
-    """
-    inside = environment.get("MEMTOP_ATTEMPT_DIR", os.devnull) + os.sep
-    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES and not value.startswith(inside)}
-    if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
-        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
-    return left
-
-
-def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, socket: Path) -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH")
-    additions = {
-        "MEMTOP_RUN": str(folder.path),
-        RUN_ID_VARIABLE: folder.id,
-        "MEMTOP_ATTEMPT": str(number),
-        ATTEMPT_VARIABLE: str(folder.attempt(number)),
-        "MEMTOP_SOCKET": str(socket),
-        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *([inherited] if inherited else [])]),
-        "PYTHONUNBUFFERED": "1",
-    }
-    if not spec.command:
-        # A folder `tokenizers` in the working directory must not shadow the library (Python 3.11
-        # and newer).
-        additions["PYTHONSAFEPATH"] = "1"
-        # Whether a finished training waits for disk space if its state does not fit.
-        additions["MEMTOP_ON_OOM"] = spec.on_oom
-    additions |= allocator_environment(allocator, os.environ)
-    additions |= error_file_environment(folder.attempt(number))
-    if spec.gpus is not None:
-        # UUIDs and PCI order agree with the driver library. CUDA's default order is by speed.
-        additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return additions
-
-
-# torch up to 2.9 reads only the first name, newer versions prefer the second.
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
-def inherited_allocator(inherited: Mapping[str, str]) -> str:
-    """The allocator options in the user's environment. Empty if there are none."""
-    return next((inherited[name] for name in reversed(_ALLOCATOR) if inherited.get(name)), "")
-
-
-def allocator_environment(wanted: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that set these allocator options.
-
-    Options that the user has set take precedence.
-    """
-    options = [option for option in inherited_allocator(inherited).split(",") if option]
-    names = {option.partition(":")[0] for option in options}
-    added = [option for option in wanted.split(",") if option and option.partition(":")[0] not in names]
-    return dict.fromkeys(_ALLOCATOR, ",".join([*options, *added])) if added else {}

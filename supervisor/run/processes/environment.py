@@ -1,0 +1,120 @@
+"""The environment variables that a run adds for its program."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.monitor.cgroup import CgroupReader
+from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE
+from memtop.supervisor.run.post_mortem.log_end import error_file_environment
+from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec
+
+RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_RUN_ID", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
+"""The variables of memtop that a run sets for its program. People set the others."""
+
+
+def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a run has added to it.
+
+    A program of a run may start another run. With these variables, its supervisor would count as a
+    part of the first run, and end with it. Its error files would be those of the first run.
+    """
+    inside = environment.get("MEMTOP_ATTEMPT_DIR", os.devnull) + os.sep
+    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES and not value.startswith(inside)}
+    if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
+    return left
+
+
+def program_environment(
+    folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path, *, allocator: str = ""
+) -> dict[str, str]:
+    """What an attempt's program gets in addition to the supervisor's environment.
+
+    `allocator` is for a command of the user. The built-in trainer's is in its settings.
+    """
+    inherited = os.environ.get("PYTHONPATH")
+    additions = {
+        "MEMTOP_RUN": str(folder.path),
+        RUN_ID_VARIABLE: folder.id,
+        "MEMTOP_ATTEMPT": str(number),
+        ATTEMPT_VARIABLE: str(folder.attempt(number)),
+        "MEMTOP_SOCKET": str(socket),
+        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *([inherited] if inherited else [])]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not spec.command:
+        # A folder `tokenizers` in the working directory must not shadow the library (Python 3.11
+        # and newer).
+        additions["PYTHONSAFEPATH"] = "1"
+        # Whether a finished training waits for disk space if its state does not fit.
+        additions["MEMTOP_ON_OOM"] = spec.on_oom
+    if settings is not None:
+        allocator = settings.allocator
+        additions |= threads_environment(settings.world_size, os.environ)
+    additions |= allocator_environment(allocator, os.environ)
+    additions |= error_file_environment(folder.attempt(number))
+    if spec.gpus is not None:
+        # UUIDs and PCI order agree with the driver library. CUDA's default order is by speed.
+        additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return additions
+
+
+# torch up to 2.9 reads only the first name. Newer versions read some options from the first and
+# others from the second name if both are set, so both get the same.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def inherited_allocator(inherited: Mapping[str, str]) -> str:
+    """The allocator options in the user's environment. Empty if there are none."""
+    return next((inherited[name] for name in reversed(_ALLOCATOR) if inherited.get(name)), "")
+
+
+def allocator_environment(wanted: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that set these allocator options.
+
+    Options that the user has set take precedence.
+    """
+    options = [option for option in inherited_allocator(inherited).split(",") if option]
+    names = {option.partition(":")[0] for option in options}
+    added = [option for option in wanted.split(",") if option and option.partition(":")[0] not in names]
+    return dict.fromkeys(_ALLOCATOR, ",".join([*options, *added])) if added else {}
+
+
+def threads_environment(processes: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The number of threads for each of these training processes. The user's choice comes first.
+
+    `accelerate launch` and torchrun would give each process one thread. The optimizer's step on
+    offloaded tensors then takes many times longer. A single process would get a thread for every
+    core of the machine, more than a container may use.
+    """
+    if inherited.get("OMP_NUM_THREADS") or inherited.get("MKL_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes))}
+
+
+def usable_cores(cpus: Path = Path("/sys/devices/system/cpu"), quota: float | None = None) -> int:
+    """The physical cores on which this process may run, limited by its cgroup's CPU time.
+
+    A second hardware thread of a core does not make arithmetic faster. `quota` replaces the
+    cgroup's limit, in cores.
+    """
+    cores = {_core_of(cpus, number) for number in os.sched_getaffinity(0)}
+    if quota is None:
+        reader = CgroupReader(Path("/proc"), Path("/sys/fs/cgroup"))
+        reader.refresh(None)
+        quota = reader.limits(None).cpus
+    return len(cores) if quota is None else max(1, min(len(cores), math.ceil(quota)))
+
+
+def _core_of(cpus: Path, number: int) -> str:
+    """A text that all hardware threads of one core share. Without it, each counts as a core."""
+    with contextlib.suppress(OSError):
+        return (cpus / f"cpu{number}/topology/thread_siblings_list").read_text().strip()
+    return str(number)

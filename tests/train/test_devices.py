@@ -1,0 +1,201 @@
+"""The device of a training: with an index everywhere, and refused in one line if torch cannot use
+it. Single processes have it as a real Accelerator gives it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from memtop.presets.gpu_support import Gpu, TorchBuild, has_kernels, why_unusable
+from memtop.presets.schema import Zero
+from memtop.train import BadInputError
+from memtop.train.devices import choose_device
+from tests.forking import run
+from tests.train.launching import ROOT, environment
+from tests.train.support import TINY, edited
+
+CUDA_13 = TorchBuild(version="2.13.0+cu130", cuda="13.0", kernels=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
+CPU_ONLY = TorchBuild(version="2.13.0+cpu", cuda=None)
+V100, H100 = Gpu(name="Tesla V100", capability=(7, 0)), Gpu(name="NVIDIA H100", capability=(9, 0))
+
+# torch.cuda of a machine with two GPUs, as far as opening an Accelerator uses it. Process 2 of 2
+# would be on GPU 1; a single process that has chosen GPU 1 trains there.
+OPENS = """
+import json, sys
+import msgspec, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 2
+torch.cuda.current_device = lambda: 1
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"
+torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+from accelerate.state import PartialState
+from memtop.presets.schema import Zero
+from memtop.train.data.tokens import ByteTokens
+from memtop.train.model import model_config
+from memtop.train.run import open_accelerator, read_settings
+from pathlib import Path
+settings = read_settings(Path(sys.argv[1]))
+accelerator = open_accelerator(settings, model_config(settings, ByteTokens()))
+print(json.dumps([str(device) for device in (accelerator.device, accelerator.state.device, PartialState().device)]))
+"""
+
+
+LAUNCHED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What `accelerate launch` sets for one process under DeepSpeed."""
+
+
+def opened(folder: Path, **changes: Any) -> list[str]:
+    """The devices of an Accelerator that was opened on this machine with two GPUs."""
+    surroundings, imported = environment(), ()
+    if "zero" in changes:
+        surroundings, imported = surroundings | LAUNCHED, ("deepspeed",)
+    path = folder / "settings.json"
+    path.write_bytes(msgspec.json.encode(edited(**changes)))
+    command = [sys.executable, "-c", OPENS, str(path)]
+    done = run(command, imported=imported, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_gpu_of_a_single_process_has_an_index(tmp_path: Path) -> None:
+    assert opened(tmp_path, device="auto") == ["cuda:1"] * 3
+
+
+@pytest.mark.parametrize("zero", [{}, {"zero": Zero(stage=2)}])
+def test_the_settings_can_ask_for_the_cpu_on_a_machine_with_gpus(tmp_path: Path, zero: dict[str, Any]) -> None:
+    assert opened(tmp_path, device="cpu", **zero) == ["cpu"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kernels", "capability", "runs"),
+    [
+        (("sm_80", "sm_86"), (8, 9), True),
+        (("sm_86",), (8, 0), False),
+        (("sm_80", "sm_90"), (7, 5), False),
+        (("sm_90", "sm_120"), (10, 0), False),
+        (("sm_80", "compute_80"), (9, 0), True),
+        (("sm_90", "compute_90"), (8, 9), False),
+        (("sm_90a",), (9, 0), True),
+        (("sm_100a", "compute_100a"), (10, 3), False),
+        (("sm_100f",), (10, 3), True),
+        (("gfx90a",), (9, 0), False),
+    ],
+)
+def test_machine_code_runs_within_a_major_version_and_ptx_on_later_gpus(
+    kernels: tuple[str, ...], capability: tuple[int, int], runs: bool
+) -> None:
+    assert has_kernels(kernels, capability) is runs
+
+
+@pytest.mark.parametrize(
+    ("build", "gpu", "driver", "words"),
+    [
+        (CPU_ONLY, H100, (13, 0), ("torch 2.13.0+cpu is built for CPUs only", "NVIDIA H100", "install a build for CUDA")),
+        (TorchBuild(version="2.13.0+rocm7", cuda=None, rocm=True), H100, (13, 0), ("is built for AMD GPUs",)),
+        (CUDA_13, H100, (12, 4), ("driver 570.1 supports CUDA up to 12.4", "needs CUDA 13", "a torch build for CUDA 12")),
+        (CUDA_13, V100, (13, 0), ("no kernels for the Tesla V100 (compute capability 7.0", "7.5, 8.0, 8.6, 9.0, 10.0, 12.0")),
+    ],
+)
+def test_each_reason_is_one_line_with_what_to_do(build: TorchBuild, gpu: Gpu, driver: tuple[int, int], words: Any) -> None:
+    text = why_unusable(build, gpu, driver_version="570.1", driver_cuda=driver)
+    assert text is not None
+    assert all(part in text for part in (*words, "install"))
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("build", "gpu"),
+    [
+        (CUDA_13, H100),
+        (msgspec.structs.replace(CUDA_13, kernels=None), V100),
+        (CUDA_13, Gpu(name="unknown")),
+        # Every driver for CUDA 12 runs programs of every CUDA 12.
+        (TorchBuild(version="2.7.0+cu128", cuda="12.8", kernels=("sm_90",)), H100),
+    ],
+)
+def test_nothing_is_said_where_nothing_is_known_against_it(build: TorchBuild, gpu: Gpu) -> None:
+    driver = (12, 2) if build.cuda == "12.8" else (13, 0)
+    assert why_unusable(build, gpu, driver_cuda=driver) is None
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A driver with one H100, beside the torch of this machine."""
+    found = SimpleNamespace(cuda=13000, closed=0)
+
+    def closed() -> None:
+        found.closed += 1
+
+    for name, answer in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": closed,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: found.cuda,
+        "nvmlSystemGetDriverVersion": lambda: "580.65.06",
+        "nvmlDeviceGetName": lambda handle: b"NVIDIA H100",
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
+    }.items():
+        monkeypatch.setattr(f"pynvml.{name}", answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return found
+
+
+def test_a_cpu_torch_beside_a_gpu_is_refused_or_named(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    reason = "torch 2.13.0+cpu is built for CPUs only, and here is an NVIDIA H100; install"
+    with pytest.raises(BadInputError, match="^device cuda: " + reason.replace("+", r"\+")):
+        choose_device(replaced("cuda"))
+    chosen = choose_device(replaced("auto"))
+    assert not chosen.on_gpu
+    assert chosen.problem is not None
+    assert chosen.problem.startswith(f"device auto: trains on the CPU: {reason}")
+    assert choose_device(replaced("cpu")).problem is None
+    assert driver.closed == 2
+    # The user does not want it to be seen.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device(replaced("auto")).problem is None
+
+
+def test_a_driver_that_is_too_old_for_torch_is_named(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.cuda = 12040
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(BadInputError, match=r"^device cuda: the NVIDIA driver 580\.65\.06 supports CUDA up to 12\.4, "):
+        choose_device(replaced("cuda"))
+
+
+def test_a_gpu_without_kernels_is_named_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (7, 0)][index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ["NVIDIA H100", "Tesla V100"][index])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose_device(replaced("cuda")).on_gpu
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(BadInputError, match=r"^device cuda: torch .* has no kernels for the Tesla V100"):
+        choose_device(replaced("cuda"))
+    assert not choose_device(replaced("auto")).on_gpu
+
+
+def replaced(device: str) -> Any:
+    return msgspec.structs.replace(TINY, device=device)

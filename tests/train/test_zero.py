@@ -1,0 +1,95 @@
+"""DeepSpeed's configuration as the engine really has it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from memtop.presets.schema import Zero
+from memtop.train.zero import zero_config
+from tests.forking import run
+from tests.train.launching import ROOT, environment
+from tests.train.support import TINY, edited
+from tests.train.test_devices import LAUNCHED
+
+OFFLOAD_2 = Zero(stage=2, offload_optimizer=True)
+OFFLOAD_3 = Zero(stage=3, offload_optimizer=True, offload_parameters=True)
+
+
+def engine_of(folder: Path, zero: Zero, precision: str, available: float) -> dict[str, Any]:
+    """What the engine answers after one update of four micro-batches."""
+    path = folder / "settings.json"
+    path.write_bytes(msgspec.json.encode(edited(zero=zero, batch=2, accumulation=4)))
+    command = [sys.executable, "-m", "tests.train.zero_worker", str(path), precision, str(available)]
+    surroundings = environment() | LAUNCHED
+    done = run(command, imported=("deepspeed",), env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "available", "summed", "pinned"),
+    [
+        (Zero(stage=1), "bf16", 64.0, "torch.float32", None),
+        (Zero(stage=2), "fp16", 64.0, "torch.float32", None),
+        (OFFLOAD_3, "bf16", 64.0, "torch.float32", True),
+        # In fp32 the sum would take twice the memory of the weights on the GPU.
+        (OFFLOAD_2, "bf16", 6.0, "torch.bfloat16", False),
+    ],
+    ids=str,
+)
+def test_micro_batches_are_summed_in_fp32_and_buffers_pinned_where_memory_allows_it(
+    zero: Zero, precision: str, available: float, summed: str, pinned: bool | None, tmp_path: Path
+) -> None:
+    found = engine_of(tmp_path, zero, precision, available)
+    assert found["summed"] == summed
+    assert found["types"][1] == summed
+    assert found["loss"] == pytest.approx(5.57, abs=0.02)
+    # One kernel for all tensors, and the step count where the tensors are.
+    assert set(found["fused"]) == {True}
+    assert found["steps"] == ["cpu"]
+    assert found["overlap"] is (zero.stage == 3)
+    assert found["pinned"] is pinned
+    assert found["pinned_parameters"] is (pinned if zero.offload_parameters else None)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "elements"), [(256, 12_500_000), (896, 12_500_000), (4096, 4096**2), (8192, 50_000_000), (16384, 50_000_000)]
+)
+def test_buckets_hold_several_layers_and_stay_bounded(hidden: int, elements: int) -> None:
+    settings = msgspec.structs.replace(TINY, zero=Zero(stage=3))
+    zero = zero_config(settings, hidden_size=hidden, precision="bf16", pin_memory=False)["zero_optimization"]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == elements
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * elements)
+
+
+ASKS = """
+import os
+from types import SimpleNamespace
+import torch
+from deepspeed.accelerator import cuda_accelerator, get_accelerator, set_accelerator
+from memtop.train.zero import ask_cuda_for_free_memory
+cuda_accelerator.pynvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda index: index)
+torch.cuda.current_device = lambda: 0
+torch.cuda.mem_get_info = lambda index=None: (3 << 30, 8 << 30)
+set_accelerator(cuda_accelerator.CUDA_Accelerator())
+os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-8c1e"
+try:
+    get_accelerator().available_memory()
+except ValueError:
+    ask_cuda_for_free_memory()
+    print(get_accelerator().available_memory())
+"""
+
+
+def test_deepspeed_finds_the_free_memory_of_a_gpu_that_is_chosen_by_uuid() -> None:
+    command = [sys.executable, "-c", ASKS]
+    done = run(command, imported=("deepspeed",), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.splitlines()[-1]) == 3 << 30

@@ -1,0 +1,91 @@
+"""What DeepSpeed really runs: `-m tests.train.zero_worker SETTINGS PRECISION AVAILABLE_GIB`.
+
+Trains one update on the CPU and prints what the engine answers, as JSON. The host plan is made as
+on a GPU, with this much memory available.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+from memtop.presets.host_memory import host_plan
+from memtop.train import batches, zero
+from memtop.train.batches import Position
+from memtop.train.channel import Control
+from memtop.train.data.tokens import PAD, ByteTokens
+from memtop.train.model import model_config
+from memtop.train.run import open_engine, read_settings
+from memtop.train.state_files import Cut
+from memtop.train.trainer import Trainer
+from tests.train.support import Recorder, samples
+
+
+def main() -> None:
+    path, precision, available = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    # torch computes with fp16 on the CPU; DeepSpeed does not offer it there.
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    for module in (batches, zero):
+        module.available_bytes = lambda: int(available * 2**30)  # type: ignore[attr-defined]
+        module.host_plan = lambda settings, left, on_gpu: host_plan(settings, left, on_gpu=True)  # type: ignore[attr-defined]
+    settings = read_settings(path)
+    config = model_config(settings, ByteTokens())
+    accelerator = zero.open_deepspeed(settings, config, precision, "no" if precision == "fp32" else precision, False, {})
+    made, _ = open_engine(settings, accelerator, config, None)
+    engine: Any = made
+    deepspeed: Any = engine.objective
+    summed: list[str] = []
+    backward = engine.backward
+
+    def watched(loss: torch.Tensor, *, last: bool) -> None:
+        backward(loss, last=last)
+        summed.append(holder(deepspeed.optimizer))
+
+    engine.backward = watched
+    position = Position(cuts=(Cut(0, settings.seq_len),))
+    channel = Recorder()
+    channel.commands[1] = [(1, "stop", {})]
+    trainer = Trainer(settings, engine, samples(), position, Path(tempfile.mkdtemp()) / "state", channel, PAD)
+    trainer.run(Control(channel, accelerator))
+    optimizer = deepspeed.optimizer.optimizer
+    offload, offload_parameters = deepspeed.zero_offload_optimizer(), deepspeed.zero_offload_param()
+    answer = {
+        "optimizer": type(deepspeed.optimizer).__name__,
+        "types": [str(kind) for kind in deepspeed.get_data_types()],
+        "summed": summed[0],
+        "fused": [group["fused"] for group in optimizer.param_groups],
+        "steps": sorted({str(state["step"].device) for state in optimizer.state.values()}),
+        "pinned": None if offload is None else offload.pin_memory,
+        "pinned_parameters": None if offload_parameters is None else offload_parameters.pin_memory,
+        "overlap": deepspeed.zero_overlap_comm(),
+        "bucket": deepspeed.zero_reduce_bucket_size(),
+        "prefetch": deepspeed.zero_prefetch_bucket_size(),
+        "loss": channel.of("step")[0]["loss"],
+    }
+    print(json.dumps(answer))
+
+
+def holder(optimizer: Any) -> str:
+    """The dtype of the tensor that holds the sum of the gradients after the first micro-batch."""
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if flat is not None:
+        return str(flat.dtype)
+    for name in ("averaged_gradients", "accumulated_grads_in_cpu"):
+        found = getattr(optimizer, name, None) or {}
+        for value in found.values():
+            return str((value[0] if isinstance(value, list) else value).dtype)
+    for group in getattr(optimizer, "bit16_groups", []):
+        if group[0].grad_accum is not None:
+            return str(group[0].grad_accum.dtype)
+    assert optimizer.fp32_groups_gradients_flat[0].any()
+    return str(optimizer.fp32_groups_gradients_flat[0].dtype)
+
+
+if __name__ == "__main__":
+    main()
