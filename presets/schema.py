@@ -120,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer: Optimizer = "adamw"
     gradient_checkpointing: bool = False
     loss_chunk: int = -1
-    """Tokens whose logits are in memory at one time; 0: all; -1: chosen by the size of the
-    vocabulary."""
+    """Tokens whose logits are in memory at one time; 0: all; -1: chosen by the vocabulary and,
+    on a GPU, by the free memory."""
     compile: bool = False
     """torch.compile the model."""
     workers: int = 0

@@ -177,10 +177,11 @@ class ZeroEngine:
         self.accelerator = accelerator
         self._settings = settings
         self.model = objective.model
-        self.loss_chunk = objective.chunk
         self._base = optimizer
         _finish_config(accelerator, settings, objective.model)
         self._engine: Any = accelerator.prepare(objective, optimizer)[0]
+        # Now the model is on its device, whose free memory decides.
+        self.loss_chunk = objective.chunk
         self.objective: torch.nn.Module = self._engine
         self._zero: Any = self._engine.optimizer
 
