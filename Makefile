@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.memtop-installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: run test lint types contracts ops unit long bench screenshots clean help
+.PHONY: run test lint types contracts ops unit long bench gpu screenshots clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -47,6 +47,9 @@ bench: $(STAMP) ## measure; prints JSON
 	$(BIN)/python -m bench.startup
 	$(BIN)/python -m bench.agent_cost
 	$(BIN)/python -m bench.supervisor_cost
+
+gpu: $(STAMP) ## on a machine with an NVIDIA GPU: check and measure there; call it again to go on
+	$(BIN)/python -m bench.first_half_hour
 
 screenshots: $(STAMP) ## draw docs/screenshots again
 	$(BIN)/python docs/make_screenshots.py

@@ -13,6 +13,15 @@ from typing import Any
 
 import memtop
 
+MIDDLE_LLAMA = {
+    "model.config.hidden_size": 1024,
+    "model.config.intermediate_size": 2816,
+    "model.config.num_hidden_layers": 16,
+    "model.config.num_attention_heads": 16,
+    "model.config.num_key_value_heads": 16,
+}
+"""A llama of 200 M parameters: on a GPU, tiny models measure launches only."""
+
 
 def machine() -> dict[str, Any]:
     """The machine, without its name."""

@@ -2,6 +2,7 @@
 command; prints JSON lines.
 
     python -m bench.recipes_and_presets [--device cpu|cuda] [--updates N] [--only RECIPE]
+                                        [--at-once N]
 
 On the CPU the models are tiny, on a GPU larger (in both cases with random weights, and text from
 the machine). Each line has the strategy that the trainer reports, the split, the first and last
@@ -19,24 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.common import machine
+from bench.common import MIDDLE_LLAMA, machine
 from memtop.presets import Settings, SettingsError, edit_settings, load_recipes, presets_for, resolve
+from memtop.presets.schema import Preset
 from memtop.supervisor.run.processes.attempt import launcher
 from tests.train.recipes import TINY_LLAMA, TINY_T5, pairs, write_llama, write_rows
 
 SITE = Path(__file__).resolve().parents[1] / "train" / "agent" / "site"
-MIDDLE_LLAMA = {
-    "model.config.hidden_size": 1024,
-    "model.config.intermediate_size": 2816,
-    "model.config.num_hidden_layers": 16,
-    "model.config.num_attention_heads": 16,
-    "model.config.num_key_value_heads": 16,
-}
 Change = dict[str, Any]
 
 
@@ -45,26 +41,34 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--only")
+    parser.add_argument("--at-once", type=int, default=1, help="pairs that train at the same time")
     arguments = parser.parse_args()
     print(json.dumps({"bench": "recipes_and_presets", "date": time.strftime("%Y-%m-%d"), "machine": machine()}), flush=True)
-    with tempfile.TemporaryDirectory(prefix="memtop-recipes-") as name:
+    with tempfile.TemporaryDirectory(prefix="memtop-recipes-") as name, ThreadPoolExecutor(arguments.at_once) as pool:
         folder = Path(name)
         data = write_rows(folder / "pairs.parquet", pairs(400))
         llama = write_llama(folder / "llama")
+        waiting = []
         for recipe in load_recipes() if arguments.only is None else [arguments.only]:
-            given = _overrides(recipe, arguments.device, data, llama)
-            for preset in presets_for(recipe).values():
-                row = {"recipe": recipe, "preset": preset.name}
-                try:
-                    settings = resolve(load_recipes()[recipe], preset=preset)
-                    settings = edit_settings(
-                        settings, max_updates=arguments.updates, assignments={key: str(value) for key, value in given.items()}
-                    )
-                except SettingsError as error:
-                    row["refused"] = str(error)
-                else:
-                    row |= _train(folder / f"{recipe}-{preset.name}", settings)
-                print(json.dumps(row), flush=True)
+            given = _overrides(recipe, arguments.device, data, llama) | {"max_updates": arguments.updates}
+            waiting += [pool.submit(_pair, folder, recipe, preset, given) for preset in presets_for(recipe).values()]
+        for done in as_completed(waiting):
+            print(json.dumps(done.result()), flush=True)
+
+
+def _pair(folder: Path, recipe: str, preset: Preset, given: Change) -> Change:
+    """The result of a recipe with a preset."""
+    row = {"recipe": recipe, "preset": preset.name}
+    assignments = {key: str(value) for key, value in given.items() if key != "max_updates"}
+    try:
+        settings = resolve(load_recipes()[recipe], preset=preset)
+        settings = edit_settings(settings, max_updates=given["max_updates"], assignments=assignments)
+    except SettingsError as error:
+        return {**row, "refused": str(error)}
+    try:
+        return row | _train(folder / f"{recipe}-{preset.name}", settings)
+    except subprocess.TimeoutExpired as error:
+        return {**row, "failed": f"not finished after {error.timeout:.0f} s"}
 
 
 def _overrides(recipe: str, device: str, data: Path, llama: Path) -> Change:

@@ -1,14 +1,19 @@
 """memtop's trainer compared with Hugging Face's `Trainer`: samples per second and peak memory on
 the same work.
 
-python -m bench.train [--device cpu|cuda] [--precision fp32|bf16] [--accumulation A] [--rounds N]
-[--case NAME]
+python -m bench.train [--device cpu|cuda] [--precision fp32|bf16|fp16] [--accumulation A]
+                      [--rounds N] [--updates N] [--case NAME] [--set KEY=VALUE] [--only memtop]
 
 Both arms use the same weights, the same samples in the same order, AdamW with the same constant
-rate, and clipping at 1; no checkpoint, no evaluation, a log line every 4 updates. Each arm runs in
-a separate process, in turns A B B A; a pair is one arm and its neighbour. Their losses are
-compared, because both must do the same training. Memory is the peak after the warm-up, minus what
-was held once model and data were loaded. On a busy machine, compare samples per second of CPU time.
+rate, clipping at 1, and the same kernels for attention, optimizer and matrix products; no
+checkpoint, no evaluation, a log line every 4 updates. Each arm runs in a separate process, in turns
+A B B A; a pair is one arm and its neighbour. Their losses are compared, because both must do the
+same training. Memory is the peak after the warm-up, minus what was held once model and data were
+loaded. On a busy machine, compare samples per second of CPU time. `verdict` compares the medians
+with what memtop promises.
+
+The cases `half_billion` have the shape of Qwen2.5-0.5B (494 M parameters), for a GPU. `--set`
+changes a setting of memtop alone, and `--only memtop` measures nothing else, to compare settings.
 """
 
 from __future__ import annotations
@@ -42,6 +47,20 @@ ARMS = ("memtop", "hugging_face")
 MEASURED = ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib")
 WARM_UP = 3
 LOG_EVERY = 4
+_HALF_BILLION = {
+    "batch": "8",
+    "accumulation": "1",
+    "seq_len": "1024",
+    "model.config.model_type": "qwen2",
+    "model.config.vocab_size": "151936",
+    "model.config.hidden_size": "896",
+    "model.config.intermediate_size": "4864",
+    "model.config.num_hidden_layers": "24",
+    "model.config.num_attention_heads": "14",
+    "model.config.num_key_value_heads": "2",
+    "model.config.max_position_embeddings": "32768",
+    "model.config.tie_word_embeddings": "true",
+}
 CASES: dict[str, tuple[int, dict[str, str]]] = {
     # Measured updates, and what differs from the recipe first-run (8 x 4, T 128, 260 tokens, 1.3 M
     # parameters).
@@ -60,16 +79,27 @@ CASES: dict[str, tuple[int, dict[str, str]]] = {
             "model.config.num_key_value_heads": "4",
         },
     ),
+    "half_billion": (13, _HALF_BILLION),
+    "half_billion_lora": (13, _HALF_BILLION | {"method": "lora", "lora.r": "16", "lora.alpha": "32"}),
+}
+ON_CPU = ("small_vocabulary", "large_vocabulary")
+PROMISED: dict[str, tuple[float, float | None]] = {
+    # The least samples per second and the largest peak growth, both divided by Hugging Face's.
+    "small_vocabulary": (1.0, None),
+    "large_vocabulary": (1.14, 0.7),
+    "half_billion": (1.0, 0.7),
+    "half_billion_lora": (1.0, 0.7),
 }
 
 
-def settings_of(case: str, device: str, precision: str, accumulation: int) -> Settings:
+def settings_of(case: str, given: argparse.Namespace) -> Settings:
+    """The settings of both arms."""
     updates, assignments = CASES[case]
     base = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
     assignments = {
         **assignments,
-        "device": device,
-        "precision": precision,
+        "device": given.device,
+        "precision": given.precision,
         "warmup_fraction": "0",
         "final_learning_rate_fraction": "1",
         "learning_rate": "1e-3",
@@ -77,9 +107,9 @@ def settings_of(case: str, device: str, precision: str, accumulation: int) -> Se
         "save_every": "1000000",
         "log_every": str(LOG_EVERY),
     }
-    if accumulation:
-        assignments["accumulation"] = str(accumulation)
-    return edit_settings(base, assignments=assignments, max_updates=WARM_UP + updates)
+    if given.accumulation:
+        assignments["accumulation"] = str(given.accumulation)
+    return edit_settings(base, assignments=assignments, max_updates=WARM_UP + (given.updates or updates))
 
 
 def samples_of(settings: Settings) -> PackedText:
@@ -152,7 +182,8 @@ def measure_memtop(settings: Settings, device: str) -> dict[str, Any]:
 def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
     import transformers
 
-    model = build_model(settings, model_config(settings, ByteTokens()))
+    mixed = {"fp32": "no"}.get(settings.precision, settings.precision)
+    model = build_model(settings, model_config(settings, ByteTokens()), mixed=mixed)
     data = samples_of(settings)
     keys = SampleOrder(data, settings.seed, (Cut(0, settings.seq_len),)).take(0, settings.target_samples)
     rows = [{"input_ids": data[key][0], "labels": data[key][1]} for key in keys]
@@ -176,6 +207,10 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
             # As in memtop: torch's default on the CPU, its fused kernel on a GPU.
             optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
             bf16=settings.precision == "bf16",
+            fp16=settings.precision == "fp16",
+            gradient_checkpointing=settings.gradient_checkpointing,
+            # As in memtop: products of fp32 matrices in TF32 where the GPU has it.
+            tf32=True if device == "cuda" and settings.precision == "fp32" else None,
             use_cpu=device == "cpu",
             train_sampling_strategy="sequential",
             dataloader_num_workers=settings.workers,
@@ -204,55 +239,87 @@ def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
     return found
 
 
-def compare(case: str, settings: Settings, rounds: int, options: list[str]) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for _ in range(rounds):
-        for arm in (*ARMS, *reversed(ARMS)):
+def compare(case: str, settings: Settings, given: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+    arms = (given.only,) if given.only else ARMS
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for _ in range(given.rounds):
+        for arm in (*arms, *reversed(arms)):
             found[arm].append(in_child(arm, case, options))
-    pairs = list(zip(found["memtop"], found["hugging_face"], strict=True))
     return {
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
+        "method": settings.method,
         "vocabulary": settings.model["config"]["vocab_size"],
-        "updates_measured": CASES[case][0],
+        "updates_measured": settings.target_samples // settings.effective_batch - WARM_UP,
         **{arm: {name: spread([run[name] for run in runs]) for name in MEASURED} for arm, runs in found.items()},
-        "memtop_over_hugging_face": {name: spread([mine[name] / other[name] for mine, other in pairs]) for name in MEASURED},
-        "largest_loss_difference": max(loss_difference(mine["losses"], other["logged_losses"]) for mine, other in pairs),
+        **({} if given.only else beside(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
         "peak_is_exact": all(run["peak_is_exact"] for runs in found.values() for run in runs),
     }
 
 
-def loss_difference(losses: list[float], logged: list[float]) -> float:
-    """The largest relative difference of means over LOG_EVERY updates, which Hugging Face logs."""
+def beside(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """memtop divided by Hugging Face, from pairs of neighbours."""
+    ratios = {name: spread([mine[name] / other[name] for mine, other in pairs]) for name in MEASURED}
+    least, most = PROMISED[case]
+    speed, growth = (ratios[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
+    return {
+        "memtop_over_hugging_face": ratios,
+        "verdict": {
+            "samples_per_second_ratio": speed,
+            "at_least": least,
+            "peak_growth_ratio": growth,
+            "at_most": most,
+            "kept": speed >= least and (most is None or growth <= most),
+        },
+        "largest_loss_difference": max(loss_difference(mine["losses"], other["logged_losses"]) for mine, other in pairs),
+    }
+
+
+def loss_difference(losses: list[float], logged: list[float]) -> float | None:
+    """The largest relative difference of means over LOG_EVERY updates, which Hugging Face logs.
+
+    None if there were fewer updates.
+    """
     means = [statistics.fmean(losses[at : at + LOG_EVERY]) for at in range(0, len(losses), LOG_EVERY)]
     whole = len(losses) // LOG_EVERY
     found = [abs(mine - other) / other for mine, other in zip(means[:whole], logged[:whole], strict=True)]
-    return float(f"{max(found):.2g}") if found else float("nan")
+    return float(f"{max(found):.2g}") if found else None
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--accumulation", type=int, default=0, help="0: the case's own")
+    parser.add_argument("--updates", type=int, default=0, help="measured updates; 0: the case's own")
+    parser.add_argument("--rounds", type=int, default=2, help="each is A B B A")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--case", choices=list(CASES), action="append", help="default: those for a CPU")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of memtop alone")
+    parser.add_argument("--only", choices=("memtop",), help="measure this arm alone")
+    parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--accumulation", type=int, default=0, help="0: the case's own")
-    parser.add_argument("--rounds", type=int, default=2, help="each is A B B A")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--case", choices=list(CASES), action="append")
-    parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
-    given = parser.parse_args()
-    cases = given.case or list(CASES)
-    settings = {case: settings_of(case, given.device, given.precision, given.accumulation) for case in cases}
+    given = arguments()
+    cases = given.case or list(ON_CPU)
+    settings = {case: settings_of(case, given) for case in cases}
     if given.arm:
         torch.set_num_threads(given.threads)
+        mine = settings[cases[0]]
+        if given.arm == "memtop":
+            mine = edit_settings(mine, assignments=dict(pair.split("=", 1) for pair in given.set))
         measure = {"memtop": measure_memtop, "hugging_face": measure_hugging_face}[given.arm]
-        print("\n" + json.dumps(measure(settings[cases[0]], given.device)))
+        print("\n" + json.dumps(measure(mine, given.device)))
         return
-    names = ("device", "precision", "accumulation", "threads")
+    names = ("device", "precision", "accumulation", "updates", "threads")
     options = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
+    options += [word for pair in given.set for word in ("--set", pair)]
     versions = {name: __import__(name).__version__ for name in ("torch", "transformers", "accelerate")}
-    results = {case: compare(case, settings[case], given.rounds, options) for case in cases}
-    report("train", {**{name: getattr(given, name) for name in names}, "versions": versions, **results})
+    results = {case: compare(case, settings[case], given, options) for case in cases}
+    report("train", {**{name: getattr(given, name) for name in (*names, "set")}, "versions": versions, **results})
 
 
 if __name__ == "__main__":

@@ -85,6 +85,14 @@ _SLOW_FILES = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only tests/gpu trains on a GPU, when it is named alone: elsewhere `device=auto` means the
+    CPU."""
+    named = [Path(word.partition("::")[0]).parts for word in config.args]
+    if Path("/dev/nvidiactl").exists() and not all("gpu" in parts for parts in named):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if missing := [path for path in _SLOW_FILES if not (Path(__file__).parents[1] / path).exists()]:
         raise pytest.UsageError(f"tests/conftest.py: _SLOW_FILES names files that do not exist: {', '.join(missing)}")

@@ -1,21 +1,41 @@
 """Tests that need a real NVIDIA GPU, its driver and a torch that can use it. Elsewhere they are
-skipped with the reason."""
+skipped.
+
+With MEMTOP_GPU_TESTS=cpu the tests of the trainer are rehearsed on the CPU: the same code with
+simulated memory. `bench/first_half_hour.py` runs them either way.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+from tests.train.recipes import Train, trainer_in
 
-def _why_not() -> str | None:
+REHEARSAL = os.environ.get("MEMTOP_GPU_TESTS") == "cpu"
+
+
+@pytest.fixture(scope="session")
+def card() -> None:
+    """A GPU that torch can use."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
-        return "no NVIDIA GPU that torch can use"
-    return None
+        pytest.skip("no CUDA device")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def real_gpu() -> None:
-    """Skip everything here on a machine without a GPU."""
-    reason = _why_not()
-    if reason is not None:
-        pytest.skip(reason)
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device to train on: "cuda", and in the rehearsal "cpu"."""
+    if REHEARSAL:
+        return "cpu"
+    request.getfixturevalue("card")
+    return "cuda"
+
+
+@pytest.fixture
+def train(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+    """Training in this process."""
+    yield from trainer_in(tmp_path, monkeypatch)

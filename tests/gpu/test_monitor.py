@@ -15,6 +15,7 @@ from memtop.supervisor.monitor.termination import end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample
 from memtop.supervisor.units import GIB
 
+pytestmark = pytest.mark.usefixtures("card")
 MIB = 1 << 20
 
 _HOLDER = """

@@ -78,7 +78,7 @@ class Scripted:
 
     def __init__(self, *, limit: int = 1_000_000, retrying: Iterable[int] = ()) -> None:
         self.trainer: Trainer | None = None
-        self._limit = limit
+        self.limit = limit
         self._retrying = set(retrying)
         self._retries = 0
 
@@ -90,7 +90,7 @@ class Scripted:
         return 100
 
     def share(self, peak_bytes: int) -> float | None:
-        return peak_bytes / self._limit
+        return peak_bytes / self.limit
 
     def retries(self) -> int | None:
         if self.trainer is not None and self.trainer.position.updates + 1 in self._retrying:

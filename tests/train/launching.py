@@ -34,8 +34,9 @@ STRATEGIES = {
 }
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def environment(device: str = "cpu") -> dict[str, str]:
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**found, "DS_ACCELERATOR": "cpu"} if device == "cpu" else found
 
 
 def start(settings: Settings, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -62,7 +63,7 @@ def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dic
     report = folder / "report.json"
     arguments = ("--settings", str(folder / "settings.json"), "--state-dir", str(state), "--report", str(report))
     command = [*launcher(settings), "-m", "tests.train.state_worker", *arguments, "--updates", str(updates)]
-    done = start(settings, command, environment(), ROOT)
+    done = start(settings, command, environment(settings.device), ROOT)
     if done.returncode != 0:
         raise AssertionError(f"{settings.zero} x {settings.world_size}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
     found: dict[str, Any] = json.loads(report.read_text())
@@ -84,7 +85,7 @@ def run_trainer(folder: Path, settings: Settings) -> Launched:
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     trainer = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(state))
     site = ROOT / "train" / "agent" / "site"
-    surroundings = environment() | {
+    surroundings = environment(settings.device) | {
         "MEMTOP_ATTEMPT_DIR": str(attempt),
         "MEMTOP_ATTEMPT": "1",
         "MEMTOP_RUN": str(folder),

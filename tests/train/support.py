@@ -16,7 +16,7 @@ from memtop.train.data import byte_document
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import PAD, VOCABULARY, ByteTokens, TokenStore
 from memtop.train.model import model_config
-from memtop.train.run import open_engine
+from memtop.train.run import open_accelerator, open_engine
 from memtop.train.state_files import newest_complete
 from memtop.train.trainer import Trainer
 
@@ -95,9 +95,9 @@ class Training:
     ) -> None:
         self.channel = channel or Recorder()
         self.settings = settings
-        accelerator = Accelerator(cpu=True)
         self.samples = samples()
         config = model_config(settings, ByteTokens())
+        accelerator = Accelerator(cpu=True) if settings.device == "cpu" else open_accelerator(settings, config)
         found = newest_complete(state_dir)
         engine, position = open_engine(settings, accelerator, config, found[:2] if found else None)
         self.engine: Any = engine

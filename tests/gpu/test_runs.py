@@ -1,0 +1,110 @@
+"""Runs under the supervisor on a GPU, with the commands that people use."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.recovery.forecast import line_through
+from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.view import read_configurations, read_state
+from tests.conftest import Runs
+from tests.recovery.injected import TINY
+from tests.test_survival import assert_whole
+
+Note = Any
+
+
+def start(runs: Runs, device: str, *more: str) -> None:
+    options = ("--name", "a", "--detach", "--preset", "standard", "--set", f"device={device}")
+    runs.memtop("train", "first-run", *options, *(TINY if device == "cpu" else ()), *more)
+
+
+def split(document: dict[str, Any]) -> tuple[int, int]:
+    return document["settings"]["batch"], document["settings"]["accumulation"]
+
+
+def test_kill_9_and_a_restart_repeat_and_skip_nothing(runs: Runs, device: str) -> None:
+    start(runs, device, "--save-every", "5", "--max-updates", "100000", "--on-oom", "stop")
+    running = runs.wait("a", lambda d: (d["updates"] or 0) >= 12 and d["checkpoint"] is not None)
+    runs.kill(running["trainer_pid"])
+    failed = runs.wait("a", lambda d: d["state"] == "failed")
+    end = failed["updates"] + 20
+    runs.memtop("restart", "a", "--headless", "--max-updates", str(end))
+    document = runs.show("a", metrics=True)
+    assert_whole(document, end, 32)
+    assert len(document["attempts"]) == 2
+    assert document["attempts"][1]["start_updates"] > 0
+
+
+def test_free_reports_what_it_freed(runs: Runs, device: str, record_property: Note) -> None:
+    start(runs, device, "--max-updates", "100000")
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 5)
+    freed = runs.memtop("free", "a").stdout
+    record_property("words", freed)
+    assert "freed" in freed
+    updates = runs.show("a")["updates"]
+    runs.wait("a", lambda d: d["updates"] > updates + 5)
+    runs.memtop("stop", "a")
+
+
+def test_a_live_restart_changes_the_split_in_the_same_process(runs: Runs, device: str) -> None:
+    start(runs, device, "--max-updates", "100000")
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
+    runs.memtop("restart", "a", "--live", "--batch", "4", "--accum", "8")
+    document = runs.wait("a", lambda d: split(d) == (4, 8))
+    assert len(document["attempts"]) == 1
+    runs.memtop("stop", "a")
+
+
+def test_advise_tries_a_larger_batch(runs: Runs, device: str, record_property: Note) -> None:
+    start(runs, device, "--batch", "8", "--accum", "5", "--save-every", "1000", "--max-updates", "1000000")
+
+    def proposed(_: Any) -> bool:
+        advice = read_state(find_run("a", runs.path)).advice
+        return advice is not None and any(remedy.id == "larger_batch" for remedy in advice.proposals)
+
+    runs.wait("a", proposed)
+    record_property("advice", json.loads(runs.memtop("advise", "a", "--json").stdout))
+    trial = json.loads(runs.memtop("advise", "a", "--try", "--json").stdout)
+    record_property("trial", trial)
+    assert trial["state"] in ("kept", "undone")
+    batch = trial["change"]["assignments"]["batch"] if trial["state"] == "kept" else "8"
+    document = runs.wait("a", lambda d: str(d["settings"]["batch"]) == batch)
+    assert document["effective_batch"] == 40
+    runs.memtop("stop", "a")
+
+
+def test_the_forecast_is_near_the_measured_peak(runs: Runs, device: str, record_property: Note) -> None:
+    """The line through the peaks at B 2 and B 4 gives those at 8 and 16."""
+    start(runs, device, "--batch", "2", "--accum", "8", "--seq-len", "512", "--max-updates", "1000000")
+    for batch in (4, 8, 16):
+        wait_for_peak(runs)
+        runs.memtop("restart", "a", "--live", "--batch", str(batch), "--accum", str(16 // batch))
+        runs.wait("a", lambda d, batch=batch: split(d)[0] == batch)
+    wait_for_peak(runs)
+    runs.memtop("stop", "a")
+    peaks = [row.peak for row in read_configurations(find_run("a", runs.path).path) if row.peak is not None]
+    measured = {peak.batch: peak.bytes for peak in peaks}
+    assert sorted(measured) == [2, 4, 8, 16]
+    line = line_through([peak for peak in peaks if peak.batch <= 4])
+    foretold = {} if isinstance(line, str) else {batch: line.at(batch) for batch in (8, 16)}
+    record_property("measured_bytes", measured)
+    record_property("forecast_bytes", foretold or line)
+    if device == "cuda":
+        # On the CPU the peaks of a tiny model are those of the libraries.
+        for batch, size in foretold.items():
+            assert size == pytest.approx(measured[batch], rel=0.1)
+        assert foretold
+
+
+def wait_for_peak(runs: Runs) -> None:
+    """The present configuration has trained for some updates."""
+
+    def known(document: dict[str, Any]) -> bool:
+        peak = document["configurations"][-1]["peak"]
+        return peak is not None and peak["updates"] >= 5
+
+    runs.wait("a", known)
