@@ -168,6 +168,8 @@ class Trainer:
             due = plan.number % self.settings.save_every == 0 and not self._at_target
             if requests.save or requests.stop or best or due:
                 self.save(best=best, commands=requests.commands, background=not requests.stop)
+            if (plan.number + 1) % self.settings.save_every == 0:
+                self._saver.prepare()
             if plan.number % RECORD_EVERY == 0:
                 self._record(f"update {plan.number}")
             if requests.stop:
