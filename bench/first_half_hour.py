@@ -72,8 +72,9 @@ def parts(device: str) -> tuple[Part, ...]:
     else:
         speed = (*speed, "--precision", "bf16")
         real = [(*speed, "--case", case) for case in ("half_billion", "half_billion_lora")]
-        changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true"]
+        changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true", "bf16_residual=true"]
         pieces = [(*speed, "--case", "half_billion", "--only", "memtop", "--set", change) for change in changes]
+    pairs = ("--only", "first-run") if small else ("--at-once", "3")
     # In the rehearsal one file stands for the suite.
     suite = checks("tests/test_presets.py") if small else checks("tests", options=("-n", "8", "--dist", "loadfile"))
     return (
@@ -104,9 +105,9 @@ def parts(device: str) -> tuple[Part, ...]:
             "presets",
             8,
             "every recipe with every preset",
-            (("-m", "bench.recipes_and_presets", *given, "--updates", "3", *(() if small else ("--at-once", "3"))),),
+            (("-m", "bench.recipes_and_presets", *given, "--updates", "3", *pairs),),
         ),
-        Part("pieces", 6, "the speed of other pieces of the loss, and of compile", tuple(pieces)),
+        Part("pieces", 6, "the speed of other pieces of the loss, of compile and of bf16_residual", tuple(pieces)),
         Part("start", 3, "first update and restart beside a bare Trainer script", (("-m", "bench.first_update", *given),)),
         Part("suite", 10, "all other tests, where the driver sees a GPU", (suite,)),
     )
@@ -320,6 +321,8 @@ def _kill(process: subprocess.Popen[str], number: int) -> None:
 
 
 def main() -> int:
+    # A shell starts its background jobs with SIGINT ignored, and the parts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     names = [part.name for part in parts("cuda")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
