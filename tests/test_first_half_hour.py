@@ -127,7 +127,8 @@ def test_what_the_machine_has_is_left_out_and_extras_are_not(tmp_path: Path) -> 
     whole = wheels.closure([Requirement("textual")], "3.12")
     assert {"textual", "rich", "markdown-it-py", "linkify-it-py"} <= whole.keys()
     rest = wheels.closure([Requirement("markdown-it-py[linkify]"), Requirement("tomli; python_version < '3.11'")], "3.12", have)
-    assert rest.keys() == {"linkify-it-py", "mdurl", "uc-micro-py"}
+    assert "linkify-it-py" in rest
+    assert not {"markdown-it-py", "textual", "tomli"} & rest.keys()
 
 
 def test_the_stripped_wheel_keeps_one_library_for_gpus(tmp_path: Path) -> None:
