@@ -47,7 +47,8 @@ _RETRY_SECONDS = 3.0
 _HIDDEN_LIMIT_RETRY_SECONDS = 30.0
 _REPEAT_MESSAGE_SECONDS = 60.0
 _BLOCK_BYTES = 64 << 20
-# What else on the machine may need host memory while a copy of the state is held.
+# What stays free beside a copy of the state, at least: others need host memory meanwhile, and the
+# run would be in danger. As much as the copy takes stays free, too.
 _SPARE_BYTES = 512 << 20
 # The share of free host memory that may be page-locked: the system cannot take it back.
 _MOST_PINNED = 0.25
@@ -107,9 +108,10 @@ class HostCopy:
         free, held = available_bytes(), len(self._blocks) * _BLOCK_BYTES
         if free is None:
             return "how much host memory is free is not known"
-        why = f"a copy of the state needs {needed >> 20} MiB of host memory, {free >> 20} MiB are free"
-        if free < needed - held + _SPARE_BYTES:
-            return why
+        spare = max(_SPARE_BYTES, needed)
+        why = f"a copy of the state needs {needed >> 20} MiB of host memory"
+        if free < needed - held + spare:
+            return f"{why} and leaves {spare >> 20} MiB free, but {free + held >> 20} MiB are free"
         if not self._blocks:
             self._pinned = self._pin and needed <= free * _MOST_PINNED
         try:
@@ -119,7 +121,7 @@ class HostCopy:
             self._blocks.clear()
             if not is_lack_of_memory(error):
                 raise
-            return f"{why}; the system refuses them"
+            return f"{why}, which the system refuses"
         return None
 
     def release(self) -> None:

@@ -23,6 +23,7 @@ from memtop.train.state_files import (
     Manifest,
     ShardReader,
     ShardWriter,
+    at_once,
     newest_complete,
     newest_update,
     previous_of,
@@ -128,6 +129,32 @@ def test_a_command_to_save_is_answered_when_the_state_is_on_the_disk(tmp_path: P
     assert message.startswith("checkpoint at update 2: ")
 
 
+def test_ranks_do_not_meet_more_often_for_a_save_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each write has ended at the next boundary, so none is waited for.
+    monkeypatch.setattr(state_saver, "in_thread", lambda work, name: at_once(work))
+    meetings: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        own = getattr(Ranks, name)
+
+        def call(*arguments: Any) -> Any:
+            meetings.append(name)
+            return own(*arguments)
+
+        return call
+
+    for name in ("sums", "most", "from_first", "wait", "add_up"):
+        monkeypatch.setattr(Ranks, name, counted(name))
+    counts = []
+    for save_every, saved in ((3, [3, 6, 9, 10]), (100, [10])):
+        meetings.clear()
+        training = Training(tmp_path / str(save_every), edited(save_every=save_every))
+        assert training.run() == "finished"
+        assert [report["updates"] for report in training.channel.of("checkpoint")] == saved
+        counts.append(len(meetings))
+    assert counts[0] == counts[1] > 10
+
+
 @pytest.mark.parametrize("free", [100 << 20, None])
 def test_without_host_memory_for_the_copy_training_stops_for_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing, free: int | None
@@ -137,7 +164,7 @@ def test_without_host_memory_for_the_copy_training_stops_for_the_save(
     assert training.run() == "finished"
     assert writing.threads == ["MainThread"] * 4
     assert [report["updates"] for report in training.channel.of("checkpoint")] == [3, 6, 9, 10]
-    words = "a copy of the state needs 1 MiB of host memory, 100 MiB are free" if free else "free is not known"
+    words = "needs 1 MiB of host memory and leaves 512 MiB free, but 100 MiB are free" if free else "free is not known"
     warnings = [report["message"] for report in training.channel.of("warning")]
     assert len(warnings) == 1, "it is said once"
     assert warnings[0].startswith("training stops while a state is saved: ")
@@ -154,7 +181,7 @@ def test_memory_that_the_system_refuses_is_no_failure(
     training = Training(tmp_path / "state")
     assert training.run() == "finished"
     assert writing.threads == ["MainThread"] * 4
-    assert training.channel.of("warning")[0]["message"].endswith("the system refuses them")
+    assert training.channel.of("warning")[0]["message"].endswith("which the system refuses")
 
 
 @pytest.mark.parametrize("how", ["broken disk", "folder gone"])
@@ -310,7 +337,14 @@ def test_the_memory_of_the_copy_is_given_back_when_memory_is_short(monkeypatch: 
     free = 100 << 20
     copy.release()
     free = 600 << 20
-    assert copy.reserve(300 << 20) == "a copy of the state needs 300 MiB of host memory, 600 MiB are free"
+    assert copy.reserve(300 << 20) == (
+        "a copy of the state needs 300 MiB of host memory and leaves 512 MiB free, but 600 MiB are free"
+    )
+    # As much as it takes stays free.
+    free = 3 << 30
+    assert copy.reserve(2 << 30) is not None
+    free = 4 << 30
+    assert copy.reserve(2 << 30) is None
 
 
 def test_damage_is_found_in_any_of_several_files(tmp_path: Path) -> None:
