@@ -262,7 +262,7 @@ class Trainer:
             self._guard.phase = "backward"
             with self._stopwatch.part("backward_seconds"):
                 self._engine.backward(loss, last=number == len(batches))
-            self._results[0] += loss.detach()
+            self._results[0].add_(loss.detach())
         return self._engine.missing_gradients()
 
     def _read_results(self, norm: torch.Tensor | float | None) -> tuple[float, float | None]:
