@@ -3,10 +3,11 @@
 Imports nothing else of memtop.
 """
 
+from memtop.presets.choosing import choose_by_memory, choose_preset
 from memtop.presets.comparison import compatibility
 from memtop.presets.edits import apply_preset, edit_settings, resolve, take_whole
 from memtop.presets.fields import SettingsError
-from memtop.presets.files import PresetFileError, choose_by_memory, load_presets, load_recipes, presets_for, user_cache
+from memtop.presets.files import PresetFileError, load_presets, load_recipes, presets_for, user_cache
 from memtop.presets.schema import Preset, Recipe, Settings
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "SettingsError",
     "apply_preset",
     "choose_by_memory",
+    "choose_preset",
     "compatibility",
     "edit_settings",
     "load_presets",

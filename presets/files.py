@@ -7,9 +7,8 @@ recipes), and `./memtop.toml` with tables `[presets.NAME]`, `[levels.NAME]` and 
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T", Preset, Recipe)
-_GIB = 1 << 30
 _HERE = Path(__file__).resolve().parent
 _FAMILIES: dict[str, Family] = {"ladder": "ladder", "levels": "level", "t5": "t5", "qlora": "qlora"}
 """The folder of each family, in the order in which families are listed."""
@@ -71,38 +69,6 @@ def load_recipes() -> dict[str, Recipe]:
         recipe = _shaped(origin, name, table, Recipe)
         found[recipe.name] = recipe
     return found
-
-
-def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, str]:
-    """The preset for this much free memory on the fullest GPU, and the reason; None: no GPU.
-
-    Presets of the recipe's own family (QLoRA) are chosen before those of the ladder. A threshold
-    belongs to the larger preset: 12 GiB and more, 6 up to 12, 4 up to 6, below 4.
-    """
-    presets = load_presets()
-    if free_bytes is None:
-        return presets["standard"], "preset standard: the free GPU memory is not known"
-    rungs = _rungs(list(presets.values()), recipe)
-    at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
-    border, preset = rungs[at]
-    where = f"from {border:g} GiB on" if border > 0 else "the smallest of them"
-    if at > 0:
-        above = rungs[at - 1][0]
-        where = f"from {border:g} up to {above:g} GiB" if border > 0 else f"below {above:g} GiB"
-    return preset, f"preset {preset.name}: {_floor_gib(free_bytes)} of GPU memory free, {where}"
-
-
-def _rungs(presets: Sequence[Preset], recipe: str) -> list[tuple[float, Preset]]:
-    ladder = [(p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family == "ladder"]
-    special = [
-        (p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family != "ladder" and recipe in p.recipes
-    ]
-    return sorted(special or ladder, key=lambda rung: -rung[0])
-
-
-def _floor_gib(size: int) -> str:
-    # Rounded down: 11.999 GiB is not 12.
-    return f"{math.floor(size / _GIB * 100) / 100:.2f} GiB"
 
 
 def _place(preset: Preset) -> int:

@@ -46,6 +46,11 @@ class Zero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ]
         return f"ZeRO-{self.stage}" + (f" + {' and '.join(offloaded)} offload" if offloaded else "")
 
+    def saves_memory(self, processes: int) -> bool:
+        """Whether a GPU needs less memory than without ZeRO. On one process only offloading saves
+        any."""
+        return self.offload_optimizer or self.offload_parameters or (self.stage > 0 and processes > 1)
+
     @property
     def short(self) -> str:
         """The strategy in at most 15 characters, for tables."""
@@ -115,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer: Optimizer = "adamw"
     gradient_checkpointing: bool = False
     loss_chunk: int = -1
-    """Tokens whose logits are in memory at one time; 0: all; -1: chosen by the size of the
-    vocabulary."""
+    """Tokens whose logits are in memory at one time; 0: all; -1: chosen by the vocabulary and,
+    on a GPU, by the free memory."""
     compile: bool = False
     """torch.compile the model."""
     workers: int = 0
@@ -160,7 +165,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     task: Task = "causal"
     method: Method = "full"
     preset: str
-    """A preset's name, or "auto": chosen by the free GPU memory."""
+    """A preset's name, or "auto": see `choosing.py`."""
     batch: int
     accumulation: int
     seq_len: int
@@ -218,7 +223,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     recipes: tuple[str, ...] = ()
     """The recipes whose new runs also take the guide's values; empty: all."""
     free_gib_from: float | None = None
-    """A recipe with preset "auto" takes this preset from this much free GPU memory on."""
+    """With preset "auto", several processes take this preset from this much free GPU memory on."""
     max_batch: Positive | None = None
     """The largest micro-batch; accumulation follows so that the effective batch stays exactly the
     same."""

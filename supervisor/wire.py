@@ -202,6 +202,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None = None
     """None for external commands, whose settings are unknown."""
     command: tuple[str, ...] = ()
+    choice: str | None = None
+    """Which preset and GPU memtop chose when the run was created, and why. None if it chose
+    neither."""
     effective_batch: int | None = None
     updates: int | None = None
     total_updates: int | None = None

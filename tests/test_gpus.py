@@ -1,12 +1,16 @@
-"""`--gpus`: GPUs by index, and free GPUs, with a scripted driver."""
+"""`--gpus`: GPUs by index, and free GPUs; what `doctor` says about torch on them. With a scripted
+driver."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
-from memtop.cli import gpus
+from memtop.cli import doctor, gpus, run
+from memtop.presets.gpu_support import TorchBuild
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.units import GIB
 from tests.nvml_double.double import Script, driver, nvml_library
@@ -130,3 +134,68 @@ def test_a_gpu_without_a_process_list_is_not_free(four: Script, code: int) -> No
     with pytest.raises(UsageError, match=r"1 of 4 GPUs is free; .*GPU 1: who computes on it is not known: "):
         gpus.wanted("free:2")
     assert gpus.wanted("1") == ["1"], "whoever names it knows better"
+
+
+def torch_checks(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[bool | None, str, str | None]]:
+    """What `memtop doctor` finds about torch on each GPU."""
+    assert run(["doctor", "--json", "--runs-dir", str(runs_dir)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {one["check"]: (one["ok"], one["found"], one["advice"]) for one in found if one["check"].startswith("torch,")}
+
+
+@pytest.mark.parametrize(
+    ("build", "found", "advice"),
+    [
+        (TorchBuild(version="2.13.0+cpu", cuda=None), "torch 2.13.0+cpu is built for CPUs only", "install a build for CUDA"),
+        (
+            TorchBuild(version="2.13.0+cu130", cuda="13.0"),
+            "the NVIDIA driver 550.54.14 supports CUDA up to 12.4",
+            "install a newer",
+        ),
+        (
+            TorchBuild(version="2.9.0+cu128", cuda="12.8"),
+            "torch 2.9.0+cu128 has no kernels for the P100",
+            "a torch build for CUDA 12.6",
+        ),
+    ],
+    ids=lambda value: value.version if isinstance(value, TorchBuild) else "",
+)
+def test_the_doctor_says_why_torch_cannot_use_a_gpu(
+    driver: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    build: TorchBuild,
+    found: str,
+    advice: str,
+) -> None:
+    driver.gpu(0, total=16 * GIB, used=0, name="P100", major=6).write()
+    monkeypatch.setattr(doctor, "installed_build", lambda: build)
+    ((ok, said, then),) = torch_checks(tmp_path, capsys).values()
+    assert ok is None
+    assert said.startswith(found)
+    assert then is not None
+    assert advice in then
+
+
+def test_the_doctor_asks_torch_itself_for_its_kernels(
+    driver: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    driver.gpu(0, total=16 * GIB, used=0, name="A100", major=8).gpu(
+        1, total=16 * GIB, used=0, name="H100", uuid="GPU-b"
+    ).write()
+    monkeypatch.setattr(doctor, "installed_build", lambda: TorchBuild(version="2.9.0a0+own", cuda="12.4"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("from torch import cuda\n")
+    (package / "cuda.py").write_text("def get_arch_list():\n    return ['sm_80', 'sm_86']\n")
+    checks = torch_checks(tmp_path, capsys)
+    assert checks["torch, gpu 0"] == (True, "torch 2.9.0a0+own can compute on it", None)
+    assert checks["torch, gpu 1"][1].startswith("torch 2.9.0a0+own has no kernels for the H100 (compute capability 9.0")
+    # A torch that cannot be asked: nothing is known against it.
+    (package / "cuda.py").write_text("raise ImportError('broken')\n")
+    assert [ok for ok, _, _ in torch_checks(tmp_path, capsys).values()] == [True, True]

@@ -26,8 +26,8 @@ from memtop.presets import (
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import check
+from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora, Zero
-from memtop.supervisor.recovery.configuration import model_parameters
 
 GIB = 1 << 30
 PRESETS = load_presets()

@@ -3,24 +3,56 @@ the reason."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from memtop.cli import gpus as gpus_of
 from memtop.cli import train
+from memtop.presets import Settings, load_recipes
+from memtop.presets.gpu_support import TorchBuild
+from memtop.presets.schema import Zero
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuDetails, GpuSample, MachineSnapshot, MigInstance
 from memtop.supervisor.wire import Change
 from tests.conftest import Runs
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 
 GIB = 1 << 30
 
 
-def machine(*free_gib: float | None) -> MachineSnapshot:
-    gpus = tuple(GpuSample(index=i, free_bytes=None if f is None else int(f * GIB)) for i, f in enumerate(free_gib))
-    return MachineSnapshot(time=0.0, gpus=gpus)
+def machine(*free_gib: float | None, **more: Any) -> MachineSnapshot:
+    gpus = tuple(
+        GpuSample(index=i, uuid=f"GPU-{i}", free_bytes=None if f is None else int(f * GIB)) for i, f in enumerate(free_gib)
+    )
+    return MachineSnapshot(time=0.0, gpus=gpus, **more)
+
+
+def settings_for(*arguments: Any, **more: Any) -> Settings:
+    """The settings of the new run that these arguments of `plan_for` give."""
+    settings = train.plan_for(*arguments, **more).settings
+    assert settings is not None
+    return settings
+
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+@pytest.fixture(autouse=True)
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that can compute on every GPU; nothing in Hugging Face's cache."""
+    monkeypatch.setattr(train, "installed_build", lambda: TorchBuild(version="2.13.0+cu130", cuda="13.0"))
+    monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
 
 
 @pytest.fixture
@@ -33,70 +65,233 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
 
 
 @pytest.mark.parametrize(
+    ("free", "preset", "said"),
+    [
+        (
+            (80.0,),
+            "standard",
+            "preset standard: 80.00 GiB of GPU memory free, base, adapters and optimizer need 15.73 GiB",
+        ),
+        ((19.0,), "standard", "need 15.73 GiB; --preset NAME chooses another"),
+        ((18.0,), "stage2_offload", "need 15.73 GiB; with this offload 13.35 GiB; --preset"),
+        ((8.0,), "minimal", "preset minimal: 8.00 GiB of GPU memory free, base, adapters"),
+        ((None,), "standard", "the free GPU memory is not known"),
+        ((), "standard", "the free GPU memory is not known"),
+    ],
+)
+def test_one_process_offloads_only_what_does_not_fit(
+    data: Change,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    free: tuple[float | None, ...],
+    preset: str,
+    said: str,
+) -> None:
+    """ZeRO on one process saves nothing, and switches survival and live edits off."""
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(LLAMA_7B))
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
+    asked = Change(assignments={**data.assignments, "model.path": "llama"})
+    found = train.plan_for("sft-lora", None, asked, None)
+    assert found.settings is not None
+    assert (found.settings.preset, found.pinned) == (preset, None)
+    assert found.settings.zero.stage == 0 or found.settings.zero.saves_memory(1)
+    # Chosen automatically, not named: the recipe's own values stay.
+    assert (found.settings.effective_batch, found.settings.seq_len) == (16, 1024)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err == f"memtop: {found.choice}\n"
+
+
+@pytest.mark.parametrize("recipe", ["pretrain-causal", "pretrain-t5", "sft-lora"])
+def test_a_card_of_the_size_that_people_have_trains_without_zero(
+    data: Change, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    for free in (6.0, 12.0, 24.0, 80.0):
+        monkeypatch.setattr(gpus_of, "sample", lambda free=free: machine(free))
+        settings = settings_for(recipe, None, data, None)
+        assert (settings.preset, settings.zero) == ("standard", Zero())
+        assert settings.batch == load_recipes()[recipe].batch
+
+
+def test_a_model_that_is_not_here_yet_is_not_guessed(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(3.0))
+    assert settings_for("sft-lora", None, data, None).preset == "standard"
+    assert "what the model needs is not known before it is loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("free", "gpus", "preset", "said"),
     [
-        ((13.0,), None, "deepspeed", "13.00 GiB of GPU memory free, from 12 GiB on; --preset"),
-        ((13.0, 5.0), None, "stage3", "from 4 up to 6 GiB on GPU 1, the fullest of 2"),
-        ((13.0, 5.0), ["0"], "deepspeed", "from 12 GiB on; --preset"),
-        ((13.0, None), None, "deepspeed", "13.00 GiB"),
-        ((None,), None, "standard", "the free GPU memory is not known"),
-        ((), None, "standard", "the free GPU memory is not known"),
+        ((13.0, 5.0), ["0", "1"], "stage3", "from 4 up to 6 GiB, on GPU 1, the fullest of 2; --preset"),
+        ((13.0, 14.0), ["0", "1"], "deepspeed", "from 12 GiB on, on GPU 0, the fullest of 2"),
     ],
 )
 def test_the_fullest_gpu_decides(
     data: Change,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    free: tuple[float | None, ...],
-    gpus: list[str] | None,
+    free: tuple[float, ...],
+    gpus: list[str],
     preset: str,
     said: str,
 ) -> None:
+    """For several processes, which the smallest must hold, as the guide says."""
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
-    settings = train.settings_for("sft-lora", None, data, gpus)
-    assert settings.preset == preset
-    # Chosen automatically, not named: the recipe's own values stay.
-    assert (settings.effective_batch, settings.seq_len) == (16, 1024)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
+    assert settings_for("sft-lora", None, data, gpus).preset == preset
+    assert said in capsys.readouterr().err
 
 
-def test_gpus_hidden_from_cuda_do_not_decide_the_preset(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_pinned_to_the_emptiest_gpu(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(5.0, None, 13.0))
+    found = train.plan_for("pretrain-causal", None, Change(), None)
+    assert found.pinned == "GPU-2"
+    assert "13.00 GiB of GPU memory free" in str(found.choice)
+    assert "trains on GPU 2, the emptiest of 3; --gpus chooses others" in capsys.readouterr().err
+    assert train.plan_for("first-run", None, Change(), None).pinned == "GPU-2", "whatever the preset is"
+    # What the person chose stays.
+    assert train.plan_for("pretrain-causal", None, Change(), ["0"]).pinned is None
+    assert "5.00 GiB of GPU memory free" in capsys.readouterr().err
+    assert train.plan_for("pretrain-causal", None, Change(assignments={"device": "cpu"}), None).pinned is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert train.plan_for("pretrain-causal", None, Change(), None).pinned is None
+
+
+def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = machine(20.0, 13.0).gpus
+    parts = tuple(MigInstance(position=n, uuid=f"MIG-{n}", free_bytes=int(free * GIB)) for n, free in ((0, 2.0), (3, 9.5)))
+    split = replace(one, mig=parts, details=GpuDetails(mig_mode=True))
+    bare = replace(two, details=GpuDetails(mig_mode=True))
+    # CUDA cannot use a GPU in MIG mode that has no instance.
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=(split, bare)))
+    for gpus in (None, ["0"]):
+        found = train.plan_for("pretrain-causal", None, Change(), gpus)
+        assert found.pinned == "MIG-3"
+        assert "9.50 GiB of GPU memory free" in str(found.choice)
+        assert "trains on GPU 0, MIG 3, the emptiest of 2" in str(found.choice)
+
+
+def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
+    script = Script(tmp_path / "script")
+    for index, used in enumerate((5, 1)):
+        script.gpu(index, total=20 * GIB, used=used * GIB, uuid=f"GPU-{index}", name="A4500")
+    # A torch for CUDA that cannot be loaded: the run ends at once.
+    torch = tmp_path / "packages" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("raise ImportError('no torch')\n")
+    (torch / "version.py").write_text("__version__ = '2.9.0+cu128'\ncuda: Optional[str] = '12.8'\nhip = None\n")
+    runs.environment |= script.write().env(nvml_library) | {"PYTHONPATH": str(torch.parent)}
+    runs.environment.pop("CUDA_VISIBLE_DEVICES", None)
+    done = runs.memtop("train", "--headless", "--name", "a", status=None)
+    assert "memtop: trains on GPU 1, the emptiest of 2; --gpus chooses others" in done.stderr
+    command = json.loads((runs.path / "a/attempts/0001/command.json").read_text())
+    assert command["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert runs.show("a")["choice"] == "trains on GPU 1, the emptiest of 2; --gpus chooses others"
+
+
+def test_gpus_hidden_from_cuda_do_not_decide_the_preset(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small, large = machine(3.0, 13.0).gpus
-    seen = MachineSnapshot(time=0.0, gpus=(small, msgspec.structs.replace(large, visible_index=0)))
+    seen = MachineSnapshot(time=0.0, gpus=(small, replace(large, visible_index=0)))
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
     # The variable can hold UUIDs or numbers: the monitor interprets it.
-    for value in ("1", "GPU-b"):
+    for value in ("1", "GPU-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert train.settings_for("sft-lora", None, data, None).preset == "deepspeed"
+        train.plan_for("pretrain-causal", None, Change(), None)
+        assert "13.00 GiB of GPU memory free" in capsys.readouterr().err
+    # CUDA's first GPU is the one that a single process takes, not the emptiest.
+    both = MachineSnapshot(time=0.0, gpus=(replace(small, visible_index=0), replace(large, visible_index=1)))
+    monkeypatch.setattr(gpus_of, "sample", lambda: both)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    train.plan_for("pretrain-causal", None, Change(), None)
+    assert "3.00 GiB of GPU memory free" in capsys.readouterr().err
+
+
+CPU_BUILD = TorchBuild(version="2.13.0+cpu", cuda=None)
+CUDA_13 = TorchBuild(version="2.13.0+cu130", cuda="13.0")
+
+
+@pytest.mark.parametrize(
+    ("build", "cuda", "capability", "words"),
+    [
+        (CPU_BUILD, "13.0", "9.0", "torch 2.13.0+cpu is built for CPUs only, and here is an NVIDIA H100; install"),
+        (
+            CUDA_13,
+            "12.4",
+            "9.0",
+            "the NVIDIA driver 550.1 supports CUDA up to 12.4, and torch 2.13.0+cu130 needs",
+        ),
+        (CUDA_13, "13.0", "7.0", "torch 2.13.0+cu130 has no kernels for the NVIDIA H100 (compute capability 7.0); install"),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpu_is_one_line_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    build: TorchBuild,
+    cuda: str,
+    capability: str,
+    words: str,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpu,) = machine(80.0).gpus
+    gpu = replace(gpu, name="NVIDIA H100", details=GpuDetails(compute_capability=capability))
+    seen = MachineSnapshot(time=0.0, gpus=(gpu,), driver_version="550.1", cuda_version=cuda)
+    monkeypatch.setattr(gpus_of, "sample", lambda: seen)
+    monkeypatch.setattr(train, "installed_build", lambda: build)
+    found = train.plan_for("pretrain-causal", None, Change(), None)
+    assert found.pinned is None
+    problem, choice = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"memtop: trains on the CPU: {words}")
+    assert "preset standard: the free GPU memory is not known" in choice, "not chosen by the memory of that GPU"
+    with pytest.raises(UsageError) as refused:
+        train.plan_for("pretrain-causal", None, Change(), ["0"])
+    assert str(refused.value).startswith(f"--gpus 0: {words}")
+    with pytest.raises(UsageError, match=r"^device cuda: .*; install"):
+        train.plan_for("pretrain-causal", None, Change(assignments={"device": "cuda"}), None)
+    assert train.plan_for("pretrain-causal", None, Change(assignments={"device": "cpu"}), None).choice is not None
+
+
+def test_a_gpu_without_kernels_is_passed_over(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = machine(30.0, 13.0).gpus
+    old = replace(old, name="Tesla V100", details=GpuDetails(compute_capability="7.0"))
+    new = replace(new, details=GpuDetails(compute_capability="8.6"))
+    seen = MachineSnapshot(time=0.0, gpus=(old, new), driver_version="580.1", cuda_version="13.0")
+    monkeypatch.setattr(gpus_of, "sample", lambda: seen)
+    found = train.plan_for("pretrain-causal", None, Change(), None)
+    assert found.pinned == "GPU-1"
+    assert "trains on GPU 1" in str(found.choice)
 
 
 def test_training_on_the_cpu_samples_no_gpu(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: pytest.fail("asked the machine"))
     cpu = Change(assignments={**data.assignments, "device": "cpu"})
-    assert train.settings_for("sft-lora", None, cpu, None).preset == "standard"
+    assert settings_for("sft-lora", None, cpu, None).preset == "standard"
 
 
 def test_a_named_preset_is_taken_whole_where_it_is_meant_and_with_fresh_anywhere(data: Change) -> None:
-    whole = train.settings_for("sft-lora", "stage2_offload", data, None)
+    whole = settings_for("sft-lora", "stage2_offload", data, None)
     assert (whole.effective_batch, whole.seq_len, whole.epochs, whole.target_samples) == (18, 1792, 3.0, 0)
-    kept = train.settings_for("pretrain-causal", "stage2_offload", Change(), None)
+    kept = settings_for("pretrain-causal", "stage2_offload", Change(), None)
     assert (kept.effective_batch, kept.seq_len, kept.target_samples) == (64, 512, 2000 * 64)
-    fresh = train.settings_for("pretrain-causal", "stage2_offload", Change(), None, fresh=True)
+    fresh = settings_for("pretrain-causal", "stage2_offload", Change(), None, fresh=True)
     assert (fresh.effective_batch, fresh.seq_len, fresh.target_samples) == (18, 1792, 2000 * 18)
-    edited = train.settings_for("first-run", "deepspeed", Change(assignments={"seq_len": "64"}), None, fresh=True)
+    edited = settings_for("first-run", "deepspeed", Change(assignments={"seq_len": "64"}), None, fresh=True)
     assert (edited.seq_len, edited.effective_batch) == (64, 16)
 
 
 def test_files_and_folders_are_kept_by_their_whole_path(data: Change, tmp_path: Path) -> None:
     (tmp_path / "qwen").mkdir()
     asked = Change(assignments={**data.assignments, "model.path": "qwen", "data.eval": "pairs.jsonl"})
-    settings = train.settings_for("sft-lora", "standard", asked, None)
+    settings = settings_for("sft-lora", "standard", asked, None)
     assert settings.data["train"] == settings.data["eval"] == str(tmp_path / "pairs.jsonl")
     assert settings.model == {"path": str(tmp_path / "qwen")}
-    hub = train.settings_for("sft-lora", "standard", data, None)
+    hub = settings_for("sft-lora", "standard", data, None)
     assert hub.model == {"path": "Qwen/Qwen2.5-0.5B"}
 
 
@@ -105,7 +300,7 @@ def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeyp
     with pytest.raises(
         UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: in memtop's folder, pip install '\.\[train\]'"
     ):
-        train.settings_for("sft-lora", "stage3", data, None)
+        settings_for("sft-lora", "stage3", data, None)
 
 
 def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +312,9 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.M
     )
     asked = Change(assignments={"trackers": "tensorboard,wandb"})
     with pytest.raises(UsageError, match=r"^trackers wandb: not installed: pip install wandb$"):
-        train.settings_for("first-run", "standard", asked, None)
+        settings_for("first-run", "standard", asked, None)
     there.add("wandb")
-    assert train.settings_for("first-run", "standard", asked, None).trackers == ("tensorboard", "wandb")
+    assert settings_for("first-run", "standard", asked, None).trackers == ("tensorboard", "wandb")
 
 
 def test_a_model_that_cannot_be_built_is_wrong_usage_of_one_line(runs: Runs) -> None:

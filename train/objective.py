@@ -1,12 +1,13 @@
-"""The training loss: cross entropy summed over the predicted tokens, with the head run in chunks.
+"""The training loss: cross entropy summed over the predicted tokens, with the head run in pieces.
 
 A language model's largest tensors are its logits, batch x length x vocabulary, in 16 bits, in 32
-bits and as a gradient. Here the head and the cross entropy run over a few tokens at a time and keep
-only what the gradient needs.
+bits and as a gradient. Here the head and the cross entropy run over some of the tokens at a time,
+and keep only what the gradient needs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,36 +15,52 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
 
 IGNORED = -100
 """The label of positions that do not count, the default of torch's cross entropy."""
 CHUNK_BYTES = 64 << 20
-"""fp32 logits that exist at one time by default."""
+"""fp32 logits that exist at one time where free memory is not known (on a CPU)."""
+_STEP, _MOST = 128, 4096
+"""On a GPU a piece has a multiple of _STEP tokens, at most _MOST: more make it no faster."""
+_SHARE = 4
+"""A piece uses at most this part of the free memory: 1 / _SHARE."""
+_16_BITS = (torch.float16, torch.bfloat16)
 
 
 class Objective(torch.nn.Module):
     """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
-    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as
-    CHUNK_BYTES hold.
+    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for a number that
+    `tokens_at_once` chooses.
     """
 
     def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
         super().__init__()
         self.model = model
         self.seq2seq = seq2seq
-        vocabulary = self.head.out_features if isinstance(self.head, torch.nn.Linear) else 1
-        self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary)) if chunk < 0 else chunk
-        if self.chunk and not _head_gives_the_logits(self):
-            # The model changes the logits after its head (a cap, a scale), so they must be computed
-            # whole.
-            self.chunk = 0
+        # If the model changes the logits after its head (a cap, a scale), they must be computed
+        # whole.
+        self._chunk = chunk if chunk and _head_gives_the_logits(self) else 0
 
     @property
     def head(self) -> torch.nn.Module:
         model: Any = self.model
         head: torch.nn.Module = model.get_output_embeddings()
         return head
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens whose logits exist at one time with the memory that is free now; 0 for
+        all."""
+        return self._chunk if self._chunk >= 0 else self._chosen(next(self.model.parameters()), _MOST)
+
+    def _chosen(self, like: torch.Tensor, tokens: int) -> int:
+        free = free_bytes(like.device)
+        if free is not None and type(self.head) is not torch.nn.Linear:
+            # autograd also keeps the fp32 logits and their softmax.
+            free //= 3
+        return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like))
 
     def forward(
         self,
@@ -67,32 +84,77 @@ class Objective(torch.nn.Module):
         else:
             # No mask: padding is at the end, and causal attention does not look ahead.
             wanted = _next_tokens(labels)
-        if self.chunk == 0:
-            logits = self.model(**inputs, use_cache=False).logits
-            return cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
-        with _catching(self.head) as caught:
-            self.model(**inputs, use_cache=False)
-        hidden, wanted = caught[0].flatten(0, 1), wanted.flatten()
-        if counted is not None:
-            # A mask in place of the positions would wait for the device, to know how many there
-            # are.
-            hidden, wanted = hidden.index_select(0, counted), wanted.index_select(0, counted)
-        return self._chunked(hidden, wanted)
+        # A row is one sample: rows of several samples need their position ids here, and the check.
+        with without_packing_check():
+            return self._loss(inputs, wanted.flatten(), counted)
 
-    def _chunked(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+        if self._chunk == 0:
+            logits = self.model(**inputs, use_cache=False).logits
+            return cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+        head = self.head
+        compute: Callable[[torch.Tensor], torch.Tensor] = head.forward
+
+        def loss_in_place_of_logits(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # As a result of the head, it goes through the head's hooks: DeepSpeed gathers a sharded
+            # weight there, once in the forward pass and once in the backward pass.
+            hidden, wanted = hidden.flatten(0, 1), labels
+            if counted is not None:
+                # A mask in place of the positions would wait for the device, to know how many there
+                # are.
+                hidden, wanted = hidden.index_select(0, counted), wanted.index_select(0, counted)
+            return self._in_pieces(compute, hidden, wanted).reshape(1, 1, 1)
+
+        with _in_place_of(head, loss_in_place_of_logits):
+            found: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        return found.reshape(())
+
+    def _in_pieces(
+        self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         """hidden [n, h], labels [n]."""
-        if len(labels) <= self.chunk:
-            return _piece(self.head, hidden, labels)
-        weight = getattr(self.head, "weight", None)
-        if type(self.head) is torch.nn.Linear and not hasattr(weight, "ds_id"):
-            return _ChunkedLoss.apply(hidden, self.head.weight, self.head.bias, labels, self.chunk)  # type: ignore[no-untyped-call,no-any-return]
-        # A head with adapters, in 4 bits or sharded: call its forward, and recompute it in the
-        # backward pass.
+        module = self.head
+        chunk = self._chunk if self._chunk > 0 else self._chosen(hidden, len(labels))
+        if hidden.is_cpu and len(labels) <= chunk:
+            # On a CPU, autograd is the fastest for few logits.
+            return _piece(head, hidden, labels)
+        if type(module) is torch.nn.Linear and torch.is_grad_enabled():
+            return _LossInPieces.apply(hidden, module.weight, module.bias, labels, chunk)  # type: ignore[no-untyped-call,no-any-return]
+        # A head with adapters or in 4 bits: call its forward, and recompute it in the backward
+        # pass. Without gradients, nothing is kept.
         total = torch.zeros((), device=hidden.device)
-        for start in range(0, len(labels), self.chunk):
-            part = slice(start, start + self.chunk)
-            total = total + checkpoint(_piece, self.head, hidden[part], labels[part], use_reentrant=False)
+        for part in _parts(len(labels), chunk):
+            total = total + checkpoint(_piece, head, hidden[part], labels[part], use_reentrant=False)
         return total
+
+
+def tokens_at_once(free: int | None, vocabulary: int, tokens: int, dtype: torch.dtype) -> int:
+    """How many of `tokens` tokens get their logits at one time, computed in `dtype`.
+
+    `free`: bytes that are free on the device, or None. On a GPU, few tokens are slow: each piece
+    reads and writes the whole gradient of the head's weight. Pieces of one batch are equally large.
+    """
+    if free is None:
+        return max(1, CHUNK_BYTES // (4 * vocabulary))
+    # In 16 bits: the logits, and the logarithm of their softmax in 32 bits.
+    bytes_each = 6 if dtype in _16_BITS else 4
+    most = min(_MOST, max(_STEP, free // _SHARE // (bytes_each * vocabulary)))
+    # A power of two: free memory that differs a little gives the same pieces, and the same sums.
+    most = 1 << (most.bit_length() - 1)
+    pieces = -(-max(1, tokens) // most)
+    return -(-max(1, tokens) // (pieces * _STEP)) * _STEP
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What torch can still allocate on the GPU; None on another device."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    # The oldest supported torch lacks this function.
+    fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    allowed = total if fraction is None else int(fraction(device) * total)
+    return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -106,7 +168,42 @@ def counted_positions(labels: torch.Tensor, *, seq2seq: bool) -> torch.Tensor:
     return (wanted.flatten() != IGNORED).nonzero().flatten()
 
 
-def _piece(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+@contextmanager
+def without_packing_check() -> Iterator[None]:
+    """Inside the block, transformers takes each row for one sample.
+
+    It would look for several samples in the position ids that it has made itself. That waits for
+    the GPU in every micro-batch. A compiled model cannot look: it would always build a mask, and
+    flash attention takes none.
+    """
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _not_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
+
+
+def _not_packed(position_ids: torch.Tensor) -> torch.Tensor | None:
+    return None
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    """At least one, so that no tokens give zeros."""
+    return [slice(start, start + chunk) for start in range(0, max(1, count), chunk)]
+
+
+def _compute_dtype(like: torch.Tensor) -> torch.dtype:
+    """The precision of matrix products with this tensor."""
+    device = _autocast_device(like)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+
+
+def _autocast_device(like: torch.Tensor) -> str:
+    return "cuda" if like.is_cuda else "cpu"
+
+
+def _piece(head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(head(hidden).float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
@@ -122,20 +219,6 @@ def _in_place_of(head: torch.nn.Module, forward: Callable[..., torch.Tensor]) ->
             del head.__dict__["forward"]
         else:
             head.forward = own
-
-
-@contextmanager
-def _catching(head: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Inside the block, the head does not compute; its input is appended to the list."""
-    caught: list[torch.Tensor] = []
-
-    def keep(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        caught.append(hidden)
-        # A tensor that the model can treat as its logits.
-        return hidden[..., :1]
-
-    with _in_place_of(head, keep):
-        yield caught
 
 
 def _head_gives_the_logits(objective: Objective) -> bool:
@@ -161,46 +244,80 @@ def _head_gives_the_logits(objective: Objective) -> bool:
 _PLAIN_HEADS = {"llama", "mistral", "qwen2", "qwen3", "t5", "gpt2", "gpt_neox"}
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _LossInPieces(torch.autograd.Function):
     """Summed cross entropy of a linear head over hidden [n, h], `chunk` tokens at a time.
 
-    The gradients of a chunk are computed together with its loss, while its logits exist; backward
-    only scales them.
+    The gradients of a piece are computed together with its loss, while its logits exist; backward
+    only scales them. Until then they are in fp32: the gradients of a sum over tokens are larger
+    than fp16 holds, and 16 bits would round them again with every piece and with the scale.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, chunk: int
     ) -> torch.Tensor:
-        kind = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else weight.dtype
+        # Without autocast, the weight decides: DeepSpeed's are in 16 bits.
+        kind = _compute_dtype(weight)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        matrix = weight.to(kind)
+        matrix, offset = weight.to(kind), None if bias is None else bias.to(kind)
         total = torch.zeros((), device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden) if need_hidden else None
-        weight_gradient = torch.zeros_like(weight) if need_weight else None
-        bias_gradient = torch.zeros_like(bias) if bias is not None and need_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(labels), chunk):
-                part = slice(start, start + chunk)
-                piece = hidden[part].to(kind)
-                logits = linear(piece, matrix, None if bias is None else bias.to(kind)).float()
-                counted = (labels[part] != IGNORED).unsqueeze(1)
-                wanted = labels[part].unsqueeze(1).clamp_min(0)
-                norm = torch.logsumexp(logits, dim=1, keepdim=True)
-                total += ((norm - logits.gather(1, wanted)) * counted).sum()
-                # The gradient of the logits is softmax minus one-hot, computed in place.
-                gradient = logits.sub_(norm).exp_()
-                gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=gradient.dtype)).mul_(counted)
-                if bias_gradient is not None:
-                    bias_gradient += gradient.sum(0)
-                small = gradient.to(kind)
+        hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if need_hidden else None
+        weight_gradient, bias_gradient = None, None
+        with torch.autocast(_autocast_device(hidden), enabled=False):
+            for part in _parts(len(labels), chunk):
+                piece, counted = hidden[part], (labels[part] != IGNORED).unsqueeze(1)
+                logits = linear(piece.to(kind), matrix, offset)
+                losses, gradient, scale = _gradient(logits, labels[part].unsqueeze(1).clamp_min(0))
+                del logits
+                total += (losses * counted).sum()
+                scale = scale * counted
                 if hidden_gradient is not None:
-                    hidden_gradient[part] = small @ matrix
-                if weight_gradient is not None:
-                    weight_gradient.addmm_(small.T.to(weight.dtype), piece.to(weight.dtype))
+                    torch.mul(gradient @ matrix, scale, out=hidden_gradient[part])
+                if need_weight:
+                    weight_gradient = _add_product(weight_gradient, gradient.T, (piece * scale).to(kind))
+                if need_bias:
+                    found = (gradient.float().T @ scale).squeeze(1)
+                    bias_gradient = found if bias_gradient is None else bias_gradient.add_(found)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*(None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors), None, None)
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (*(None if g is None else g.mul_(grad).to(dtype) for g, dtype in gradients), None, None)
+
+
+def _gradient(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """The losses [n, 1] of logits [n, v] for the wanted tokens [n, 1]; their gradient, which is
+    softmax minus one-hot; and a factor for each of its rows. Overwrites the logits.
+    """
+    if logits.dtype not in _16_BITS:
+        # In place: divided by its sum, the row is the softmax.
+        logits.sub_(logits.amax(1, keepdim=True))
+        picked = logits.gather(1, wanted)
+        sums = logits.exp_().sum(1, keepdim=True)
+        logits.scatter_(1, wanted, picked.exp() - sums)
+        return sums.log() - picked, logits, 1 / sums
+    softmax = torch.log_softmax(logits, 1, dtype=torch.float32)
+    picked = softmax.gather(1, wanted)
+    # Most probabilities are smaller than fp16's smallest number.
+    larger = 1024 if logits.dtype == torch.float16 else 1
+    torch.exp(softmax if larger == 1 else softmax.add_(math.log(larger)), out=logits)
+    logits.scatter_(1, wanted, ((picked.exp() - 1) * larger).to(logits.dtype))
+    return -picked, logits, 1 / larger
+
+
+def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of two matrices, added to the fp32 total."""
+    if left.dtype not in _16_BITS:
+        return left @ right if total is None else total.addmm_(left, right)
+    if not left.is_cpu and hasattr(torch.ops.aten.mm, "dtype"):
+        # On GPUs, from torch 2.8 on: fp32 from matrices in 16 bits.
+        product = torch.mm(left, right, out_dtype=torch.float32)
+    elif left.dtype == torch.float16:
+        # The sum over a piece may be larger than fp16 holds.
+        product = left.float() @ right.float()
+    else:
+        product = left @ right
+    return product.float() if total is None else total.add_(product)

@@ -95,6 +95,15 @@ def _accumulation_dtype(zero: Zero, precision: str) -> str:
     return precision if zero.stage < 3 and zero.offload_optimizer else "fp32"
 
 
+def ask_cuda_for_free_memory() -> None:
+    """DeepSpeed would ask the driver about the GPU with the number that CUDA_VISIBLE_DEVICES has.
+    It cannot read the variable if it has UUIDs."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
+
+
 def open_deepspeed(
     settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
 ) -> Accelerator:
@@ -108,6 +117,8 @@ def open_deepspeed(
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         # The extension that DeepSpeed's CPU ranks communicate through.
         await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
+    else:
+        ask_cuda_for_free_memory()
     # DeepSpeed uses deprecated names of torch; the user cannot do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -166,10 +177,11 @@ class ZeroEngine:
         self.accelerator = accelerator
         self._settings = settings
         self.model = objective.model
-        self.loss_chunk = objective.chunk
         self._base = optimizer
         _finish_config(accelerator, settings, objective.model)
         self._engine: Any = accelerator.prepare(objective, optimizer)[0]
+        # Now the model is on its device, whose free memory decides.
+        self.loss_chunk = objective.chunk
         self.objective: torch.nn.Module = self._engine
         self._zero: Any = self._engine.optimizer
 

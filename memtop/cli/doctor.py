@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from pathlib import Path
 import click
 import msgspec
 
+from memtop.cli.gpus import why_unusable
 from memtop.cli.options import json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines
 from memtop.presets import PresetFileError, load_presets, load_recipes, user_cache
+from memtop.presets.torch_build import installed_build
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
@@ -26,6 +29,7 @@ from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.record.folder import default_runs_dir
 
 _TRAINING = ("torch", "transformers", "accelerate", "safetensors")
+_TORCH_SECONDS = 60.0
 # Host values that are worth a note if they are unknown; the others are often unknown.
 _NOTED_IF_UNKNOWN = {
     "total_bytes": "RAM",
@@ -104,12 +108,39 @@ def _machine() -> Iterator[CheckResult]:
         yield CheckResult(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
     if machine.gpus:
         yield _processes(machine)
+        yield from _torch(machine)
     host = machine.host
     limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
     yield CheckResult(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
     for field, name in _NOTED_IF_UNKNOWN.items():
         if field in host.unknown:
             yield CheckResult(check=name, ok=None, found=host.unknown[field])
+
+
+def _torch(machine: MachineSnapshot) -> Iterator[CheckResult]:
+    """Whether the installed torch can compute on each GPU. Without torch there is nothing to
+    check."""
+    build = installed_build()
+    if build is None:
+        return
+    gpus = [gpu for gpu in machine.gpus if gpu.error is None]
+    if build.cuda is not None and not any(why_unusable(machine, gpu, build) for gpu in gpus):
+        build = msgspec.structs.replace(build, kernels=_kernels())
+    for gpu in gpus:
+        problem = why_unusable(machine, gpu, build)
+        what, _, advice = (problem or "").partition("; ")
+        found = what or f"torch {build.version} can compute on it"
+        yield CheckResult(check=f"torch, gpu {gpu.index}", ok=None if problem else True, found=found, advice=advice or None)
+
+
+def _kernels() -> tuple[str, ...] | None:
+    """What torch itself says about its kernels; None if it does not."""
+    code = "import torch; print(*torch.cuda.get_arch_list())"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(done.stdout.split()) or None
 
 
 def _processes(machine: MachineSnapshot) -> CheckResult:

@@ -1,10 +1,16 @@
-"""The GPUs that `--gpus` selects: by index, the free ones, or those that CUDA may use."""
+"""The GPUs that `--gpus` selects (by index, the free ones, or those that CUDA may use), and where a
+run trains."""
 
 from __future__ import annotations
 
 import os
 
+import msgspec
+
 from memtop.cli.output import print_message
+from memtop.presets import gpu_support
+from memtop.presets.gpu_support import Gpu, TorchBuild
+from memtop.presets.torch_build import why_no_kernels
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
@@ -111,17 +117,99 @@ def visible(gpus: list[str] | None, machine: MachineSnapshot) -> list[str] | Non
     return [str(gpu.index) for gpu in machine.gpus if gpu.visible_index is not None]
 
 
-def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | None, str]:
-    """The free bytes of the fullest GPU, and, if there are several, a text that names it."""
-    known = [
-        (gpu.free_bytes, gpu.index)
-        for gpu in machine.gpus
-        if gpu.free_bytes is not None and (gpus is None or str(gpu.index) in gpus)
-    ]
-    if not known:
-        return None, ""
-    free, index = min(known)
-    return free, f" on GPU {index}, the fullest of {len(known)}" if len(known) > 1 else ""
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run trains, and how much memory is free there."""
+
+    free_bytes: int | None = None
+    """On each of its GPUs. None: no GPU, or not known."""
+    note: str = ""
+    """Which of several GPUs that is, for people."""
+    pinned: str | None = None
+    """What the program gets as CUDA_VISIBLE_DEVICES, if memtop chose: a UUID."""
+    problem: str | None = None
+    """Why the installed torch cannot compute there."""
+
+
+class _Device(msgspec.Struct, frozen=True):
+    """A GPU, or an instance of one with MIG."""
+
+    gpu: GpuSample
+    name: str
+    uuid: str | None
+    free_bytes: int | None
+
+
+def place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | None = None) -> Place:
+    """Where a run with these GPUs (None: the person chose none) trains.
+
+    One process trains on the emptiest of the GPUs and MIG instances among which memtop may choose.
+    With CUDA_VISIBLE_DEVICES it trains on the first one there. Several processes are measured by
+    the fullest GPU.
+    """
+    devices = _devices(machine, gpus)
+    if gpus is not None and len(gpus) > 1:
+        least = min(devices, key=_room, default=None)
+        note = f"on {least.name}, the fullest of {len(devices)}" if least and len(devices) > 1 else ""
+        problem = next(filter(None, (why_unusable(machine, device.gpu, build) for device in devices)), None)
+        return Place(free_bytes=least.free_bytes if least else None, note=note, problem=problem)
+    if gpus is None and VARIABLE in os.environ:
+        first = _first_visible(machine, devices)
+        problem = why_unusable(machine, first.gpu, build) if first else None
+        return Place(free_bytes=first.free_bytes if first else None, problem=problem)
+    return _emptiest(machine, devices, build)
+
+
+def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuild | None) -> Place:
+    problems = {device.gpu.index: why_unusable(machine, device.gpu, build) for device in devices}
+    usable = [device for device in devices if problems[device.gpu.index] is None]
+    if not usable:
+        return Place(problem=next(iter(problems.values()), None))
+    best = max(usable, key=_room)
+    pinned = best.uuid if len(devices) > 1 else None
+    note = f"on {best.name}, the emptiest of {len(usable)}" if len(usable) > 1 else f"on {best.name}" if pinned else ""
+    return Place(free_bytes=best.free_bytes, note=note if pinned else "", pinned=pinned)
+
+
+def _devices(machine: MachineSnapshot, gpus: list[str] | None) -> list[_Device]:
+    """Those that CUDA can use: of a GPU in MIG mode only its instances."""
+    found = []
+    for gpu in machine.gpus:
+        if gpu.error or (gpus is not None and str(gpu.index) not in gpus):
+            continue
+        name = f"GPU {gpu.index}"
+        parts = [_Device(gpu, f"{name}, MIG {one.position}", one.uuid, one.free_bytes) for one in gpu.mig if not one.error]
+        found += parts or ([] if gpu.details.mig_mode else [_Device(gpu, name, gpu.uuid, gpu.free_bytes)])
+    return found
+
+
+def _room(device: _Device) -> int:
+    return -1 if device.free_bytes is None else device.free_bytes
+
+
+def _first_visible(machine: MachineSnapshot, devices: list[_Device]) -> _Device | None:
+    """What CUDA calls `cuda:0`. If CUDA's order is not known, the fullest that it may be."""
+    allowed = visible(None, machine)
+    seen = [device for device in devices if allowed is None or str(device.gpu.index) in allowed]
+    word = os.environ[VARIABLE].split(",")[0].strip()
+    named = [device for device in seen if word and (device.uuid or "").startswith(word)]
+    first = named or [device for device in seen if device.gpu.visible_index == 0]
+    return min(first or seen, key=_room, default=None)
+
+
+def why_unusable(machine: MachineSnapshot, gpu: GpuSample, build: TorchBuild | None) -> str | None:
+    """Why the installed torch cannot compute on this GPU, and what to do; None if nothing is known
+    against it."""
+    if build is None:
+        return None
+    capability, driver = gpu.details.compute_capability, machine.cuda_version
+    card = Gpu(name=gpu.name or "NVIDIA GPU", capability=_pair(capability))
+    found = gpu_support.why_unusable(build, card, driver_version=machine.driver_version, driver_cuda=_pair(driver))
+    return found or why_no_kernels(build, card)
+
+
+def _pair(version: str | None) -> tuple[int, int] | None:
+    major, _, minor = (version or "").partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
 def _parsed(text: str, other: str) -> list[str]:

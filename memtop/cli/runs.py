@@ -79,6 +79,8 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         s = state.settings
         split = f"{s.batch} x {s.accumulation} x {s.world_size} = {s.effective_batch}"
         yield f"  settings    {s.recipe}, preset {s.preset}, {split}, T {s.seq_len}, lr {s.learning_rate:g}"
+        if state.choice is not None:
+            yield f"  chosen      {state.choice}"
     else:
         yield f"  program     {' '.join(state.command)}"
     yield f"  checkpoint  {_checkpoint(state)}"

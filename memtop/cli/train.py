@@ -10,9 +10,10 @@ import importlib.util
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from msgspec.structs import replace
 
 from memtop import __version__
@@ -24,17 +25,21 @@ from memtop.presets import (
     Recipe,
     Settings,
     SettingsError,
-    choose_by_memory,
+    choose_preset,
     edit_settings,
     load_recipes,
 )
 from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
+from memtop.presets.torch_build import installed_build
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.wire import Change
+
+if TYPE_CHECKING:
+    from memtop.cli.gpus import Place
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
 # refuses unknown names.
@@ -96,15 +101,16 @@ def train(
     recipe_name = recipe or "first-run"
     if program:
         refuse_for_program(recipe, preset, edits)
-    settings = None if program else settings_for(recipe_name, preset, edits, gpu_list, fresh=fresh)
+    plan = NewRun() if program else plan_for(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
         name=name or free_name(where, Path(program[0]).stem if program else recipe_name),
         created=begun,
-        settings=settings,
+        settings=plan.settings,
         command=program or (),
         cwd=str(Path.cwd()),
-        gpus=None if gpu_list is None else ",".join(gpu_list),
+        gpus=plan.pinned or (None if gpu_list is None else ",".join(gpu_list)),
+        choice=plan.choice,
         on_oom=on_oom,
         memtop_version=__version__,
     )
@@ -138,15 +144,26 @@ def _free_name_of(run: RunFolder) -> None:
     refuse_living(run)
 
 
-def settings_for(
+class NewRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new run of the built-in trainer begins with."""
+
+    settings: Settings | None = None
+    pinned: str | None = None
+    """The UUID of the GPU that memtop chose."""
+    choice: str | None = None
+    """What memtop chose because nobody did, and why."""
+
+
+def plan_for(
     recipe_name: str,
     preset_name: str | None,
     edits: Change,
     gpus: list[str] | None,
     *,
     fresh: bool = False,
-) -> Settings:
-    """The settings of a new run; UsageError names the option and the value that is wrong.
+) -> NewRun:
+    """The settings of a new run and its GPU; UsageError names the option and the value that is
+    wrong.
 
     A named preset is taken with its guide's values if it is meant for the recipe, and always with
     `fresh`.
@@ -154,21 +171,44 @@ def settings_for(
     _refuse_missing(_NEEDED, f"RECIPE {recipe_name}: the built-in trainer")
     try:
         recipe = _recipe(recipe_name)
+        place = _place(edits, gpus)
         reason = None
         if preset_name is not None:
             preset = find_preset(preset_name, recipe.name)
             whole = fresh or preset.meant_for(recipe.name)
         else:
-            (preset, reason), whole = _own_preset(recipe, edits, gpus), False
+            (preset, reason), whole = _own_preset(recipe, edits, gpus, place), False
         settings = _edited(recipe, preset, whole, edits, gpus)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
-    if reason is not None:
-        print_message(f"memtop: {reason}; --preset NAME chooses another")
-    return settings
+    told = [f"{reason}; --preset NAME chooses another"] if reason else []
+    if place.pinned:
+        told.append(f"trains {place.note}; --gpus chooses others")
+    for words in told:
+        print_message(f"memtop: {words}")
+    return NewRun(settings=settings, pinned=place.pinned, choice=". ".join(told) or None)
+
+
+def _place(edits: Change, gpus: list[str] | None) -> Place:
+    """Where the run trains; UsageError if the person asks for a GPU on which the installed torch
+    cannot compute. Otherwise such a run trains on the CPU, and says so."""
+    from memtop.cli import gpus as gpu_choice
+
+    device = edits.assignments.get("device")
+    if device == "cpu":
+        return gpu_choice.Place()
+    found = gpu_choice.place(gpu_choice.sample(), gpus, installed_build())
+    if found.problem is None:
+        return found
+    if gpus is not None:
+        raise UsageError(f"--gpus {','.join(gpus)}: {found.problem}")
+    if device == "cuda":
+        raise UsageError(f"device cuda: {found.problem}")
+    print_message(f"memtop: trains on the CPU: {found.problem}")
+    return gpu_choice.Place()
 
 
 def _recipe(name: str) -> Recipe:
@@ -192,18 +232,18 @@ def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: li
     return edit_settings(settings, assignments=edits.assignments, max_updates=updates)
 
 
-def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[Preset, str | None]:
+def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None, place: Place) -> tuple[Preset, str | None]:
     """The recipe's preset; for `auto`, the one for the free GPU memory, and the reason."""
     if recipe.preset != "auto":
         return find_preset(recipe.preset, recipe.name), None
-    from memtop.cli import gpus as gpu_choice
+    processes = len(gpus) if gpus else 1
 
-    free, where = None, ""
-    if edits.assignments.get("device") != "cpu":
-        machine = gpu_choice.sample()
-        free, where = gpu_choice.least_free(machine, gpu_choice.visible(gpus, machine))
-    preset, reason = choose_by_memory(free, recipe.name)
-    return preset, reason + where
+    def under(preset: Preset) -> Settings:
+        settings = _edited(recipe, preset, False, edits, gpus)
+        return replace(settings, model=_placed_model(settings.model))
+
+    preset, reason = choose_preset(place.free_bytes, recipe.name, processes, under)
+    return preset, f"{reason}, {place.note}" if processes > 1 and place.note else reason
 
 
 def _libraries(settings: Settings) -> tuple[str, ...]:

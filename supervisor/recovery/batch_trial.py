@@ -2,8 +2,9 @@
 Pure functions.
 
 A larger split may be tried if it keeps the effective batch exactly, raises the micro-batch by at
-most a quarter, and its predicted peak is below 85 % of the card. A trial is kept only if samples
-per second rose by more than chance explains.
+most a quarter, and its predicted peak is below 85 % of the card. Few batches have an exact split
+within a quarter: the next exact one may be tried whatever its step is, if its predicted peak is
+below 70 %. A trial is kept only if samples per second rose by more than chance explains.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from memtop.supervisor.recovery.values import Advice, Forecast
 from memtop.supervisor.wire import Change
 
 LARGEST_STEP = 1.25
-"""Largest allowed ratio between the new and the present micro-batch."""
+"""Largest allowed ratio between the new and the present micro-batch ..."""
+ROOMY_BELOW = 0.70
+"""... except for the next exact split, if it is predicted below this share of the card. A forecast
+is the less certain the larger the step is."""
 LEAST_GAIN = 0.01
 """Smallest gain in samples/s, as a fraction, for which a change is kept."""
 STANDARD_ERRORS = 2.0
@@ -73,10 +77,16 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
     if forecast is not None and forecast.fraction is not None and forecast.fraction >= EDGE_FROM:
         size = f"{units.size(forecast.peak_bytes)} of {units.size(forecast.total_bytes)}"
         return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
-    if split.batch > settings.batch * LARGEST_STEP:
-        return f"{title}: a step of {units.change(split.batch / settings.batch - 1, 0)}; at most +25 % is tried at once"
     if forecast is None or forecast.fraction is None:
         return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
+    if split.batch <= settings.batch * LARGEST_STEP:
+        return None
+    step = f"{title}: a step of {units.change(split.batch / settings.batch - 1, 0)}"
+    if split != larger_splits(settings)[0]:
+        return f"{step}; more than +25 % at once is tried only for the next exact split"
+    if forecast.fraction >= ROOMY_BELOW:
+        limit = units.percent(ROOMY_BELOW, 0)
+        return f"{step}, predicted {units.percent(forecast.fraction)}; more than +25 % at once is tried only below {limit}"
     return None
 
 

@@ -17,6 +17,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, next_split
+from memtop.supervisor.recovery.configuration import optimizer_on_gpu
 from memtop.supervisor.recovery.situation import restart_command
 from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
 
@@ -360,7 +361,7 @@ def _offload_off(m: Measured, settings: Settings) -> _Rung:
         why="the optimizer step runs on the GPU, and its state leaves host memory",
         keeps_math=True,
         resumable="resumes",
-        assignments={"zero.offload_optimizer": "false"},
+        assignments=optimizer_on_gpu(settings),
         forecast_unknown="the size of the optimizer state is not measured while it is in host memory",
     )
 

@@ -1,10 +1,10 @@
-"""The configuration that a remedy or a change leads to, which configurations have failed before,
-and how many parameters a configured model has. Pure functions."""
+"""The configuration that a remedy or a change leads to, and which configurations have failed
+before. Pure functions."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.fields import LIVE, differing, memory_shape, not_live
-from memtop.presets.schema import Lora, Settings
+from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.values import Remedy
@@ -33,6 +33,18 @@ def changes_nothing(remedy: Remedy) -> bool:
 def applied(settings: Settings, remedy: Remedy) -> Settings:
     """The settings after the remedy. Raises SettingsError if they are invalid."""
     return edit_settings(settings, preset=remedy.preset, assignments=dict(remedy.assignments))
+
+
+def optimizer_on_gpu(settings: Settings) -> dict[str, str]:
+    """The edit that takes the optimizer's offload back. On one process it ends ZeRO, too, unless
+    parameters are offloaded: sharding saves nothing there, and only a run without ZeRO survives a
+    lack of memory in its process."""
+    values = {"zero.offload_optimizer": "false"}
+    if not replace(settings.zero, offload_optimizer=False).saves_memory(settings.world_size):
+        values["zero.stage"] = "0"
+    if settings.optimizer == "cpu_adam":
+        values["optimizer"] = "adamw"
+    return values
 
 
 def configuration_key(settings: Settings) -> str:
@@ -76,115 +88,6 @@ def failed_settings(rows: Iterable[Configuration]) -> tuple[Settings, ...]:
     """The settings that ran out of memory (the run ended, or went on with smaller ones), oldest
     first."""
     return tuple(row.settings for row in rows if row.settings is not None and row.outcome in _OUT_OF_MEMORY)
-
-
-Config = Mapping[str, Any]
-
-TRAINED_BYTES = 16
-"""Bytes of one trained parameter in fp32 with Adam: weight 4, gradient 4, two moments 8. An offload
-needs the same amount of host memory."""
-MOMENT_BYTES = 8
-"""Of these, the bytes that certainly leave the GPU with an offload."""
-
-
-def model_parameters(config: Config) -> int | None:
-    """All parameters of a model with this Hugging Face configuration; None for unknown families."""
-    count = _FAMILIES.get(str(config.get("model_type")))
-    try:
-        return None if count is None else count(config)
-    except KeyError:
-        return None
-
-
-def trained_parameters(settings: Settings, config: Config | None = None) -> int | None:
-    """The parameters that the run trains: all, or the adapters'; None if not known.
-
-    `config`: the model's configuration, if the settings name the model only by path.
-    """
-    known = config if config is not None else settings.model.get("config")
-    if not known:
-        return None
-    return model_parameters(known) if settings.lora is None else adapter_parameters(known, settings.lora)
-
-
-def adapter_parameters(config: Config, lora: Lora) -> int | None:
-    """r x (inputs + outputs), summed over all layers with an adapter; None for unknown families or
-    targets."""
-    if config.get("model_type") not in _LLAMA_LIKE:
-        return None
-    shapes = _llama_shapes(config)
-    targets = tuple(shapes) if lora.targets == ("all-linear",) else lora.targets
-    if not all(target in shapes for target in targets):
-        return None
-    return int(config["num_hidden_layers"]) * sum(lora.r * sum(shapes[target]) for target in targets)
-
-
-def smaller_model(config: Config) -> dict[str, int] | None:
-    """The values for a model of about a quarter of the size; None if the family is not known.
-
-    Width and number of heads are halved, so that heads x head width is still the model's width. For
-    T5, the encoder also keeps only 4 of 10 layers; the decoder keeps all.
-    """
-    halves = {
-        "t5": ("d_model", "d_ff", "num_heads"),
-        **dict.fromkeys(_LLAMA_LIKE, ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
-    }.get(str(config.get("model_type")), ())
-    values = {name: config[name] for name in halves if name in config}
-    if not values or any(not isinstance(value, int) or value < 2 or value % 2 for value in values.values()):
-        return None
-    smaller = {name: value // 2 for name, value in values.items()}
-    layers = config.get("num_layers")
-    if config.get("model_type") == "t5" and isinstance(layers, int) and layers > 1:
-        smaller["num_layers"] = max(1, layers * 2 // 5)
-        if "num_decoder_layers" not in config:
-            # The default of num_decoder_layers is num_layers.
-            smaller["num_decoder_layers"] = layers
-    return smaller
-
-
-def _t5(config: Config) -> int | None:
-    if not config.get("tie_word_embeddings", True):
-        # Whether the head then has separate weights depends on the version of transformers.
-        return None
-    width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    attention = 4 * width * inner + width
-    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
-    forward = (3 if gated else 2) * width * config["d_ff"] + width
-    buckets = config.get("relative_attention_num_buckets", 32) * config["num_heads"]
-    encoder = config["num_layers"] * (attention + forward) + buckets + width
-    decoder = config.get("num_decoder_layers", config["num_layers"]) * (2 * attention + forward) + buckets + width
-    return int(config["vocab_size"] * width + encoder + decoder)
-
-
-_LLAMA_LIKE = ("llama", "mistral", "qwen2")
-
-
-def _llama_shapes(config: Config) -> dict[str, tuple[int, int]]:
-    """Linear layer name to its numbers of inputs and outputs."""
-    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or width // heads
-    keys = (config.get("num_key_value_heads") or heads) * head
-    return {
-        "q_proj": (width, heads * head),
-        "k_proj": (width, keys),
-        "v_proj": (width, keys),
-        "o_proj": (heads * head, width),
-        "gate_proj": (width, inner),
-        "up_proj": (width, inner),
-        "down_proj": (inner, width),
-    }
-
-
-def _llama(config: Config) -> int:
-    shapes, width = _llama_shapes(config), config["hidden_size"]
-    layer = sum(inputs * outputs for inputs, outputs in shapes.values()) + 2 * width
-    if config["model_type"] == "qwen2":
-        layer += sum(shapes[name][1] for name in ("q_proj", "k_proj", "v_proj"))
-    embeddings = config["vocab_size"] * width * (1 if config.get("tie_word_embeddings", False) else 2)
-    return int(embeddings + config["num_hidden_layers"] * layer + width)
-
-
-_FAMILIES: dict[str, Callable[[Config], int | None]] = {"t5": _t5, **dict.fromkeys(_LLAMA_LIKE, _llama)}
 
 
 def edited(

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.parameters import TRAINED_BYTES
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.environment import FRAMEWORKS, MANAGED, PROGRAMS, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals, set_variable
-from memtop.supervisor.recovery.configuration import TRAINED_BYTES
 from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, strays, why_allocator, with_expandable_segments
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory, more_host_memory
 from memtop.supervisor.recovery.policy import SURE

@@ -14,20 +14,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets.files import load_presets
+from memtop.presets.parameters import MOMENT_BYTES, TRAINED_BYTES, adapter_parameters, model_parameters, smaller_model
 from memtop.presets.schema import Preset, Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals
-from memtop.supervisor.recovery.configuration import (
-    MOMENT_BYTES,
-    TRAINED_BYTES,
-    adapter_parameters,
-    applied,
-    model_parameters,
-    settings_key,
-    smaller_model,
-)
+from memtop.supervisor.recovery.configuration import applied, settings_key
 from memtop.supervisor.recovery.forecast import PeakLine
 from memtop.supervisor.recovery.situation import Situation, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
@@ -322,8 +315,9 @@ def ladder_presets() -> tuple[Preset, ...]:
 
 def _preset_rung(situation: Situation, preset: Preset) -> Rung:
     zero, now = preset.zero, situation.settings.zero
-    if zero is not None and now.offload_optimizer and not zero.offload_optimizer and situation.settings.world_size == 1:
-        return f"preset {preset.name}: the optimizer returns to the GPU, and sharding saves nothing on one process"
+    if zero is not None and zero.stage and not zero.saves_memory(situation.settings.world_size):
+        returns = "the optimizer returns to the GPU, and " if now.offload_optimizer else ""
+        return f"preset {preset.name}: {returns}sharding saves nothing on one process"
     if zero is not None and zero.offload_optimizer and not now.offload_optimizer:
         refused = _host_refuses(situation)
         if refused:

@@ -17,6 +17,7 @@ from memtop.supervisor.diagnosis.environment import MANAGED, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.advice import advice, raised
+from memtop.supervisor.recovery.configuration import optimizer_on_gpu
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,
     checkpointing,
@@ -185,13 +186,10 @@ def offload_off(situation: Situation) -> Rung:
     fraction = (estimate.at(settings.batch) + (situation.others_bytes or 0)) / total
     if fraction >= EDGE_FROM:
         return f"optimizer back on the GPU: it would be {units.percent(fraction)} full"
-    values = {"zero.offload_optimizer": "false"}
-    if settings.optimizer == "cpu_adam":
-        values["optimizer"] = "adamw"
     return situation.rung(
         "offload_off",
         f"saves {units.size(needed)} of host memory, and is faster",
-        values,
+        optimizer_on_gpu(settings),
         title="optimizer state back on the GPU",
         estimate=estimate,
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from memtop.presets.parameters import TRAINED_BYTES, smaller_model
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.recovery.configuration import TRAINED_BYTES, smaller_model
 from memtop.supervisor.recovery.gpu_ladder import Rung, fewer_parameters, gpu_ladder
 from memtop.supervisor.recovery.host_ladder import disk_ladder, host_ladder, pinned_ladder, shm_ladder
 from memtop.supervisor.recovery.situation import Situation, restart_command, train_command

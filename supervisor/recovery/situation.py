@@ -13,9 +13,10 @@ import msgspec
 from memtop.presets import SettingsError, compatibility, edit_settings
 from memtop.presets.comparison import changes
 from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
+from memtop.presets.parameters import trained_parameters
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.configuration import configuration_key, settings_key, trained_parameters
+from memtop.supervisor.recovery.configuration import configuration_key, settings_key
 from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Written
 

@@ -50,6 +50,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The settings with which the run was created."""
     command: tuple[str, ...] = ()
     """The external command; empty for the built-in trainer."""
+    choice: str | None = None
+    """Which preset and GPU memtop chose for it, and why."""
     on_oom: str = "stop"
     """auto | ask | stop"""
 

@@ -33,6 +33,7 @@ def run_state(model: Model) -> RunState:
         **{name: getattr(attempt, name) for name in _OF_ATTEMPT if attempt is not None},
         settings=settings,
         command=run.command,
+        choice=run.choice,
         effective_batch=settings.effective_batch if settings else None,
         total_updates=progress.total_updates,
         best_loss=progress.best_loss,

@@ -72,6 +72,7 @@ class Supervisor:
             created=spec.created,
             settings=spec.settings,
             command=spec.command,
+            choice=spec.choice,
             on_oom=spec.on_oom,
         )
         self.model = Model(run=run, settings=spec.settings, waits=waits or Waits(), supervisor_pid=os.getpid())

@@ -81,6 +81,7 @@ def _created_only(folder: RunFolder) -> RunState:
         created=spec.created,
         settings=spec.settings,
         command=spec.command,
+        choice=spec.choice,
         on_oom=spec.on_oom,
     )
 
@@ -193,6 +194,7 @@ def show(folder: RunFolder) -> dict[str, Any]:
         "effective_batch": state.effective_batch,
         "settings": msgspec.to_builtins(state.settings),
         "command": list(state.command),
+        "choice": state.choice,
         "checkpoint": msgspec.to_builtins(state.checkpoint),
         "on_oom": state.on_oom,
         "proposal": msgspec.to_builtins(state.proposal),

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.recovery.batch_trial import (
+    ForecastOf,
     Split,
     Update,
     larger_splits,
@@ -53,6 +54,25 @@ def test_a_step_is_the_largest_within_a_quarter() -> None:
     assert "+150 %" in refused[0]
     step, _ = next_split(replace(FIRST, batch=20, accumulation=12), small)
     assert step == Split(batch=24, accumulation=10)
+
+
+@pytest.mark.parametrize("recipe", load_recipes())
+def test_the_next_exact_split_of_each_recipe_is_tried_where_it_leaves_much_room(recipe: str) -> None:
+    """None of them has an exact split within a quarter."""
+    run = resolve(load_recipes()[recipe], preset=load_presets()["standard"], whole=False)
+    larger = larger_splits(run)
+    assert all(split.batch > 1.25 * run.batch for split in larger)
+
+    def taking(share: float) -> ForecastOf:
+        return lambda batch: Forecast(peak_bytes=int(share * GIB), total_bytes=GIB, fraction=share, basis="line")
+
+    assert next_split(run, taking(0.0125))[0] == next_split(run, taking(0.69))[0] == larger[0]
+    step, refused = next_split(run, taking(0.70))
+    assert step is None
+    assert refused[0].endswith("predicted 70.0 %; more than +25 % at once is tried only below 70 %")
+    step, refused = next_split(run, lambda batch: None)
+    assert step is None
+    assert "cannot be predicted yet" in refused[0]
 
 
 def test_a_split_that_ran_out_of_memory_is_not_tried_again() -> None:

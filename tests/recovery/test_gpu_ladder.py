@@ -264,6 +264,30 @@ def test_presets_are_proposed_one_at_a_time(world: int, rungs: list[str]) -> Non
     assert seen == rungs
 
 
+def test_on_one_process_no_preset_is_proposed_that_only_shards() -> None:
+    full = HostFacts(limit_bytes=16 * GIB, available_bytes=GIB // 2)
+    small = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    config = {"config": {"model_type": "llama", "vocab_size": 32000, **small}}
+    named_by_hand = replace(LORA, preset="deepspeed", zero=Zero(stage=2), model=config)
+    found = climb(died(), named_by_hand, host=full)
+    assert "next_preset" not in ids(found), "no host memory for an offload"
+    assert why_not(found, "preset stage3") == "preset stage3: sharding saves nothing on one process"
+    several = climb(died(), replace(named_by_hand, world_size=4), host=full)
+    assert named(several, "next_preset").preset == "stage3"
+
+
+def test_on_one_process_a_plain_run_keeps_surviving_until_it_must_offload() -> None:
+    now, seen = replace(LORA, eval_every=0), []
+    while found := [one for one in climb(died(), now, host=ROOMY).remedies if one.keeps_math and one.id != "allocator"]:
+        now = applied(now, found[0])
+        seen.append((now.batch, now.gradient_checkpointing, now.zero))
+        assert not now.zero.stage or now.zero.saves_memory(1)
+    offloaded = Zero(stage=2, offload_optimizer=True)
+    assert seen[:2] == [(2, False, Zero()), (1, False, Zero())]
+    assert seen[2:4] == [(1, True, Zero()), (1, True, offloaded)]
+    assert seen[-1][2] == Zero(stage=3, offload_optimizer=True, offload_parameters=True)
+
+
 def test_a_4_bit_base_is_never_sharded() -> None:
     for preset in ("deepspeed", "stage2_offload"):
         found = climb(died(), replace(QLORA, preset=preset, zero=Zero(stage=2, offload_optimizer=True)), host=ROOMY)

@@ -117,6 +117,20 @@ def test_an_offload_returns_to_a_gpu_that_has_room() -> None:
     assert why_not(climb(KILLED, OFFLOADED), "whether it fits is not known")
 
 
+@pytest.mark.parametrize(
+    ("world", "zero", "then"),
+    [
+        (3, Zero(stage=2, offload_optimizer=True), Zero(stage=2)),
+        (1, Zero(stage=2, offload_optimizer=True), Zero()),
+        (1, Zero(stage=3, offload_optimizer=True, offload_parameters=True), Zero(stage=3, offload_parameters=True)),
+    ],
+)
+def test_on_one_process_an_offload_that_returns_ends_zero(world: int, zero: Zero, then: Zero) -> None:
+    now = replace(OFFLOADED, world_size=world, zero=zero)
+    back = named(climb(KILLED, now, peaks=(peak(now, 2, 2.0), peak(now, 4, 3.0)), total_bytes=CARD), "offload_off")
+    assert applied(now, back).zero == then
+
+
 def test_an_offload_that_returns_uses_the_optimizer_of_torch() -> None:
     room = replace(OFFLOADED, optimizer="cpu_adam")
     back = named(climb(KILLED, room, peaks=(peak(room, 2, 6.0), peak(room, 4, 8.0)), total_bytes=CARD), "offload_off")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from memtop.presets.parameters import adapter_parameters, model_parameters, smaller_model, trained_parameters
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora
-from memtop.supervisor.recovery.configuration import adapter_parameters, model_parameters, smaller_model, trained_parameters
 from tests.recovery.support import FIRST, LORA, RECIPES, T5
 
 T5_CONFIG = T5.model["config"]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
-from memtop.train.objective import IGNORED, Objective, counted_positions
+from memtop.train import objective
+from memtop.train.objective import IGNORED, Objective, counted_positions, free_bytes, tokens_at_once
+from tests.train.card import put_in
 
 SMALL = {
     "vocab_size": 260,
@@ -42,12 +45,12 @@ def loss_and_gradients(
     model: torch.nn.Module, chunk: int, *, seq2seq: bool, sparse: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], int]:
     model.zero_grad()
-    objective = Objective(model, seq2seq=seq2seq, chunk=chunk).eval()
+    loss_of = Objective(model, seq2seq=seq2seq, chunk=chunk).eval()
     ids, labels = batch(seq2seq=seq2seq)
-    loss = objective(ids, labels, counted=counted_positions(labels, seq2seq=seq2seq) if sparse else None)
+    loss = loss_of(ids, labels, counted=counted_positions(labels, seq2seq=seq2seq) if sparse else None)
     (loss / 7).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return float(loss.detach()), gradients, objective.chunk
+    return float(loss.detach()), gradients, loss_of.chunk
 
 
 @pytest.mark.parametrize(
@@ -101,32 +104,190 @@ def test_a_head_that_is_more_than_a_matrix_runs_its_own_forward() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_no_tensor_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+class Watch(TorchDispatchMode):
+    """The operations inside the block, the dtypes of their results, and the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.calls: list[tuple[str, tuple[torch.dtype, ...]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        found = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if torch.is_tensor(x)]
+        if not function.is_view:
+            self.largest = max([self.largest, *(tensor.numel() for tensor in found)])
+        self.calls.append((str(function), tuple(tensor.dtype for tensor in found)))
+        return result
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.calls}
+
+
+WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.is_nonzero.default"}
+"""Operations that read a value from the device, and so wait for everything before."""
+
+
+def test_no_tensor_holds_all_logits() -> None:
     """Every tensor that autograd keeps and every result of an operation is smaller than the
     logits."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
-                if torch.is_tensor(tensor):
-                    largest = max(largest, tensor.numel())
-            return result
-
     model = model_of("llama", {**SMALL, "vocab_size": 6000})
     ids, labels = batch(seq2seq=False)
     # The head's own gradient is as large as the head.
     head = 6000 * 32
     for chunk in (0, 4):
-        largest = 0
-        objective = Objective(model, chunk=chunk)
-        with Watch():
-            objective(ids, labels).backward()
+        loss_of = Objective(model, chunk=chunk)
+        with Watch() as seen:
+            loss_of(ids, labels).backward()
         if chunk:
-            assert largest <= head
+            assert seen.largest <= head
         else:
-            assert largest >= 3 * 17 * 6000
+            assert seen.largest >= 3 * 17 * 6000
+
+
+def test_an_evaluation_computes_no_gradient() -> None:
+    model = model_of("llama", {**SMALL, "vocab_size": 6000})
+    expected = float(Objective(model, chunk=0)(*batch(seq2seq=False)).detach())
+    loss_of = Objective(model, chunk=4)
+    with Watch() as seen, torch.no_grad():
+        loss = float(loss_of(*batch(seq2seq=False)))
+    assert loss == pytest.approx(expected, rel=1e-6)
+    # A gradient of the head would be the largest tensor.
+    assert seen.largest < 6000 * 32
+
+
+def head_gradient(model: Any, chunk: int, factor: float) -> torch.Tensor:
+    model.zero_grad()
+    (Objective(model, chunk=chunk)(*batch(seq2seq=False)) * factor).backward()
+    found: torch.Tensor = model.lm_head.weight.grad
+    return found.double()
+
+
+def test_gradients_of_a_head_in_16_bits_are_summed_in_32() -> None:
+    """DeepSpeed's weights are in 16 bits, without autocast."""
+    model = model_of("llama", SMALL).to(torch.bfloat16).eval()
+    whole, pieces = head_gradient(model, 0, 1 / 50), head_gradient(model, 2, 1 / 50)
+    exact = head_gradient(model.double(), 0, 1 / 50)
+    assert (pieces - exact).norm() <= 1.05 * (whole - exact).norm()
+
+
+def test_a_gradient_of_the_sum_that_fp16_cannot_hold_becomes_one_of_the_mean() -> None:
+    model: Any = model_of("llama", SMALL).eval()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(20000.0)
+        model.lm_head.weight.mul_(3e-4)
+    exact = head_gradient(model, 0, 1 / 50)
+    assert (exact * 50).abs().max() > torch.finfo(torch.float16).max
+    found = head_gradient(model.half(), 7, 1 / 50)
+    assert (found - exact).norm() <= 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize(("kind", "values"), [("llama", SMALL), ("qwen2", SMALL), ("t5", T5)])
+def test_the_loss_does_not_wait_for_the_device(kind: str, values: dict[str, Any]) -> None:
+    loss_of = Objective(model_of(kind, values), seq2seq=kind == "t5", chunk=7)
+    ids, labels = batch(seq2seq=kind == "t5")
+    with Watch() as seen:
+        loss_of(ids, labels).backward()
+    assert not seen.names & WAITS
+
+
+def test_transformers_own_check_for_packed_samples_stays_in_place() -> None:
+    own = masking_utils.find_packed_sequence_indices
+    loss_of = Objective(model_of("llama", SMALL), chunk=7)
+    ids, labels = batch(seq2seq=False)
+    loss_of(ids, labels)
+    assert masking_utils.find_packed_sequence_indices is own
+    with pytest.raises(IndexError):
+        loss_of(ids + 1000, labels)
+    assert masking_utils.find_packed_sequence_indices is own
+
+
+class ShardedWeight:
+    """A weight that exists only between the hooks of its module, as under ZeRO-3."""
+
+    def __init__(self, module: Any) -> None:
+        self.gathered = 0
+        self._weight, self._whole = module.weight, module.weight.data
+        self._weight.ds_id = 0
+        module.register_forward_pre_hook(lambda *_: self._gather())
+        module.register_forward_hook(lambda _, inputs, output: self._forward_ends(output))
+        module.weight.register_post_accumulate_grad_hook(lambda _: self._release())
+        self._release()
+
+    def _gather(self) -> None:
+        self.gathered += 1
+        self._weight.data = self._whole
+
+    def _release(self) -> None:
+        self._weight.data = torch.empty(0)
+
+    def _forward_ends(self, output: torch.Tensor) -> torch.Tensor:
+        self._release()
+        output.register_hook(lambda _: self._gather())
+        return output
+
+
+def test_a_sharded_head_is_gathered_once_forward_and_once_backward() -> None:
+    model: Any = model_of("llama", SMALL)
+    whole, expected, _ = loss_and_gradients(model, 0, seq2seq=False)
+    head = ShardedWeight(model.lm_head)
+    loss, found, chunk = loss_and_gradients(model, 7, seq2seq=False)
+    assert (chunk, head.gathered) == (7, 2)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "vocabulary", "tokens", "dtype", "expected"),
+    [
+        # An 80 GB card: the largest pieces. Two of them are equally large.
+        (70 * GIB, 152_000, 8192, torch.bfloat16, 4096),
+        (70 * GIB, 152_000, 5000, torch.bfloat16, 2560),
+        (70 * GIB, 152_000, 900, torch.bfloat16, 1024),
+        # A small card, another precision, or memory that is nearly full.
+        (6 * GIB, 152_000, 8192, torch.bfloat16, 1024),
+        (6 * GIB, 152_000, 8192, torch.float32, 2048),
+        (6 * GIB, 32_000, 8192, torch.bfloat16, 4096),
+        (GIB, 152_000, 8192, torch.float16, 256),
+        (0, 152_000, 8192, torch.bfloat16, 128),
+        # A CPU: the same bytes for every vocabulary.
+        (None, 50_304, 2048, torch.float32, 333),
+        (None, 1 << 30, 2048, torch.float32, 1),
+    ],
+)
+def test_pieces_follow_the_free_memory(
+    free: int | None, vocabulary: int, tokens: int, dtype: torch.dtype, expected: int
+) -> None:
+    assert tokens_at_once(free, vocabulary, tokens, dtype) == expected
+
+
+def test_free_bytes_are_those_that_torch_may_still_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = put_in(monkeypatch)
+    card.take(300)
+    assert free_bytes(torch.device("cuda:0")) == card.total - card.held
+    # Half of the card is allowed, of which 300 bytes are reserved and 100 in use.
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    assert free_bytes(torch.device("cuda:0")) == 500 - card.held
+    assert free_bytes(torch.device("cpu")) is None
+
+
+def test_on_a_gpu_products_of_16_bits_give_the_weights_gradient_in_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tensors that have no numbers: to read one would raise an error."""
+    monkeypatch.setattr(objective, "free_bytes", lambda device: 2 * GIB)
+    with torch.device("meta"):
+        model: Any = model_of("llama", {**SMALL, "vocab_size": 152_000}).to(torch.bfloat16)
+        # As under DeepSpeed, the model is not run before its first batch.
+        model.lm_head.weight.ds_id = 0
+        ids = torch.zeros((8, 256), dtype=torch.int64)
+        with Watch() as seen:
+            Objective(model)(ids, ids).backward()
+    products = [dtypes for name, dtypes in seen.calls if name == "aten.mm.dtype"]
+    # 2 GiB / 4 hold the logits of 512 tokens.
+    assert products == [(torch.float32,)] * 4
+    assert seen.largest == 152_000 * 512
+    assert model.lm_head.weight.grad.dtype == torch.bfloat16

@@ -67,3 +67,29 @@ def test_buckets_hold_several_layers_and_stay_bounded(hidden: int, elements: int
     zero = zero_config(settings, hidden_size=hidden, precision="bf16", pin_memory=False)["zero_optimization"]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == elements
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * elements)
+
+
+ASKS = """
+import os
+from types import SimpleNamespace
+import torch
+from deepspeed.accelerator import cuda_accelerator, get_accelerator, set_accelerator
+from memtop.train.zero import ask_cuda_for_free_memory
+cuda_accelerator.pynvml = SimpleNamespace(nvmlDeviceGetHandleByIndex=lambda index: index)
+torch.cuda.current_device = lambda: 0
+torch.cuda.mem_get_info = lambda index=None: (3 << 30, 8 << 30)
+set_accelerator(cuda_accelerator.CUDA_Accelerator())
+os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-8c1e"
+try:
+    get_accelerator().available_memory()
+except ValueError:
+    ask_cuda_for_free_memory()
+    print(get_accelerator().available_memory())
+"""
+
+
+def test_deepspeed_finds_the_free_memory_of_a_gpu_that_is_chosen_by_uuid() -> None:
+    command = [sys.executable, "-c", ASKS]
+    done = run(command, imported=("deepspeed",), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.splitlines()[-1]) == 3 << 30

@@ -13,10 +13,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from memtop.presets.parameters import model_config
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
@@ -160,17 +160,6 @@ def oom_record(rank: int, report: Oom) -> OomRecord | None:
         return None
     names = (name for name in OomRecord.__struct_fields__ if name != "rank")
     return OomRecord(rank=rank, **{name: getattr(report, name) for name in names})
-
-
-def model_config(settings: Settings) -> dict[str, Any] | None:
-    """The model's configuration. None if only the trainer can know it (a hub name)."""
-    config, path = settings.model.get("config"), settings.model.get("path")
-    if config is None and isinstance(path, str):
-        try:
-            config = msgspec.json.decode((Path(path) / "config.json").read_bytes())
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None  # no such folder, or it cannot be read
-    return config if isinstance(config, dict) else None
 
 
 def vocabulary(settings: Settings) -> int | None:

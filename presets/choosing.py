@@ -1,0 +1,164 @@
+"""The preset of a run for which nobody names one, and the estimate that decides it.
+
+On one process it is the recipe's own values (`standard`): sharding saves nothing there, and ZeRO
+switches off in-process survival and live edits. If the model does not fit, it is the first preset
+of the ladder that offloads and fits. Several processes take the ladder's preset for the free
+memory, as its guide says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from memtop.presets.fields import SettingsError
+from memtop.presets.files import load_presets
+from memtop.presets.parameters import MOMENT_BYTES, ModelSize, model_size
+from memtop.presets.schema import Preset, Settings
+
+_GIB = 1 << 30
+CONTEXT_BYTES = _GIB // 2
+"""The CUDA context with its libraries, on each process."""
+MOST_OF_FREE = 0.85
+"""What the estimate may take of the free memory. The rest is for activations, which a smaller
+micro-batch and checkpointing reduce."""
+
+Under = Callable[[Preset], Settings]
+"""The settings of the run under a preset; SettingsError if the two do not go together."""
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU memory of one process that does not depend on the batch, in bytes."""
+
+    weights: int
+    """Trained weights in fp32, their copies in the precision of the computation, and adapters."""
+    frozen: int
+    """The base model of adapters."""
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of it, and the CUDA context."""
+        return self.weights + self.frozen + self.gradients + self.moments + CONTEXT_BYTES
+
+    def fits(self, free_bytes: int) -> bool:
+        """Whether it leaves room for activations."""
+        return self.total <= MOST_OF_FREE * free_bytes
+
+
+_MOMENTS = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "adafactor": 0}
+"""Bytes of moments per trained parameter. Adafactor keeps sums of rows and columns."""
+_IN_4_BITS = 0.52
+"""NF4 with double quantization: half a byte, and scales."""
+_LIVE_PARAMETERS = 100_000_000
+"""With offloaded parameters: how many DeepSpeed keeps on the GPU at one time."""
+
+
+def need(settings: Settings, size: ModelSize) -> Need:
+    """What the run needs on each GPU whatever its micro-batch is.
+
+    Of a trained parameter: 4 bytes for the weight, 4 for the gradient, 8 for Adam's moments, and 2
+    for the copy in bf16 or fp16. A frozen base has the precision of the computation, or 4 bits.
+    ZeRO divides by the number of processes: the moments and the fp32 weights (stage 1), gradients
+    too (2), the working weights too (3). What is offloaded counts as 0.
+    """
+    zero, world = settings.zero, settings.world_size
+    compute = 4 if settings.precision == "fp32" else 2
+    base = 0 if settings.lora is None else size.all
+    if settings.method == "qlora":
+        frozen = math.ceil(_IN_4_BITS * (base - size.embedded)) + compute * size.embedded
+    else:
+        # Weights of a path are loaded in the precision of the computation, new ones are in fp32.
+        frozen = base * (compute if settings.model.get("path") or zero.stage else 4)
+    copies = compute * size.trained if zero.stage or compute < 4 else 0
+    if zero.offload_parameters:
+        copies, frozen = min(copies, compute * _LIVE_PARAMETERS), min(frozen, compute * _LIVE_PARAMETERS)
+    elif zero.stage == 3:
+        copies, frozen = copies // world, frozen // world
+    sharded = world if zero.stage else 1
+    master, moments = 4 * size.trained // sharded, _MOMENTS.get(settings.optimizer, MOMENT_BYTES) * size.trained // sharded
+    gradients = 4 * size.trained // (world if zero.stage >= 2 else 1)
+    if zero.offload_optimizer:
+        master = moments = gradients = 0
+    return Need(weights=master + copies, frozen=frozen, gradients=gradients, moments=moments)
+
+
+def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Under) -> tuple[Preset, str]:
+    """The preset for this much free memory on each GPU, and the reason in one line; None: not
+    known.
+
+    A recipe with a family of its own (QLoRA) has the presets of that family: they shard nothing.
+    """
+    presets = load_presets()
+    own = any(recipe in preset.recipes for preset in presets.values() if preset.family != "ladder" and _has_border(preset))
+    if free_bytes is None or processes > 1 or own:
+        return choose_by_memory(free_bytes, recipe)
+    plain = presets["standard"]
+    settings = under(plain)
+    size = model_size(settings)
+    free = f"{_floor_gib(free_bytes)} of GPU memory free"
+    if size is None:
+        return plain, f"preset standard: {free}; what the model needs is not known before it is loaded"
+    needed = need(settings, size)
+    words = f"{_what(settings)} need {needed.total / _GIB:.2f} GiB"
+    if needed.fits(free_bytes):
+        return plain, f"preset standard: {free}, {words}"
+    rungs = [preset for _, preset in _rungs(list(presets.values()), recipe) if preset.zero and preset.zero.saves_memory(1)]
+    possible: list[tuple[Preset, Need]] = []
+    problem = "no preset of the ladder offloads"
+    for preset in rungs:
+        try:
+            after = under(preset)
+        except SettingsError as error:
+            problem = str(error)
+        else:
+            possible.append((preset, need(after, size)))
+    chosen = next((one for one in possible if one[1].fits(free_bytes)), possible[-1] if possible else None)
+    if chosen is None:
+        return plain, f"preset standard: {free}, {words}: too little, but {problem}"
+    preset, less = chosen
+    return preset, f"preset {preset.name}: {free}, {words}; with this offload {less.total / _GIB:.2f} GiB"
+
+
+def _what(settings: Settings) -> str:
+    return "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
+
+
+def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, str]:
+    """The preset of the ladder for this much free memory on the fullest GPU, and the reason; None:
+    not known.
+
+    Presets of the recipe's own family (QLoRA) are chosen before those of the ladder. A threshold
+    belongs to the larger preset: 12 GiB and more, 6 up to 12, 4 up to 6, below 4.
+    """
+    presets = load_presets()
+    if free_bytes is None:
+        return presets["standard"], "preset standard: the free GPU memory is not known"
+    rungs = _rungs(list(presets.values()), recipe)
+    at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
+    border, preset = rungs[at]
+    where = f"from {border:g} GiB on" if border > 0 else "the smallest of them"
+    if at > 0:
+        above = rungs[at - 1][0]
+        where = f"from {border:g} up to {above:g} GiB" if border > 0 else f"below {above:g} GiB"
+    return preset, f"preset {preset.name}: {_floor_gib(free_bytes)} of GPU memory free, {where}"
+
+
+def _has_border(preset: Preset) -> bool:
+    return preset.free_gib_from is not None
+
+
+def _rungs(presets: Sequence[Preset], recipe: str) -> list[tuple[float, Preset]]:
+    ladder = [(p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family == "ladder"]
+    special = [
+        (p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family != "ladder" and recipe in p.recipes
+    ]
+    return sorted(special or ladder, key=lambda rung: -rung[0])
+
+
+def _floor_gib(size: int) -> str:
+    # Rounded down: 11.999 GiB is not 12.
+    return f"{math.floor(size / _GIB * 100) / 100:.2f} GiB"

@@ -1,0 +1,218 @@
+"""How many parameters the model of a run has, without loading it: from its Hugging Face
+configuration, or from the headers of its weight files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memtop.presets.schema import Lora, Settings
+
+Config = Mapping[str, Any]
+
+TRAINED_BYTES = 16
+"""Bytes of one trained parameter in fp32 with Adam: weight 4, gradient 4, two moments 8. An offload
+needs the same amount of host memory."""
+MOMENT_BYTES = 8
+"""Of these, the bytes that certainly leave the GPU with an offload."""
+
+
+def model_parameters(config: Config) -> int | None:
+    """All parameters of a model with this Hugging Face configuration; None for unknown families."""
+    count = _FAMILIES.get(str(config.get("model_type")))
+    try:
+        return None if count is None else count(config)
+    except (KeyError, TypeError):
+        return None
+
+
+def trained_parameters(settings: Settings, config: Config | None = None) -> int | None:
+    """The parameters that the run trains: all, or the adapters'; None if not known.
+
+    `config`: the model's configuration, if the settings name the model only by path.
+    """
+    known = config if config is not None else settings.model.get("config")
+    if not known:
+        return None
+    return model_parameters(known) if settings.lora is None else adapter_parameters(known, settings.lora)
+
+
+def adapter_parameters(config: Config, lora: Lora) -> int | None:
+    """r x (inputs + outputs), summed over all layers with an adapter; None for unknown families or
+    targets."""
+    if config.get("model_type") not in _LLAMA_LIKE:
+        return None
+    shapes = _llama_shapes(config)
+    targets = tuple(shapes) if lora.targets == ("all-linear",) else lora.targets
+    if not all(target in shapes for target in targets):
+        return None
+    return int(config["num_hidden_layers"]) * sum(lora.r * sum(shapes[target]) for target in targets)
+
+
+def smaller_model(config: Config) -> dict[str, int] | None:
+    """The values for a model of about a quarter of the size; None if the family is not known.
+
+    Width and number of heads are halved, so that heads x head width is still the model's width. For
+    T5, the encoder also keeps only 4 of 10 layers; the decoder keeps all.
+    """
+    halves = {
+        "t5": ("d_model", "d_ff", "num_heads"),
+        **dict.fromkeys(_LLAMA_LIKE, ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
+    }.get(str(config.get("model_type")), ())
+    values = {name: config[name] for name in halves if name in config}
+    if not values or any(not isinstance(value, int) or value < 2 or value % 2 for value in values.values()):
+        return None
+    smaller = {name: value // 2 for name, value in values.items()}
+    layers = config.get("num_layers")
+    if config.get("model_type") == "t5" and isinstance(layers, int) and layers > 1:
+        smaller["num_layers"] = max(1, layers * 2 // 5)
+        if "num_decoder_layers" not in config:
+            # The default of num_decoder_layers is num_layers.
+            smaller["num_decoder_layers"] = layers
+    return smaller
+
+
+def _t5(config: Config) -> int | None:
+    if not config.get("tie_word_embeddings", True):
+        # Whether the head then has separate weights depends on the version of transformers.
+        return None
+    width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
+    attention = 4 * width * inner + width
+    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    forward = (3 if gated else 2) * width * config["d_ff"] + width
+    buckets = config.get("relative_attention_num_buckets", 32) * config["num_heads"]
+    encoder = config["num_layers"] * (attention + forward) + buckets + width
+    decoder = config.get("num_decoder_layers", config["num_layers"]) * (2 * attention + forward) + buckets + width
+    return int(config["vocab_size"] * width + encoder + decoder)
+
+
+_LLAMA_LIKE = ("llama", "mistral", "qwen2")
+
+
+def _llama_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """Linear layer name to its numbers of inputs and outputs."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or width // heads
+    keys = (config.get("num_key_value_heads") or heads) * head
+    return {
+        "q_proj": (width, heads * head),
+        "k_proj": (width, keys),
+        "v_proj": (width, keys),
+        "o_proj": (heads * head, width),
+        "gate_proj": (width, inner),
+        "up_proj": (width, inner),
+        "down_proj": (inner, width),
+    }
+
+
+def _llama(config: Config) -> int:
+    shapes, width = _llama_shapes(config), config["hidden_size"]
+    layer = sum(inputs * outputs for inputs, outputs in shapes.values()) + 2 * width
+    if config["model_type"] == "qwen2":
+        layer += sum(shapes[name][1] for name in ("q_proj", "k_proj", "v_proj"))
+    embeddings = config["vocab_size"] * width * (1 if config.get("tie_word_embeddings", False) else 2)
+    return int(embeddings + config["num_hidden_layers"] * layer + width)
+
+
+_FAMILIES: dict[str, Callable[[Config], int | None]] = {"t5": _t5, **dict.fromkeys(_LLAMA_LIKE, _llama)}
+
+
+# --- of a run, from its files ---------------------------------------------------------------------
+
+
+class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a model as a run trains it."""
+
+    all: int
+    """Without adapters."""
+    trained: int
+    """All, or the adapters'."""
+    embedded: int = 0
+    """Of all, those of the input embeddings and of an output head of its own; 0 if not known."""
+
+
+def model_config(settings: Settings) -> dict[str, Any] | None:
+    """The model's configuration. None if only the trainer can know it: a hub name whose files were
+    not downloaded yet."""
+    config, folder = settings.model.get("config"), _model_folder(settings)
+    if config is None and folder is not None:
+        try:
+            config = msgspec.json.decode((folder / "config.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None  # no such folder, or it cannot be read
+    return config if isinstance(config, dict) else None
+
+
+def model_size(settings: Settings) -> ModelSize | None:
+    """The size of the run's model; None if it is not known before the model is loaded."""
+    config = model_config(settings) or {}
+    found, trained = model_parameters(config), trained_parameters(settings, config)
+    if found is None or trained is None:
+        shapes = _stored_shapes(settings)
+        stored = sum(map(math.prod, shapes.values())) or None
+        found = found or stored
+        trained = trained or (found if settings.lora is None else _adapters_of(shapes, settings.lora))
+    if found is None or trained is None:
+        return None
+    width, words = config.get("hidden_size") or config.get("d_model"), config.get("vocab_size")
+    copies = 1 if config.get("tie_word_embeddings", False) else 2
+    embedded = width * words * copies if isinstance(width, int) and isinstance(words, int) else 0
+    return ModelSize(all=found, trained=trained, embedded=min(embedded, found))
+
+
+def _model_folder(settings: Settings) -> Path | None:
+    """The folder that the settings name, or that of a hub name in Hugging Face's cache."""
+    path = settings.model.get("path")
+    if not isinstance(path, str):
+        return None
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for some texts
+        return Path(path)
+    variables, home = os.environ, os.path.expanduser("~/.cache")  # noqa: PTH111 - as in memtop/cli/train.py
+    cache = variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME') or home}/huggingface"
+    repository = Path(variables.get("HF_HUB_CACHE") or f"{cache}/hub") / f"models--{path.replace('/', '--')}"
+    try:
+        return repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+_LARGEST_HEADER = 100_000_000
+"""As in the safetensors library."""
+
+
+def _stored_shapes(settings: Settings) -> dict[str, list[int]]:
+    """The shapes of all weights by name, from the headers of the safetensors files; empty if there
+    are none, or if their weights are quantized."""
+    folder = _model_folder(settings)
+    found: dict[str, list[int]] = {}
+    if folder is None or (model_config(settings) or {}).get("quantization_config"):
+        return {}
+    try:
+        for path in folder.glob("model*.safetensors"):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = msgspec.json.decode(file.read(min(length, _LARGEST_HEADER)))
+            found |= {name: list(map(int, of["shape"])) for name, of in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return {}  # damaged: the trainer says so
+    return found
+
+
+_NO_LAYERS = ("embed", "lm_head", "shared", "wte", "wpe")
+"""Parts of names of matrices that are no linear layer inside the model."""
+
+
+def _adapters_of(shapes: Mapping[str, list[int]], lora: Lora) -> int | None:
+    """r x (inputs + outputs), summed over all matrices that get an adapter; None if there are
+    none."""
+    matrices = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    if lora.targets == ("all-linear",):
+        chosen = [shape for name, shape in matrices.items() if not any(part in name for part in _NO_LAYERS)]
+    else:
+        chosen = [shape for name, shape in matrices.items() if name.rpartition(".")[2] in lora.targets]
+    return sum(lora.r * sum(shape) for shape in chosen) or None
