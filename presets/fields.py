@@ -145,6 +145,7 @@ FIELDS: dict[str, Field] = {
         saves=_differs_from(0),
         saves_much=True,
     ),
+    "packing": Field(label="packing", shapes="peak", saves=_on),
     "compile": Field(label="torch.compile", shapes="peak"),
     "device": Field(label="device", shapes="peak"),
     "seq_len": Field(

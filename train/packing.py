@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memtop.presets import Settings
 from memtop.train.agent.failures import is_lack_of_memory
+from memtop.train.exchange import Ranks
 
 ATTENTION = "memtop_packed"
 """The name of `packed_attention` in transformers. A name without a mask function gets no mask."""
@@ -60,7 +61,8 @@ def packed_attention(
     query [1, heads, n, d], key and value [1, key heads, n, d]; the result is [1, n, heads, d].
     """
     if sample_lengths is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        found: torch.Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)[0]
+        return found, None
     if attention_mask is not None:
         raise ValueError("a row of several samples takes no attention mask")
     if sample_starts is not None and not dropout:
@@ -70,9 +72,10 @@ def packed_attention(
         if varlen_fits(*inputs):
             rows = [tensor.transpose(1, 2).squeeze(0) for tensor in inputs]
             return varlen(rows, sample_starts, max(sample_lengths), scaling).unsqueeze(0), None
-    parts = [tensor.split(sample_lengths, dim=2) for tensor in (query, key, value)]
-    found = [sdpa_attention_forward(module, *part, None, dropout, scaling, **options)[0] for part in zip(*parts, strict=True)]
-    return torch.cat(found, dim=1), None
+    lengths = list(sample_lengths)
+    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [sdpa_attention_forward(module, *part, None, dropout, scaling, **options)[0] for part in parts]
+    return torch.cat(outputs, dim=1), None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -92,24 +95,22 @@ def varlen_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
         # Above 192, some cards have no backward pass.
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 192
         and query.shape[-1] % 8 == 0
-        and _varlen_kernel() is not None
+        and varlen_kernel() is not None
         and _has_flash(query.device)
     )
 
 
 def varlen(rows: Sequence[torch.Tensor], starts: torch.Tensor, longest: int, scaling: float | None) -> torch.Tensor:
     """Query [n, heads, d], key and value [n, key heads, d]; the result is [n, heads, d]."""
-    kernel = _varlen_kernel()
+    kernel = varlen_kernel()
     assert kernel is not None
     # The window (-1, 0) means causal.
-    found: torch.Tensor = kernel(
-        *rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
-    )
+    found: torch.Tensor = kernel(*rows, starts, starts, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True)
     return found
 
 
 @cache
-def _varlen_kernel() -> Callable[..., Any] | None:
+def varlen_kernel() -> Callable[..., Any] | None:
     """torch's kernel; None if this torch has none, or an early one with other arguments."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -119,7 +120,6 @@ def _varlen_kernel() -> Callable[..., Any] | None:
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
 
 
-@cache
 def _has_flash(device: torch.device) -> bool:
     built = torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -140,9 +140,17 @@ def use_packing(settings: Settings, model: torch.nn.Module, accelerator: Acceler
         reason = None if base.config.model_type in _PASSED else f"{base.config.model_type} cannot be tested while it is sharded"
     else:
         reason = _mixes_samples(model, accelerator)
-    if reason is not None:
+    # One way for all ranks: it decides which samples a rank gets.
+    if Ranks(accelerator).any(reason is not None):
         base.set_attn_implementation("sdpa")
-    return reason
+        return reason or "another rank cannot"
+    return None
+
+
+def is_prepared(model: torch.nn.Module) -> bool:
+    """Whether the model takes rows of several samples."""
+    config: Any = model.config
+    return bool(config._attn_implementation == ATTENTION)
 
 
 def _unfit(settings: Settings, base: Any) -> str | None:
