@@ -3,13 +3,17 @@ accelerate's save_state.
 
     python -m bench.checkpoint [--rounds N] [--recipe pretrain-causal] [--folder FOLDER]
 
-Both use the same model and AdamW after one update. Each measurement runs in a separate process, in
-turns A B C C B A. Memory is the peak minus what was held before; `moments_mib` is what every load
-needs (8 bytes per parameter). memtop writes a temporary folder and renames it, calls fsync on every
-file, and stores checksums that it compares at a load; accelerate does none of that. So
-`accelerate_synced` is accelerate followed by an fsync of each file, and `memtop_parts` has the
-seconds of fsync and checksums. After a load, every moment is written to once, as the next update
-does, because memory-mapped tensors cost only then.
+All use the same model and AdamW after one update. Each measurement runs in a separate process, in
+turns A B C D D C B A. `pause_seconds` is how long training stops for a save: for `memtop` the copy
+of the state to host memory, for the others the whole save. `first_pause_seconds` is that of the
+first save, which gets the memory for the copy from the system. `memtop_at_once` saves without a
+copy, as memtop does at the end of a training and where host memory is short.
+
+Memory is the peak minus what was held before; `moments_mib` is what every load needs (8 bytes per
+parameter). memtop writes a temporary folder and renames it, calls fsync on every file, and stores
+checksums that it compares at a load; accelerate does none of that. So `accelerate_synced` is
+accelerate followed by an fsync of each file. After a load, every moment is written to once, as the
+next update does, because memory-mapped tensors cost only then.
 """
 
 from __future__ import annotations
@@ -21,8 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,18 @@ import torch
 
 from bench.common import Peak, report, spread
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
-from memtop.train import checkpoint, state_files
+from memtop.train import checkpoint
+from memtop.train.channel import Unsupervised
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.engine import PlainEngine
+from memtop.train.exchange import Ranks
 from memtop.train.model import model_config
 from memtop.train.run import count_parameters, open_accelerator, open_engine
 from memtop.train.state_files import Cut, ShardReader, newest_complete, sync
+from memtop.train.state_saver import DiskWait, StateSaver
 
-ARMS = ("memtop", "accelerate", "accelerate_synced")
+ARMS = ("memtop", "memtop_at_once", "accelerate", "accelerate_synced")
+LOADS = ("memtop", "accelerate")
 SAVES = 3
 
 
@@ -66,27 +73,32 @@ def measure_save(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
         updates=1, samples_seen=1, epoch=0.0, cuts=(Cut(0, settings.seq_len),), target_samples=settings.target_samples
     )
 
+    ranks = Ranks(engine.accelerator)
+    saver = StateSaver(folder / "state", engine, Unsupervised(), ranks, DiskWait(), 0, pin_memory=False)
+
     def save() -> None:
-        if arm == "memtop":
-            checkpoint.save_state(folder / "state", engine, progress, settings)
+        if arm.startswith("memtop"):
+            saver.begin(progress, settings, copy=arm == "memtop")
             return
         engine.accelerator.save_state(str(folder / "state"))
         if arm == "accelerate_synced":
             for path in (folder / "state").iterdir():
                 sync(path)
 
-    with timed("fsync", state_files, "sync") as fsync, timed("checksum", state_files, "describe_file") as checksum:
-        peak = Peak("cpu")
-        peak.start()
-        seconds = [seconds_of(save) for _ in range(SAVES)]
+    peak = Peak("cpu")
+    peak.start()
+    pauses, seconds = [], []
+    for _ in range(SAVES):
+        pauses.append(seconds_of(save))
+        seconds.append(pauses[-1] + seconds_of(saver.finish))
     size = sum(path.stat().st_size for path in (folder / "state").iterdir())
-    parts = {"fsync_seconds": fsync[0] / SAVES, "checksum_seconds": checksum[0] / SAVES} if arm == "memtop" else {}
     return {
+        "pause_seconds": sorted(pauses)[SAVES // 2],
+        "first_pause_seconds": pauses[0],
         "seconds": sorted(seconds)[SAVES // 2],
         "peak_growth_mib": peak.growth() / 2**20,
         "state_mib": size / 2**20,
         "parameters": count_parameters(engine.model.parameters()),
-        **parts,
     }
 
 
@@ -108,40 +120,17 @@ def measure_load(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
             state["exp_avg"].mul_(1)
             state["exp_avg_sq"].mul_(1)
 
-    with timed("checksum", state_files, "describe_file") as checksum:
-        peak = Peak("cpu")
-        peak.start()
-        seconds = seconds_of(load)
-    parts = {"checksum_seconds": checksum[0]} if arm == "memtop" else {}
+    peak = Peak("cpu")
+    peak.start()
+    seconds = seconds_of(load)
     assert all("exp_avg_sq" in engine.bare_optimizer.state[parameter] for parameter in engine.model.parameters())
-    return {"seconds": seconds, "peak_growth_mib": peak.growth() / 2**20, **parts}
+    return {"seconds": seconds, "peak_growth_mib": peak.growth() / 2**20}
 
 
 def seconds_of(work: Callable[[], None]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-@contextmanager
-def timed(name: str, module: Any, function: str) -> Iterator[list[float]]:
-    """Inside the block, add the seconds spent in a module's function to the only element of the
-    list.
-    """
-    whole, own = [0.0], getattr(module, function)
-
-    def measured(*arguments: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return own(*arguments)
-        finally:
-            whole[0] += time.perf_counter() - started
-
-    setattr(module, function, measured)
-    try:
-        yield whole
-    finally:
-        setattr(module, function, own)
 
 
 def in_child(arm: str, what: str, recipe: str, folder: Path) -> dict[str, Any]:
@@ -151,13 +140,14 @@ def in_child(arm: str, what: str, recipe: str, folder: Path) -> dict[str, Any]:
     if done.returncode != 0:
         raise RuntimeError(f"{arm}, {what}: {done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{what} {arm}: {found['seconds']:.2f} s, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
+    pause = f", pause {found['pause_seconds']:.3f} s" if "pause_seconds" in found else ""
+    print(f"{what} {arm}: {found['seconds']:.2f} s{pause}, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=2, help="each is A B C C B A")
+    parser.add_argument("--rounds", type=int, default=2, help="each is A B C D D C B A")
     parser.add_argument("--recipe", default="pretrain-causal")
     parser.add_argument("--folder", type=Path, help="where the states are written; default: the folder for temporary files")
     parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
@@ -173,7 +163,7 @@ def main() -> None:
         for arm in (*ARMS, *reversed(ARMS)):
             with tempfile.TemporaryDirectory(prefix="memtop-bench-", dir=given.folder) as name:
                 found["save"][arm].append(in_child(arm, "save", given.recipe, Path(name)))
-                if arm != "accelerate_synced":
+                if arm in LOADS:
                     found["load"][arm].append(in_child(arm, "load", given.recipe, Path(name)))
     parameters = found["save"]["memtop"][0]["parameters"]
     report(
@@ -189,21 +179,20 @@ def main() -> None:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    names = ("seconds", "peak_growth_mib")
+    known = ("pause_seconds", "first_pause_seconds", "seconds", "peak_growth_mib")
+    names = [name for name in known if name in runs["memtop"][0]]
     measured = {arm: {name: spread([run[name] for run in own]) for name in names} for arm, own in runs.items() if own}
     ratios = {
         f"memtop_over_{arm}": {
-            name: spread([mine[name] / other[name] for mine, other in zip(runs["memtop"], own, strict=True)]) for name in names
+            # accelerate's save needs hardly any memory, so a ratio of growth would say nothing.
+            name: spread([mine[name] / other[name] for mine, other in zip(runs["memtop"], own, strict=True)])
+            for name in names
+            if name != "peak_growth_mib"
         }
         for arm, own in runs.items()
         if own and arm != "memtop"
     }
-    parts = {
-        name: spread([run[name] for run in runs["memtop"]])
-        for name in ("fsync_seconds", "checksum_seconds")
-        if name in runs["memtop"][0]
-    }
-    return {**measured, **ratios, "memtop_parts": parts}
+    return {**measured, **ratios}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,14 @@ def user_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
+def one_gpu() -> dict[str, str]:
+    """The variables with which a program sees the first visible GPU alone.
+
+    Hugging Face's Trainer in one process would spread each batch over all of them.
+    """
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
+
+
 def report(name: str, results: dict[str, Any]) -> None:
     """One JSON document on stdout."""
     print(json.dumps({"bench": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **results}, indent=2))

@@ -56,7 +56,7 @@ class Part(msgspec.Struct, frozen=True):
     commands: tuple[tuple[str, ...], ...]
 
 
-def pytest_of(*files: str, options: Sequence[str] = ()) -> tuple[str, ...]:
+def checks(*files: str, options: Sequence[str] = ()) -> tuple[str, ...]:
     """The command that runs these tests; each test is a result."""
     return ("-m", "pytest", "-q", "-n", "0", "-p", "bench.first_half_hour", *options, *files)
 
@@ -75,31 +75,31 @@ def parts(device: str) -> tuple[Part, ...]:
         changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true"]
         pieces = [(*speed, "--case", "half_billion", "--only", "memtop", "--set", change) for change in changes]
     # In the rehearsal one file stands for the suite.
-    suite = pytest_of("tests/test_presets.py") if small else pytest_of("tests", options=("-n", "8", "--dist", "loadfile"))
+    suite = checks("tests/test_presets.py") if small else checks("tests", options=("-n", "8", "--dist", "loadfile"))
     return (
         Part(
             "machine",
             3,
             "doctor; the monitor's values beside those of nvidia-smi, idle and under load",
-            (("-m", "memtop", "doctor", "--json"), pytest_of("tests/gpu/test_monitor.py")),
+            (("-m", "memtop", "doctor", "--json"), checks("tests/gpu/test_monitor.py")),
         ),
         Part(
             "trainer",
             5,
             "recipes in each precision; shrink and grow back; 4 and 8 bits",
-            (pytest_of("tests/gpu/test_trainer.py"),),
+            (checks("tests/gpu/test_trainer.py"),),
         ),
         Part(
             "runs",
             4,
             "kill -9 and resume, free, restart --live, advise --try, forecasts",
-            (pytest_of("tests/gpu/test_runs.py"),),
+            (checks("tests/gpu/test_runs.py"),),
         ),
         Part("waits", 3, "what waits for the GPU in 3 updates, and how long it is idle", (("-m", "bench.waits", *given),)),
         Part("speed", 6, "beside Hugging Face's Trainer at a real size, full and LoRA", tuple(real)),
-        Part("states", 5, "resume plain, ZeRO and 8-bit from each other", (pytest_of("tests/gpu/test_states.py"),)),
-        Part("ranks", 2, "two ranks on one GPU over gloo; one runs out of memory", (pytest_of("tests/gpu/test_ranks.py"),)),
-        Part("logs", 1, "real failures through `memtop diagnose`", (pytest_of("tests/gpu/test_failure_logs.py"),)),
+        Part("states", 5, "resume plain, ZeRO and 8-bit from each other", (checks("tests/gpu/test_states.py"),)),
+        Part("ranks", 2, "two ranks on one GPU over gloo; one runs out of memory", (checks("tests/gpu/test_ranks.py"),)),
+        Part("logs", 1, "real failures through `memtop diagnose`", (checks("tests/gpu/test_failure_logs.py"),)),
         Part(
             "presets",
             8,

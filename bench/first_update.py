@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import report, spread, user_environment
+from bench.common import one_gpu, report, spread, user_environment
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 
 PROMISED = {"first_update": 1.15, "restart": 1.25}
@@ -77,7 +77,7 @@ def bare_seconds(settings: Settings, device: str, folder: Path) -> float:
     }
     started = time.time()
     command = [sys.executable, "-c", BARE, json.dumps(given)]
-    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=user_environment() | one_gpu(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(done.stderr[-3000:])
     line = next(line for line in done.stdout.splitlines() if line.startswith("first update"))
@@ -90,7 +90,7 @@ class Memtop:
     def __init__(self, folder: Path, device: str) -> None:
         self._run = folder / "a"
         self._device = device
-        self._environment = user_environment() | {"MEMTOP_RUNS_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
+        self._environment = user_environment() | one_gpu() | {"MEMTOP_RUNS_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
 
     def start_seconds(self) -> float:
         started = time.time()

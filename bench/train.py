@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import Peak, report, spread
+from bench.common import Peak, one_gpu, report, spread
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
@@ -231,7 +231,7 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
 def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
     """Measure one arm in a separate process."""
     command = [sys.executable, "-m", "bench.train", "--arm", arm, "--case", case, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | one_gpu())
     if done.returncode != 0:
         raise RuntimeError(f"{arm}, {case}: {done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -120,7 +120,9 @@ def profiled(events: Any, *, on_gpu: bool) -> dict[str, Any]:
     wanted = (*_READING, *_WAITING)
     calls = Counter(name for event in events if (name := next((w for w in wanted if event.name.startswith(w)), "")))
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    spans = [(e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type == kind]
+    # Named ranges, such as an optimizer's step, contain the kernels and the gaps between them.
+    work = [event for event in events if event.device_type == kind and not event.is_user_annotation]
+    spans = [(event.time_range.start, event.time_range.end, event.name) for event in work]
     return {"calls": {name: round(count / EACH, 2) for name, count in calls.most_common()}, **idle(spans)}
 
 

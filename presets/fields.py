@@ -147,6 +147,7 @@ FIELDS: dict[str, Field] = {
     ),
     "packing": Field(label="packing", shapes="peak", saves=_on),
     "compile": Field(label="torch.compile", shapes="peak"),
+    "bf16_residual": Field(label="bf16 residual stream", shapes="peak", saves=_on),
     "device": Field(label="device", shapes="peak"),
     "seq_len": Field(
         label="T",

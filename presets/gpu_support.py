@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 _NO_GPU = (0, 0)
+_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""By major CUDA version: the first driver that runs its programs (NVIDIA's table of minor version
+compatibility)."""
 _INSTALL = "see https://pytorch.org/get-started/locally/"
 
 
@@ -47,9 +50,10 @@ def why_unusable(
     needed = int(build.cuda.partition(".")[0])
     if driver_cuda is not None and driver_cuda[0] < needed:
         driver = "the NVIDIA driver" if driver_version is None else f"the NVIDIA driver {driver_version}"
+        newer = f"driver {_DRIVERS[needed]} or newer" if needed in _DRIVERS else "a newer driver"
         return (
             f"{driver} supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}, and torch {build.version} needs CUDA {needed}; "
-            f"install a newer driver, or a torch build for CUDA {driver_cuda[0]}, {_INSTALL}"
+            f"install {newer}, or a torch build for CUDA {driver_cuda[0]}, {_INSTALL}"
         )
     if gpu.capability is None or not build.kernels or has_kernels(build.kernels, gpu.capability):
         return None

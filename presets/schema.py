@@ -126,7 +126,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Short samples share a row without padding, if the model can do that; otherwise samples of
     similar length share a micro-batch."""
     compile: bool = False
-    """torch.compile the model."""
+    """torch.compile each layer of the model."""
+    bf16_residual: bool = False
+    """With precision bf16: the sum to which the layers add their outputs is in bf16, too."""
     workers: int = 0
     """The most data-loader processes per training process; if host memory is short, the trainer
     starts fewer."""

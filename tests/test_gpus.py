@@ -150,7 +150,7 @@ def torch_checks(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str
         (
             TorchBuild(version="2.13.0+cu130", cuda="13.0"),
             "the NVIDIA driver 550.54.14 supports CUDA up to 12.4",
-            "install a newer",
+            "install driver 580 or newer, or a torch build for CUDA 12",
         ),
         (
             TorchBuild(version="2.9.0+cu128", cuda="12.8"),

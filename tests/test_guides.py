@@ -180,8 +180,12 @@ def test_precision_by_what_the_hardware_has(
     monkeypatch.setattr(
         run, "Accelerator", lambda **arguments: SimpleNamespace(num_processes=1, device=torch.device("cpu"), **arguments)
     )
+    products: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
     accelerator = run.open_accelerator(replace(TINY, precision=asked, device="auto"), None)
     assert accelerator.mixed_precision == ("no" if taken == "fp32" else taken)
+    # TF32, for what is computed in fp32 on a GPU.
+    assert products == (["high"] if on_gpu and taken == "fp32" else [])
 
 
 def test_fp16_without_a_gpu_is_refused() -> None:

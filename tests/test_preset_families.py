@@ -318,3 +318,7 @@ def in_progress(settings: Settings, **assignments: str) -> Settings:
 def test_a_run_in_progress_can_change_all_other_settings() -> None:
     assert in_progress(LORA, seed=str(LORA.seed)) == LORA
     assert in_progress(LORA, optimizer="adafactor", workers="2").optimizer == "adafactor"
+
+
+def test_the_allocators_segments_can_grow_under_every_preset() -> None:
+    assert {preset.allocator for preset in load_presets().values()} == {"expandable_segments:True"}

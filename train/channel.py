@@ -242,6 +242,9 @@ class Requests(msgspec.Struct, frozen=True):
     commands: tuple[int, ...] = ()
     """Ids of this rank's commands that wait for the save."""
     changes: Changes = ()
+    save_ended: bool = False
+    """Whether the first rank's save in progress has ended since the last boundary."""
+    save_failed: bool = False
 
 
 class Control:
@@ -259,8 +262,11 @@ class Control:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def at_boundary(self) -> Requests:
-        """What was requested of any rank since the last call. All ranks call this together."""
+    def at_boundary(self, saved: tuple[bool, bool] = (False, False)) -> Requests:
+        """What was requested of any rank since the last call. All ranks call this together.
+
+        `saved`: whether this rank's save in progress has ended, and whether it failed.
+        """
         save, waiting, changes = False, [], []
         for number, name, values in self._channel.take_commands():
             if name == "stop":
@@ -272,19 +278,14 @@ class Control:
             else:
                 save = True
                 waiting.append(number)
-        saving, stopping, changing = self._ranks.sums(save, self._stop, len(changes))
+        saving, stopping, changing, *ended = self._ranks.sums(save, self._stop, len(changes), *saved)
         requested = self._ranks.from_first(tuple(changes)) if changing else ()
-        return Requests(saving > 0, stopping > 0, tuple(waiting), requested)
+        return Requests(saving > 0, stopping > 0, tuple(waiting), requested, ended[0] > 0, ended[1] > 0)
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any]) -> None:
         """Answer a change, on the rank that received it."""
         if self._accelerator.is_main_process:
             self._channel.answer(number, ok, message, result)
-
-    def saved(self, requests: Requests, result: tuple[bool, str]) -> None:
-        """Answer the commands that waited for the save."""
-        for number in requests.commands:
-            self._channel.answer(number, *result)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True

@@ -80,7 +80,10 @@ class Engine(Protocol):
         """
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield each trained parameter's name, with weight, step and moments in fp32 on the CPU."""
+        """Yield each trained parameter's name, with weight, step and moments.
+
+        The tensors are on any device and in any precision; the next update changes them.
+        """
 
     def load_moments(self, read: ReadSaved) -> None:
         """Restore saved moments (and exact fp32 weights), one parameter at a time."""
@@ -156,8 +159,7 @@ class PlainEngine:
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         for name, parameter in trained_parameters(self.model).items():
-            weight = parameter.detach().to("cpu", torch.float32)
-            yield name, {"weight": weight, **read_moments(self.bare_optimizer, parameter)}
+            yield name, {"weight": parameter.detach(), **read_moments(self.bare_optimizer, parameter)}
 
     def load_moments(self, read: ReadSaved) -> None:
         for name, parameter in trained_parameters(self.model).items():

@@ -405,7 +405,8 @@ def _broadcast_from_first(model: torch.nn.Module) -> None:
     """
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.detach().contiguous()
+            own = tensor.detach()
+            whole = own.contiguous()
             torch.distributed.broadcast(whole, src=0)
-            if whole.data_ptr() != tensor.data_ptr():
+            if whole is not own:
                 tensor.copy_(whole)

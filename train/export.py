@@ -176,8 +176,8 @@ def _write_whole(
 ) -> None:
     """Write the model, with its adapters merged if it has any."""
     if settings.method == "qlora":
-        # In fp32, dequantized weights are exactly those that were trained with; only the final cast
-        # rounds.
+        # The training rounded them to its precision in each product. In fp32 nothing is lost before
+        # the adapters are added, and the final cast rounds once.
         model = with_adapters(settings, build_base(settings, config).dequantize(dtype=torch.float32))
     else:
         model = build_model(settings, config, mixed="bf16" if kind == torch.bfloat16 else "no")

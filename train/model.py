@@ -145,12 +145,45 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
     `mixed` is the compute precision on this machine: "no" (fp32), "bf16" or "fp16".
     """
     model = build_base(settings, config, mixed=mixed)
+    kind = _COMPUTE[mixed]
+    # DeepSpeed has everything in the compute precision, without autocast.
+    if not settings.zero.stage and (kind == torch.float16 or (kind == torch.bfloat16 and settings.bf16_residual)):
+        _add_layers_in(model, torch.float32 if kind == torch.float16 else kind)
     if settings.method != "full":
         model = with_adapters(settings, model)
     if settings.gradient_checkpointing:
         set_checkpointing(model, on=True)
     trainable: torch.nn.Module = model
     return trainable
+
+
+def compile_layers(model: torch.nn.Module, **options: Any) -> None:
+    """torch.compile each layer; equal layers share one compilation.
+
+    What is around the layers stays as it is: it decides whether attention needs a mask, and it has
+    the loss in pieces. `options` are those of torch.compile.
+    """
+    names: Any = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers or [model]:
+        layer.compile(**options)
+
+
+def _add_layers_in(model: Any, dtype: torch.dtype) -> None:
+    """Make the sum to which each layer adds its output (the residual stream) a sum in this dtype,
+    under autocast.
+
+    In fp16 it would exceed the range of fp16 in some models, so it is in fp32 then. In bf16 it
+    takes half the memory of fp32. What is trained and saved stays the same: only results change.
+    """
+    width = model.get_input_embeddings().embedding_dim
+    for module in model.modules():
+        is_embedding = isinstance(module, torch.nn.Embedding) and module.embedding_dim == width
+        # A norm has trained weights in fp32, and would give fp32 to each of the products after it.
+        if is_embedding or (dtype == torch.bfloat16 and type(module).__name__.endswith("Norm")):
+            module.register_forward_hook(
+                lambda module, inputs, output: output.to(dtype) if torch.is_autocast_enabled(output.device.type) else output
+            )
 
 
 def set_checkpointing(model: Any, *, on: bool) -> None:
@@ -187,16 +220,15 @@ def _whole(settings: Settings, config: Any, kind: torch.dtype) -> Any:
     if not settings.model.get("path"):
         with blaming_config(settings):
             return model_class(settings).from_config(config, dtype=torch.float32)
-    # What is trained is kept in fp32. A frozen base needs only the compute precision; under fp16 it
-    # is in bf16, because large weights exceed fp16's range.
-    frozen = torch.bfloat16 if settings.method == "lora" and kind != torch.float32 else torch.float32
-    return _read(settings, dtype=frozen)
+    # What is trained is kept in fp32. A frozen base is in the compute precision: autocast would
+    # copy every other weight in each layer, and keep the copies for the backward pass.
+    return _read(settings, dtype=kind if settings.method == "lora" else torch.float32)
 
 
 def _read(settings: Settings, **options: Any) -> Any:
     path = str(settings.model["path"])
     try:
-        return model_class(settings).from_pretrained(path, trust_remote_code=False, **options)
+        model = model_class(settings).from_pretrained(path, trust_remote_code=False, **options)
     except pickle.UnpicklingError:
         raise BadInputError(
             f"model.path {path}: its pickled weights are damaged or hold more than tensors, and memtop executes "
@@ -204,13 +236,27 @@ def _read(settings: Settings, **options: Any) -> Any:
         ) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInputError(_no_model(path, error)) from None
+    if options["dtype"] == torch.float16:
+        _refuse_overflow(model, path)
+    return model
+
+
+def _refuse_overflow(model: torch.nn.Module, path: str) -> None:
+    """BadInputError if a weight does not fit into fp16. Autocast would make infinity of it, too."""
+    for name, parameter in model.named_parameters():
+        # Sharded, this rank's part; in 4 bits, the mean of the scales.
+        numbers = getattr(parameter, "ds_tensor", parameter)
+        numbers = getattr(getattr(parameter, "quant_state", None), "offset", numbers)
+        if numbers.is_floating_point() and not bool(torch.isfinite(numbers).all()):
+            raise BadInputError(
+                f"model.path {path}: {name} has numbers that fp16 cannot hold; give --set precision=bf16 or fp32"
+            )
 
 
 def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
     """The base in 4 bits (NF4 with double quantization), prepared for training adapters."""
     import tempfile
 
-    import peft
     from bitsandbytes.nn.modules import Linear4bit
     from transformers import BitsAndBytesConfig
 
@@ -221,7 +267,7 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
         bnb_4bit_compute_dtype=kind,
     )
     where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() and settings.device != "cpu" else "cpu"
-    options: dict[str, Any] = {"quantization_config": how, "device_map": {"": where}}
+    options: dict[str, Any] = {"quantization_config": how, "device_map": {"": where}, "dtype": kind}
     if settings.model.get("path"):
         model = _read(settings, **options)
     else:
@@ -234,8 +280,13 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
             # On a CPU with AVX-512, a pass in evaluation mode would re-pack the weights for a
             # kernel without gradients.
             module.support_avx512bf16_for_cpu = False
-    prepare: Any = peft.prepare_model_for_kbit_training
-    return prepare(model, use_gradient_checkpointing=False)
+    # peft's preparation also makes the embeddings and the head fp32, gigabytes of a large model.
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+        if parameter.dtype == kind and parameter.dim() == 1:
+            # Norms are small, and rounded in every layer.
+            parameter.data = parameter.data.float()
+    return model
 
 
 def with_adapters(settings: Settings, model: Any) -> Any:

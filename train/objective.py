@@ -86,7 +86,7 @@ class Objective(torch.nn.Module):
             # No mask: padding is at the end, and causal attention does not look ahead.
             wanted = _next_tokens(labels)
         # A row is one sample, or `packed_attention` gets the lengths of its samples.
-        with without_packing_check():
+        with without_mask_checks():
             return self._loss(inputs, wanted.flatten(), counted)
 
     def _loss(self, inputs: dict[str, Any], labels: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
@@ -170,23 +170,36 @@ def counted_positions(labels: torch.Tensor, *, seq2seq: bool) -> torch.Tensor:
 
 
 @contextmanager
-def without_packing_check() -> Iterator[None]:
-    """Inside the block, transformers takes each row for one sample.
+def without_mask_checks() -> Iterator[None]:
+    """Inside the block, transformers takes each row for one sample, and a given mask for padding.
 
-    It would look for several samples in the position ids that it has made itself. That waits for
-    the GPU in every micro-batch. A compiled model cannot look: it would always build a mask, and
-    flash attention takes none.
+    It would look for several samples in the position ids that it has made itself, and for zeros in
+    the mask. Each look waits for the GPU, in every micro-batch. A compiled model cannot look: it
+    would always build a mask, and flash attention takes none. A batch without padding has no mask.
     """
-    own = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _not_packed
+    own = {name: getattr(masking_utils, name) for name in _CHECKS if hasattr(masking_utils, name)}
     try:
+        for name in own:
+            setattr(masking_utils, name, _CHECKS[name])
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = own
+        for name, function in own.items():
+            setattr(masking_utils, name, function)
 
 
 def _not_packed(position_ids: torch.Tensor) -> torch.Tensor | None:
     return None
+
+
+def _needs_no_mask(padding: torch.Tensor | None, length: int, local_attention_size: int | None = None) -> bool:
+    """Whether attention in both directions needs no mask."""
+    return padding is None and (local_attention_size is None or length < local_attention_size)
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {
+    "find_packed_sequence_indices": _not_packed,
+    "_ignore_bidirectional_mask_sdpa": _needs_no_mask,
+}
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

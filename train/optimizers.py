@@ -86,7 +86,7 @@ def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> t
 
 
 def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Moments:
-    """The moments of one parameter as they are saved, on the CPU; zeros before the first update."""
+    """The moments of one parameter, on any device; zeros before the first update."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     if "state1" in state:
         found = _packed(state)
@@ -94,13 +94,9 @@ def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> M
         found = {name: state[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
     else:
         found = {name: state.get(name, torch.zeros(parameter.shape)) for name in MOMENTS if name in state or not state}
-    step = torch.as_tensor(float(state.get("step", 0)))
-    return {"step": step, **{name: _portable(tensor) for name, tensor in found.items()}}
-
-
-def _portable(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.cpu() if tensor.dtype == torch.uint8 else tensor.to("cpu", torch.float32)
+    # Not read here: on a GPU that would wait for its queue, once for each parameter.
+    step = torch.as_tensor(state.get("step", 0), dtype=torch.float32)
+    return {"step": step.detach(), **{name: tensor.detach() for name, tensor in found.items()}}
 
 
 def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, saved: Moments) -> None:

@@ -25,7 +25,7 @@ from memtop.train.data import OpenedData, open_data
 from memtop.train.devices import choose_device, device_uuid, give_index
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.exchange import Ranks
-from memtop.train.model import blaming_config, build_model, tokens_and_config
+from memtop.train.model import blaming_config, build_model, compile_layers, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.packing import use_packing
@@ -200,7 +200,7 @@ def open_engine(
     with blaming_config(settings):
         objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk)
     if settings.compile:
-        model.compile()
+        compile_layers(model)
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
     if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
@@ -252,6 +252,9 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     on_gpu = choose_device(settings).on_gpu
     precision = _precision(settings, on_gpu)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
+    if on_gpu and precision == "fp32":
+        # Matrix products on tensor cores (TF32): fp32's range, with 10 bits after the point.
+        torch.set_float32_matmul_precision("high")
     if settings.zero.stage:
         accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:

@@ -16,15 +16,24 @@ import hashlib
 import json
 import os
 import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from safetensors import safe_open
 
+T = TypeVar("T")
+
 MANIFEST_NAME = "manifest.json"
-SHARD_BYTES = 512 << 20
+SHARD_BYTES = 128 << 20
+"""Tensors in one file, unless one parameter is larger. Files are checked in parallel."""
+_BUFFER_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
 # FAT, some network and FUSE file systems; files of another user.
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
@@ -85,29 +94,77 @@ class BrokenStateError(Exception):
     """A state folder that cannot be loaded; the text names the file and the problem."""
 
 
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Do this in a thread; at once, in this thread, if none can be started.
+
+    The interpreter waits for the thread before it ends.
+    """
+    future: Future[T] = Future()
+    try:
+        threading.Thread(target=_do, args=(work, future), name=name).start()
+    except RuntimeError:
+        _do(work, future)
+    return future
+
+
+def at_once(work: Callable[[], T]) -> Future[T]:
+    """Do this in this thread; the result raises its error."""
+    future: Future[T] = Future()
+    _do(work, future)
+    return future
+
+
+def _do(work: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
+        future.set_exception(error)
+
+
 def describe_file(path: Path) -> CheckpointFile:
     """Name, size and checksum of a file, read in blocks."""
     digest = hashlib.sha256()
     size = 0
     if not path.is_file():
         raise OSError(errno.ENOENT, "missing, or not a regular file")
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
     return CheckpointFile(path.name, size, digest.hexdigest())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after checking all files that it names; BrokenStateError for a wrong one."""
+    """The manifest, after checking all files that it names; BrokenStateError for a wrong one.
+
+    Each core checks files, because a checksum is slower than a read.
+    """
     manifest = _decode(folder / MANIFEST_NAME)
-    for expected in manifest.files:
-        try:
-            found = describe_file(folder / expected.name)
-        except OSError as error:
-            raise BrokenStateError(f"{folder / expected.name}: {error.strerror}") from None
-        if found != expected:
-            raise BrokenStateError(f"{folder / expected.name}: size or checksum differs from the manifest")
+    waiting = deque(manifest.files)
+    problems: list[str] = []
+
+    def check() -> None:
+        while waiting and not problems:
+            try:
+                expected = waiting.popleft()
+            except IndexError:
+                return  # Another thread took the last one.
+            try:
+                found = describe_file(folder / expected.name)
+            except OSError as error:
+                problems.append(f"{folder / expected.name}: {error.strerror}")
+            else:
+                if found != expected:
+                    problems.append(f"{folder / expected.name}: size or checksum differs from the manifest")
+
+    helpers = min(len(manifest.files), os.cpu_count() or 1) - 1
+    beside = [in_thread(check, "memtop-check") for _ in range(helpers)]
+    check()
+    for thread in beside:
+        thread.result()
+    if problems:
+        raise BrokenStateError(problems[0])
     return manifest
 
 
@@ -166,60 +223,102 @@ def newest_update(state_dir: Path) -> int | None:
     return None
 
 
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor as it is written: its bytes in order, in one or more pieces of host memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Sequence[memoryview]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+
+def stored(tensor: torch.Tensor) -> Stored:
+    """This tensor on the CPU in fp32 (8 bits stay), not copied if it is that already."""
+    kept = tensor.detach().to("cpu", stored_dtype(tensor)).contiguous()
+    return Stored(kept.dtype, tuple(kept.shape), [bytes_of(kept)])
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.uint8 if tensor.dtype == torch.uint8 else torch.float32
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
 class ShardWriter:
     """Writes a file for every `shard_bytes` of tensors; `close` writes the rest."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.files: list[CheckpointFile] = []
         self._folder = folder
         self._limit = shard_bytes
-        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting: dict[str, Stored] = {}
         self._bytes = 0
+        self._files: list[Future[CheckpointFile]] = []
 
-    def add(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Add the tensors of one parameter."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    def add(self, name: str, tensors: dict[str, Stored]) -> None:
+        """Add the tensors of one parameter.
+
+        They are not copied, so nothing may change them before `close`.
+        """
+        size = sum(tensor.size_bytes for tensor in tensors.values())
         if self._waiting and self._bytes + size > self._limit:
             self._write()
-        for kind, tensor in tensors.items():
-            # Not copied: nothing trains during a save, and a copy would hold a model on the CPU
-            # twice.
-            self._waiting[f"{kind}/{name}"] = tensor.detach().contiguous()
+        self._waiting |= {f"{kind}/{name}": tensor for kind, tensor in tensors.items()}
         self._bytes += size
 
     def close(self) -> list[CheckpointFile]:
-        """Write the rest; return the files, in order."""
+        """Write the rest; return the files, in order, when all are on the disk."""
         if self._waiting:
             self._write()
-        return self.files
+        return [file.result() for file in self._files]
 
     def _write(self) -> None:
-        path = self._folder / f"state-{len(self.files) + 1:05d}.safetensors"
-        write_safetensors(path, self._waiting)
-        self.files.append(describe_file(path))
+        path = self._folder / f"state-{len(self._files) + 1:05d}.safetensors"
+        if self._files:
+            # At most one file is flushed to the disk while the next one is written.
+            self._files[-1].result()
+        self._files.append(write_safetensors(path, self._waiting))
         self._waiting, self._bytes = {}, 0
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one safetensors file and flush it to the disk: header length, JSON header, tensors.
+def write_safetensors(path: Path, tensors: dict[str, Stored]) -> Future[CheckpointFile]:
+    """Write one safetensors file: header length, JSON header, tensors.
 
-    The library would first build the whole file in memory; this writes each tensor from its own
-    memory.
+    The result is its checksum, once it is on the disk. The library would first build the whole file
+    in memory; this writes each tensor from its own memory, and computes the checksum beside it.
     """
     header, end = {}, 0
     for key, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.size_bytes
         header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     # Readers map the file, so tensors begin at multiples of 8 bytes.
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors.values():
-            file.write(tensor.reshape(-1).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    pieces = [memoryview(len(text).to_bytes(8, "little") + text)]
+    pieces += [piece for tensor in tensors.values() for piece in tensor.pieces]
+    checksum = in_thread(lambda: _checksum(pieces), "memtop-checksum")
+    with path.open("wb", buffering=_BUFFER_BYTES) as file:
+        for piece in pieces:
+            file.write(piece)
+    size = 8 + len(text) + end
+
+    def finished() -> CheckpointFile:
+        sync(path)
+        return CheckpointFile(path.name, size, checksum.result())
+
+    return in_thread(finished, "memtop-sync")
+
+
+def _checksum(pieces: Iterable[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 class ShardReader:

@@ -31,8 +31,8 @@ from memtop.train.auto_batch import (
     smaller_split,
 )
 from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan, to_device
-from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Stopwatch, Tracking, edit_live
-from memtop.train.checkpoint import ROUND_SECONDS, DiskWait, SavedProgress, StateSaver
+from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, edit_live
+from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine
 from memtop.train.evaluation import Evaluation, Evaluator
@@ -41,6 +41,7 @@ from memtop.train.model import set_checkpointing
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
+from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -107,7 +108,15 @@ class Trainer:
         if settings.eval_every and evaluation:
             self._evaluator = Evaluator(settings, engine, evaluation, pad, pin=self._host.pin_memory)
         self._evaluated: Evaluation | None = None
-        self._saver = StateSaver(state_dir, engine, channel, self._ranks, disk_wait or DiskWait(), position.updates)
+        self._saver = StateSaver(
+            state_dir,
+            engine,
+            channel,
+            self._ranks,
+            disk_wait or DiskWait(),
+            position.updates,
+            pin_memory=self._host.pin_memory,
+        )
         self._wait_for_disk = wait_for_disk
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
 
@@ -144,6 +153,7 @@ class Trainer:
             return self._run(control)
         except Exception as error:
             self._guard.report(error)
+            self._saver.wait_after_failure()
             raise
         finally:
             self._batches.close()
@@ -155,18 +165,27 @@ class Trainer:
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number)
-            requests = control.at_boundary()
+            requests = self._at_boundary(control)
             for number, values in requests.changes:
                 control.answer(number, *self._edit(values))
             self._adapt_batch()
             due = plan.number % self.settings.save_every == 0 and not self._at_target
             if requests.save or requests.stop or best or due:
-                control.saved(requests, self.save(best=best))
+                self.save(best=best, commands=requests.commands, background=not requests.stop)
             if plan.number % RECORD_EVERY == 0:
                 self._record(f"update {plan.number}")
             if requests.stop:
                 return "stopped"
         return self._finish(control)
+
+    def _at_boundary(self, control: Control) -> Requests:
+        """What is requested; also note on all ranks whether the save in progress has ended."""
+        self._guard.phase = "save"
+        requests = control.at_boundary(self._saver.ended())
+        self._guard.phase = "unknown"
+        if requests.save_ended:
+            self._saver.note(failed=requests.save_failed)
+        return requests
 
     def train_step(self, plan: UpdatePlan) -> None:
         """Do one update over the samples of `plan`. All ranks call this together.
@@ -375,8 +394,11 @@ class Trainer:
     def _evaluation_batch(self) -> int:
         return self.settings.eval_batch or self.settings.batch
 
-    def save(self, *, best: bool = False, end: bool = False) -> tuple[bool, str]:
-        """Save the state; return whether it worked, and a message. All ranks call this together."""
+    def save(self, *, best: bool = False, end: bool = False, commands: tuple[int, ...] = (), background: bool = False) -> None:
+        """Save the state and answer the commands. All ranks call this together.
+
+        `background`: train on while the state is written.
+        """
         progress = SavedProgress(
             updates=self.position.updates,
             samples_seen=self.position.samples_seen,
@@ -387,15 +409,19 @@ class Trainer:
         )
         self._guard.phase = "save"
         with self._auto_batch.outside_updates():
-            done = self._saver.save(progress, self.settings, best=best, waiting=end and self._wait_for_disk)
+            self._saver.begin(
+                progress, self.settings, best=best, waiting=end and self._wait_for_disk, commands=commands, copy=background
+            )
+            if not background:
+                self._saver.finish()
         self._guard.phase = "unknown"
-        return done
 
     def _finish(self, control: Control) -> str:
         """Save the final state.
 
         If the disk is full, keep it in memory until there is space or a stop is requested.
         """
+        self._saver.finish()
         if self.unsaved is not None:
             self.save(end=True)
         while self.unsaved is not None and self._wait_for_disk:
@@ -406,7 +432,7 @@ class Trainer:
             for number, _ in requests.changes:
                 control.answer(number, False, "training has finished; it waits for disk space to save its state", {})
             if self._ranks.any(requests.save or self._saver.retry_due(at_once=requests.stop)):
-                control.saved(requests, self.save(end=True))
+                self.save(end=True, commands=requests.commands)
             if requests.stop and self.unsaved is not None:
                 return "stopped"
         return "finished"

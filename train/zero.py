@@ -223,13 +223,7 @@ class ZeroEngine:
             for kind in MOMENTS:
                 found[kind] = safe_get_full_optimizer_state(parameter, kind)
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            yield (
-                name,
-                {
-                    "step": step,
-                    **{kind: tensor.detach().to("cpu", torch.float32).reshape(shape) for kind, tensor in found.items()},
-                },
-            )
+            yield name, {"step": step, **{kind: tensor.detach().reshape(shape) for kind, tensor in found.items()}}
 
     def load_moments(self, read: ReadSaved) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state

@@ -154,6 +154,9 @@ class Saved(Timed, frozen=True, kw_only=True, tag="checkpoint"):
     updates: Count | None = None
     samples_seen: Count | None = None
     seconds: Seconds | None = None
+    """From the end of the update until the state was on the disk."""
+    pause_seconds: Seconds | None = None
+    """How long training stopped for it."""
     size_bytes: Count | None = None
 
 

@@ -297,8 +297,9 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             model = emit(model, UpdateAttempt(number=model.number, values={"start_updates": start}), DropRows(start + 1))
             where = f"resumes at update {start}" if resumed else "starts at update 0"
             return note(model, "plan", f"attempt {model.number} {where} of {total}")
-        case Saved(updates=updates, size_bytes=size, seconds=seconds):
+        case Saved(updates=updates, size_bytes=size, seconds=seconds, pause_seconds=pause):
             took = "" if seconds is None else f" in {seconds:.1f} s"
+            took += "" if pause is None else f", training stopped for {pause:.1f} s"
             text = f"checkpoint at update {updates}: {units.size(size)}{took}"
             return note(emit(model, ReadStates()), "checkpoint", text)
         case Warned(message=message) | SaveFailed(message=message):

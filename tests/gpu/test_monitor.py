@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -115,3 +118,87 @@ def test_ending_it_gives_its_memory_back(sampler: Sampler, holder: tuple[subproc
     if report.returned_bytes is None:
         pytest.skip(report.unknown["returned_bytes"])
     assert report.returned_bytes >= reserved * 0.9
+
+
+# --- the command beside nvidia-smi
+# --------------------------------------------------------------------------------------------------
+
+
+def watched() -> dict[str, Any]:
+    """What `memtop watch --once --json` prints."""
+    command = [sys.executable, "-m", "memtop", "watch", "--once", "--json"]
+    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout))
+
+
+def queried() -> list[dict[str, str]]:
+    """The same values from `nvidia-smi -q -x`, one for each GPU, by their path in its document."""
+    if shutil.which("nvidia-smi") is None:
+        pytest.skip("nvidia-smi is not here to compare with")
+    output = subprocess.run(["nvidia-smi", "-q", "-x"], check=True, capture_output=True, text=True, timeout=60).stdout
+    paths = (
+        "uuid",
+        "product_name",
+        "fb_memory_usage/total",
+        "fb_memory_usage/used",
+        "utilization/gpu_util",
+        "temperature/gpu_temp",
+        "gpu_power_readings/instant_power_draw",
+    )
+    return [{path: gpu.findtext(path) or "N/A" for path in paths} for gpu in ElementTree.fromstring(output).iter("gpu")]
+
+
+def number(words: str) -> float | None:
+    """The number of "1024 MiB"; None for N/A."""
+    first = words.split()[0]
+    return float(first) if first.replace(".", "").isdigit() else None
+
+
+_WORKER = """
+import torch
+torch.cuda.set_per_process_memory_fraction(0.5)
+matrix = torch.ones(8192, 8192, device="cuda", dtype=torch.float16)
+torch.cuda.synchronize()
+print("ready", flush=True)
+while True:
+    for _ in range(20):
+        matrix @ matrix
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture(params=["idle", "under load"])
+def load(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Nothing of ours on the GPU, or a program that multiplies matrices."""
+    if request.param == "idle":
+        yield "idle"
+        return
+    process = subprocess.Popen([sys.executable, "-c", _WORKER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield "under load"
+    process.kill()
+    process.wait()
+
+
+def test_the_command_prints_what_nvidia_smi_prints(load: str, record_property: Any) -> None:
+    before, document, after = queried(), watched(), queried()
+    record_property("memtop", document["gpus"])
+    record_property("nvidia_smi", [before, after])
+    assert len(document["gpus"]) == len(before)
+    for gpu, first, second in zip(document["gpus"], before, after, strict=True):
+        assert (gpu["uuid"], gpu["name"]) == (first["uuid"], first["product_name"])
+        for path, name, unit, tolerance in (
+            ("fb_memory_usage/total", "total_bytes", MIB, MIB),
+            ("fb_memory_usage/used", "used_bytes", MIB, 64 * MIB),
+            ("utilization/gpu_util", "utilization_fraction", 0.01, 0.25),
+            ("temperature/gpu_temp", "temperature_celsius", 1, 5),
+        ):
+            found = [value for value in (number(first[path]), number(second[path])) if value is not None]
+            if not found:
+                assert gpu[name] is None, name
+                continue
+            # The value may move between two readings.
+            low, high = min(found) * unit - tolerance, max(found) * unit + tolerance
+            assert low <= gpu[name] <= high, name
+    if load == "under load":
+        assert any((gpu["utilization_fraction"] or 0) > 0.5 for gpu in document["gpus"])

@@ -15,7 +15,11 @@ from memtop.supervisor.recovery.situation import situation_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 
 GIB = 1 << 30
-PRESETS = load_presets()
+# Without the allocator option that all presets set, so that it is among the remedies. Where a 4-bit
+# model needs it, it stays.
+PRESETS = {
+    name: preset if preset.family == "qlora" else replace(preset, allocator="") for name, preset in load_presets().items()
+}
 RECIPES = load_recipes()
 CARD = round(19.58 * GIB)
 """A 20 GB GPU, as torch reports its size."""

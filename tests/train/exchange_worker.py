@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from memtop.train import batches, checkpoint, engine, run
 from memtop.train.exchange import RING, GradientSum, plan_buckets
+from tests.train import support
 from tests.train.failing import TOO_MUCH, Scripted, following, fresh, measured, small, splits_of
 from tests.train.support import Training
 from tests.train.survive_worker import outcome_of
@@ -191,6 +192,35 @@ def check_parts(rank: int) -> None:
     exchange.discard()
 
 
+def overflowing(folder: Path, rank: int) -> dict[str, Any]:
+    """In fp16, a gradient is too large on one rank: all of them leave out the step."""
+
+    def with_scaler(**options: Any) -> Accelerator:
+        accelerator = Accelerator(**options)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
+        accelerator.scaler = scaler
+        return accelerator
+
+    support.Accelerator = with_scaler  # type: ignore[attr-defined]
+    settings = small(dropout=0.0, batch=2, accumulation=2, world_size=2, clip_norm=0.0, target_samples=8 * 4)
+    training = fresh(folder, settings)
+    support.Accelerator = Accelerator  # type: ignore[attr-defined]
+    before = training.weights()
+    steps = []
+
+    def too_large(gradient: torch.Tensor) -> torch.Tensor:
+        update = training.trainer.position.updates
+        if update != len(steps):
+            return gradient
+        steps.append(any(not torch.equal(before[name], weight) for name, weight in training.weights().items()))
+        before.update(training.weights())
+        return gradient * torch.inf if rank and update == 1 else gradient
+
+    next(iter(training.model.parameters())).register_hook(too_large)
+    training.run()
+    return {"scale": training.engine.loss_scale().scale, "changed": steps, "weights": outcome_of(training)["weights"]}
+
+
 class Place(msgspec.Struct, frozen=True):
     """Where memory runs out in an update of two micro-batches."""
 
@@ -296,7 +326,7 @@ def waits(folder: Path) -> dict[str, Any]:
     training = fresh(folder, settings)
     if not first:
         training.engine.saved_tensors = lambda: (_ for _ in ()).throw(NotOnThisRank)
-    saved, _ = training.trainer.save()
+    training.trainer.save()
     found = run.find_state(folder / "train_latest_state", accelerator)
     assert found is not None
     workers = batches.agree_on_host_plan(settings, accelerator).workers
@@ -308,7 +338,7 @@ def waits(folder: Path) -> dict[str, Any]:
     else:
         exchange.abandon()
     exchange.discard()
-    return {"saved": saved, "updates": found[1].updates, "workers": workers}
+    return {"updates": found[1].updates, "workers": workers}
 
 
 def main() -> None:
@@ -323,13 +353,14 @@ def main() -> None:
     check_connected(rank)
     check_overlap()
     check_parts(rank)
+    overflow = overflowing(folder / "overflow", rank)
     training, counts = placed(folder, rank)
     calm = following(folder / "calm", training.settings, splits_of(training.channel))
     if rank:
         # Only the first rank gets commands.
         calm.channel.commands.clear()
     calm.run()
-    found = {"counts": counts, "placed": outcome_of(training), "calm": outcome_of(calm)}
+    found = {"counts": counts, "placed": outcome_of(training), "calm": outcome_of(calm), "overflow": overflow}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

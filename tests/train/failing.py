@@ -66,9 +66,9 @@ class Failing:
         self._update = 0
         self.seen(output[0])
         if failure.backward:
-            output[0].register_hook(lambda gradient: torch.empty(TOO_MUCH))
+            output[0].register_hook(lambda gradient: torch.empty(TOO_MUCH, device=gradient.device))
         else:
-            torch.empty(TOO_MUCH)
+            torch.empty(TOO_MUCH, device=output[0].device)
 
 
 class Scripted:

@@ -69,7 +69,7 @@ def compare(engine: Engine, saved: ShardReader) -> dict[str, float]:
         for kind, tensor in saved(name).items():
             if kind not in tensors:
                 continue
-            worst[kind] = max(worst.get(kind, 0.0), float((tensors[kind] - tensor).abs().max()))
+            worst[kind] = max(worst.get(kind, 0.0), float((tensors[kind].cpu() - tensor).abs().max()))
     return worst
 
 

@@ -21,8 +21,8 @@ import pytest
 from memtop.presets import Settings
 from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train import checkpoint, state_files
-from memtop.train.checkpoint import DiskWait
 from memtop.train.state_files import newest_update, read_manifest
+from memtop.train.state_saver import DiskWait
 from tests.forking import Program
 from tests.train.support import Recorder, Training, edited
 from tests.train.test_evaluation import held_out
@@ -156,11 +156,11 @@ def test_a_save_stopped_by_a_quota_is_retried(tmp_path: Path, monkeypatch: pytes
     """
     clock, tries, write = Clock(), list[float](), state_files.write_safetensors
 
-    def refused(*arguments: Any) -> None:
+    def refused(*arguments: Any) -> Any:
         tries.append(clock.now)
         if len(tries) <= 2:
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
-        write(*arguments)
+        return write(*arguments)
 
     monkeypatch.setattr(state_files, "write_safetensors", refused)
     monkeypatch.setattr("memtop.train.trainer.time.sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))

@@ -142,7 +142,7 @@ class Killed(BaseException):
     """Acts like SIGKILL: no code runs after it, and no handler catches it."""
 
 
-def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch, *, background: bool) -> bool:
     """Save, and die at the given file operation; False if the save has fewer operations."""
     count = 0
 
@@ -160,18 +160,23 @@ def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) 
         for owner, name in (
             *((os, n) for n in ("fsync", "open")),
             *((Path, n) for n in ("mkdir", "rename", "write_bytes")),
-            *((state_files, n) for n in ("write_safetensors", "describe_file")),
+            (state_files, "write_safetensors"),
         ):
             patch.setattr(owner, name, dying(getattr(owner, name)))
         patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
         try:
+            training.trainer.save(background=background)
+            # It waits for the save in the background.
             training.trainer.save()
         except Killed:
             return True
     return False
 
 
-def test_a_save_killed_at_any_step_leaves_a_complete_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_killed_at_any_step_leaves_a_complete_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
     state = tmp_path / "train_latest_state"
     Training(state, edited(target_samples=64)).run()
     step, cuts = 1, 0
@@ -179,7 +184,7 @@ def test_a_save_killed_at_any_step_leaves_a_complete_state(tmp_path: Path, monke
         training = Training(state)
         before = training.trainer.position.updates
         training.trainer.position.updates += 1
-        cut = save_cut_at(training, step, monkeypatch)
+        cut = save_cut_at(training, step, monkeypatch, background=background)
         found = newest_complete(state)
         assert found is not None, f"nothing whole is left after a cut at operation {step}"
         assert found[1].updates in (before - 1, before, before + 1)

@@ -41,7 +41,9 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   cache.
 * `save_failed`: {update, message, waiting}: the disk was too full for the state of this update.
   `waiting` is true at the end of training if the trainer waits for disk space or a stop.
-* `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and
+* `checkpoint`: {updates, samples_seen, path, size_bytes, seconds (from the end of the update until
+  the state is on the disk), pause_seconds (how long training stops for it)}.
+* `plan`, `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
   `train/trainer.py`.
 """
 

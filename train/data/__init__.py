@@ -70,6 +70,7 @@ def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel)
         return PackedText(token_cache(RowText(rows, tokens, column), tokens, cache, fingerprint(path, column))), []
     kind = Seq2SeqPairs if settings.task == "seq2seq" else PromptResponse
     pairs = kind(rows, tokens, settings.seq_len, (columns["prompt"], columns["response"]))
+    pairs.cache(cache, fingerprint(path, *columns.values()))
     report = pairs.cut_report()
     note = (
         f"data.{split}: {report['cut']} of {report['examined']} examined samples exceed T {settings.seq_len} and are cut; "

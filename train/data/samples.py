@@ -8,6 +8,7 @@ so samples differ in length and losses are weighted by tokens. Rows longer than 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from memtop.train.data.rows import Rows, window_order
-from memtop.train.data.tokens import Tokens, TokenStore
+from memtop.train.data.tokens import Tokens, TokenStore, token_cache
 from memtop.train.objective import IGNORED
 from memtop.train.order import Key, Table
 
@@ -25,16 +26,34 @@ _STRETCH = 32
 
 
 class _Pairs(Dataset[Sample]):
-    """Pairs of prompt and response; `columns` are the names of the two columns."""
+    """Pairs of prompt and response; `columns` are the names of the two columns.
+
+    Texts become tokens when a sample is read, or once, if they are cached.
+    """
 
     def __init__(self, rows: Rows, tokens: Tokens, seq_len: int, columns: tuple[str, str] = ("prompt", "response")) -> None:
         self.rows = rows
         self._tokens = tokens
         self._seq_len = seq_len
         self._columns = columns
+        self._store: TokenStore | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def cache(self, folder: Path, key: str) -> None:
+        """Read the tokens from a cache in the folder, built now if there is none.
+
+        `key` must change with the rows. The cache does not depend on T.
+        """
+        kind = type(self).__name__
+        self._store = token_cache(self._all_encoded(), self._tokens, folder, f"{kind} {key}", whole=True)
+        # From now on only the sizes of their groups are needed, for the order.
+        self.rows.close()
+
+    def _all_encoded(self) -> Iterator[list[int]]:
+        for index in range(len(self)):
+            yield from self._encode(index)
 
     def cut_report(self, sample_count: int = 512) -> dict[str, Any]:
         """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset of the rows."""
@@ -57,6 +76,12 @@ class _Pairs(Dataset[Sample]):
         return len(prompt) + len(response), sum(map(len, self._fit(prompt, response)))
 
     def _encoded(self, index: int) -> tuple[list[int], list[int]]:
+        """The tokens of prompt and response, not cut."""
+        if self._store is None:
+            return self._encode(index)
+        return self._store.document(2 * index).tolist(), self._store.document(2 * index + 1).tolist()
+
+    def _encode(self, index: int) -> tuple[list[int], list[int]]:
         raise NotImplementedError
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
@@ -83,7 +108,7 @@ class PromptResponse(_Pairs):
         labels[: len(prompt)] = IGNORED
         return ids, labels
 
-    def _encoded(self, index: int) -> tuple[list[int], list[int]]:
+    def _encode(self, index: int) -> tuple[list[int], list[int]]:
         tokens = self._tokens
         prompt, response = self._texts(index)
         dialogue = tokens.chat(prompt, response)
@@ -112,7 +137,7 @@ class Seq2SeqPairs(_Pairs):
         prompt, response = self._fit(*self._encoded(index))
         return torch.tensor(prompt, dtype=torch.int64), torch.tensor(response, dtype=torch.int64)
 
-    def _encoded(self, index: int) -> tuple[list[int], list[int]]:
+    def _encode(self, index: int) -> tuple[list[int], list[int]]:
         prompt, response = self._texts(index)
         return [*self._tokens.encode(prompt), self._tokens.end], [*self._tokens.encode(response), self._tokens.end]
 

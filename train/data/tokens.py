@@ -96,7 +96,8 @@ class LibraryTokens:
         # they do add.
         added = tokenizer("a", verbose=False)["input_ids"]
         self.begin: int | None = added[0] if added and added[0] == tokenizer.bos_token_id else None
-        self.identity = digest(repr(sorted(known.items())), _rules(tokenizer), str(self.begin), str(end))
+        template = repr(tokenizer.chat_template)
+        self.identity = digest(repr(sorted(known.items())), _rules(tokenizer), str(self.begin), str(end), template)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -214,21 +215,24 @@ class TokenStore:
         return TokenStore, (self.tokens, self.boundaries)
 
 
-def token_cache(rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str) -> TokenStore:
+def token_cache(
+    rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str, *, whole: bool = False
+) -> TokenStore:
     """Every document as [begin] ids [end], built once in bounded memory and then mapped.
 
-    Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see
-    `files.fingerprint`); the tokenizer's identity is added to it. One process builds, the others
-    wait.
+    Documents are texts or lists of ids, such as RowText gives. With `whole` they are stored as they
+    are. `key` must change with them (see `files.fingerprint`); the tokenizer's identity is added to
+    it. One process builds, the others wait.
     """
     name = digest("tokens 1", key, tokens.identity)
-    path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary))
+    path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary, whole=whole))
     return TokenStore.open(path)
 
 
-def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path) -> None:
+def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, *, whole: bool) -> None:
     folder.mkdir()
-    begin = [] if tokens.begin is None else [tokens.begin]
+    begin = [] if whole or tokens.begin is None else [tokens.begin]
+    end = [] if whole else [tokens.end]
     dtype = _dtype(tokens.vocabulary)
     with (folder / _TOKENS).open("wb") as file, (folder / _BOUNDARIES).open("wb") as boundaries_file:
         flat = _GrowingArray(file, dtype, tokens.vocabulary)
@@ -237,7 +241,7 @@ def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Pat
         for document in documents:
             flat.extend(begin)
             flat.extend(tokens.encode(document) if isinstance(document, str) else document)
-            flat.extend([tokens.end])
+            flat.extend(end)
             boundaries.extend([flat.length])
         flat.finish()
         boundaries.finish()

@@ -66,7 +66,8 @@ def program_environment(
     return additions
 
 
-# torch up to 2.9 reads only the first name, newer versions prefer the second.
+# torch up to 2.9 reads only the first name. Newer versions read some options from the first and
+# others from the second name if both are set, so both get the same.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

@@ -7,15 +7,20 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 from memtop.train import BadInputError
+from memtop.train.data import open_data
 from memtop.train.data.files import cache_folder, fingerprint
 from memtop.train.data.rows import open_rows
-from memtop.train.data.samples import RowText
-from memtop.train.data.tokens import BEGIN, END, ByteTokens, TokenStore, token_cache
-from tests.train.data.support import at_once, in_child
+from memtop.train.data.samples import PromptResponse, RowSamples, RowText, Seq2SeqPairs
+from memtop.train.data.tokens import BEGIN, END, ByteTokens, LibraryTokens, TokenStore, token_cache
+from tests.train.data.support import at_once, build_tokenizer, in_child
+from tests.train.recipes import pairs, write_rows
+from tests.train.support import TINY
 
 BYTES = ByteTokens()
 TEXTS = ["hello", "", "größer", "x" * 1000]
@@ -165,3 +170,33 @@ def test_building_takes_bounded_memory(tmp_path: Path) -> None:
 def test_a_user_without_a_home_folder_is_told_what_to_set() -> None:
     with pytest.raises(BadInputError, match="XDG_CACHE_HOME: not set, and this user has no home folder"):
         cache_folder()
+
+
+def test_pairs_are_tokenized_once_for_all_epochs_and_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls: list[str] = []
+    encode = ByteTokens.encode
+    monkeypatch.setattr(ByteTokens, "encode", lambda tokens, text: calls.append(text) or encode(tokens, text))
+    path = write_rows(tmp_path / "train.jsonl", pairs(20))
+    for task, kind in (("sft", PromptResponse), ("seq2seq", Seq2SeqPairs)):
+        for seq_len in (24, 64):
+            settings = msgspec.structs.replace(TINY, task=task, seq_len=seq_len, data={"train": str(path)})
+            data = open_data(settings, BYTES).train
+            assert isinstance(data, RowSamples)
+            direct = kind(open_rows(path, ["prompt", "response"]), BYTES, seq_len)
+            calls.clear()
+            found = [data[index, 0] for index in range(20) for epoch in range(2)]
+            assert calls == [], "a sample was tokenized again"
+            for index in range(20):
+                for cached, one in zip(found[2 * index], direct[index], strict=True):
+                    assert torch.equal(cached, one)
+    # One cache for each kind of pair, whatever T is.
+    assert len(list((tmp_path / "cache").rglob("*.tokens"))) == 2
+
+
+def test_another_chat_template_gives_other_tokens(tmp_path: Path) -> None:
+    one, other = (LibraryTokens(str(build_tokenizer(tmp_path / name, chat=True))) for name in ("a", "b"))
+    assert one.identity == other.identity
+    settings = tmp_path / "b" / "chat_template.jinja"
+    settings.write_text(settings.read_text() + " ")
+    assert LibraryTokens(str(tmp_path / "b")).identity != one.identity

@@ -1,0 +1,156 @@
+"""The script for the first half hour on a GPU, and the wheels that it takes along: what can be
+checked without one. `python -m bench.first_half_hour --device cpu` rehearses all parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from bench import wheels
+from bench.first_half_hour import Part, Results, parts, run_part
+from bench.waits import idle
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMON = {"device": "cpu", "versions": {"torch": "1"}}
+LINES = "import json; print('log'); print(json.dumps({'a': 1})); print(json.dumps({'a': 2}))"
+DOCUMENT = "import json; print(json.dumps({'b': [1, 2]}, indent=2))"
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return list(Results(file, {}).rows())
+
+
+def part(*code: str) -> Part:
+    return Part("machine", 1, "about", tuple(("-c", one) for one in code))
+
+
+def test_every_json_line_and_document_of_a_part_is_a_result(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    assert run_part(part(LINES, DOCUMENT), file, COMMON, 60) == "done"
+    found = rows(file)
+    assert [row.get("a", row.get("b")) for row in found] == [1, 2, [1, 2], None]
+    assert all(row["versions"] == {"torch": "1"} and row["part"] == "machine" and row["time"] for row in found)
+    assert (found[-1]["ended"], found[-1]["exit_statuses"]) == ("done", [0, 0])
+    assert Results(file, {}).ended("cpu") == {"machine"}
+    assert Results(file, {}).ended("cuda") == set()
+
+
+def test_a_result_is_in_the_file_at_once_and_a_part_ends_at_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    # It ends only when it is interrupted, and writes once more when it is.
+    code = (
+        f"import signal, sys\nprint('{{\"a\": 1}}', flush=True)\n"
+        f"while '\"a\"' not in open({str(file)!r}).read(): pass\n"
+        "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('{\"a\": 2}', flush=True)\n"
+    )
+    file.touch()
+    assert run_part(part(code), file, COMMON, 3) == "limit"
+    found = rows(file)
+    assert [row.get("a") for row in found] == [1, 2, None]
+    assert (found[-1]["ended"], found[-1]["exit_statuses"]) == ("limit", [None])
+    assert Results(file, {}).ended("cpu") == set(), "it is repeated at the next call"
+
+
+def test_a_failure_is_recorded_with_the_end_of_its_log(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    assert run_part(part("import sys; sys.exit('no such thing')", LINES), file, COMMON, 60) == "failed"
+    last = rows(file)[-1]
+    assert (last["ended"], last["exit_statuses"]) == ("failed", [1, 0])
+    assert "no such thing" in last["end_of_log"]
+
+
+def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import pytest\ndef test_one(record_property):\n    record_property('bytes', 5)\n"
+        "def test_two():\n    assert 1 == 2\ndef test_three():\n    pytest.skip('no CUDA device')\n"
+    )
+    # pytest finds its root by the first file.
+    command = ("-m", "pytest", "-q", "-p", "bench.first_half_hour", f"--rootdir={tmp_path}", "-c", os.devnull, str(tests))
+    some = Part("trainer", 1, "about", (command,))
+    assert run_part(some, file, COMMON, 60) == "failed"
+    one, two, three, counted, _ = rows(file)
+    assert (one["outcome"], one["bytes"], two["outcome"]) == ("passed", 5, "failed")
+    assert "assert 1 == 2" in two["reason"]
+    assert (three["outcome"], three["reason"]) == ("skipped", "no CUDA device")
+    assert counted["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert run_part(some, file, COMMON, 60) == "done"
+    assert [row["test"] for row in rows(file) if "test" in row] == [one["test"], two["test"], three["test"]]
+
+
+def test_a_part_with_results_is_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    for name in (part.name for part in parts("cpu")):
+        Results(file, {"part": name, **COMMON}).append({"ended": "done"})
+    command = [sys.executable, "-m", "bench.first_half_hour", "--device", "cpu", "--results", str(file)]
+    before = file.read_text()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr.count(": has results") == len(parts("cpu"))
+    assert file.read_text() == before
+
+
+def test_every_command_of_every_part_exists() -> None:
+    for device in ("cpu", "cuda"):
+        for each in parts(device):
+            for command in each.commands:
+                for word in command:
+                    assert not word.startswith("tests") or (ROOT / word).exists(), word
+                if command[1].startswith("bench."):
+                    assert (ROOT / f"{command[1].replace('.', '/')}.py").exists()
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    found = idle([(50.0, 100.0, "c"), (0.0, 10.0, "a"), (5.0, 20.0, "b")])
+    assert found["busy_fraction"] == 0.7
+    assert found["gaps"] == [{"microseconds": 30.0, "until": "c"}]
+    assert found["gaps_over_20_microseconds"] == 1
+    assert idle([]) == {"busy_fraction": None, "gaps": []}
+
+
+# --- wheels
+# --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_machine_has_is_left_out_and_extras_are_not(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("Package Version\n------- ---\ntextual 8.2\nMarkdown_It.Py==4.0\n")
+    have = wheels.names_in(tmp_path / "list")
+    assert {"textual", "markdown-it-py"} <= have
+    whole = wheels.closure([Requirement("textual")], "3.12")
+    assert {"textual", "rich", "markdown-it-py", "linkify-it-py"} <= whole.keys()
+    rest = wheels.closure([Requirement("markdown-it-py[linkify]"), Requirement("tomli; python_version < '3.11'")], "3.12", have)
+    assert "linkify-it-py" in rest
+    assert not {"markdown-it-py", "textual", "tomli"} & rest.keys()
+
+
+def test_the_stripped_wheel_keeps_one_library_for_gpus(tmp_path: Path) -> None:
+    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
+    libraries = ["cpu", "cuda126", "cuda130", "rocm70"]
+    record = "bitsandbytes-1.dist-info/RECORD"
+    names = [f"bitsandbytes/libbitsandbytes_{name}.so" for name in libraries]
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in names:
+            file.writestr(name, name)
+        file.writestr(record, "".join(f"{name},sha256=x,1\n" for name in names))
+    wheels.strip(wheel, "130")
+    with zipfile.ZipFile(wheel) as file:
+        assert file.namelist() == [names[0], names[2], record]
+        assert [line.split(",")[0] for line in file.read(record).decode().splitlines()] == [names[0], names[2]]
+    with pytest.raises(SystemExit, match=r"--cuda 999: .* has .*cuda130"):
+        wheels.strip(wheel, "999")
+
+
+def test_results_are_whole_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    Results(file, COMMON).append({"part": "machine", "ended": "done"})
+    with file.open("a") as cut:
+        cut.write(json.dumps({"part": "waits", "device": "cpu", "ended": "done"})[:-3])
+    assert Results(file, {}).ended("cpu") == {"machine"}

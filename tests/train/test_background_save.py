@@ -1,0 +1,369 @@
+"""A save that does not stop the training: a copy in host memory, which a thread writes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from memtop.train import TrainingError, state_saver
+from memtop.train.checkpoint import NoSpaceError, SavedProgress, write_state
+from memtop.train.exchange import Ranks
+from memtop.train.state_files import (
+    BrokenStateError,
+    Cut,
+    Manifest,
+    ShardReader,
+    ShardWriter,
+    at_once,
+    newest_complete,
+    newest_update,
+    previous_of,
+    read_manifest,
+    stored,
+)
+from memtop.train.state_saver import DiskWait, HostCopy, StateSaver
+from tests.train.support import Recorder, Training, edited
+
+MOST_SECONDS = 60
+"""A test waits so long for an event at most. It waits that long only if the test fails."""
+
+
+class Writing:
+    """The writing of states: what is called before and instead of it, and in which thread it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+        monkeypatch.setattr(state_saver, "write_state", self._write)
+
+    def _write(self, *arguments: Any, **options: Any) -> Manifest:
+        self.threads.append(threading.current_thread().name)
+        self.before()
+        return write_state(*arguments, **options)
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Writing:
+    return Writing(monkeypatch)
+
+
+class Watching(Recorder):
+    """Sets an event when the training has done an update."""
+
+    def __init__(self, update: int) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self._update = update
+
+    def report(self, kind: str, **values: Any) -> None:
+        super().report(kind, **values)
+        if kind == "step" and values["update"] == self._update:
+            self.reached.set()
+
+    def wait(self) -> None:
+        """Wait for the update."""
+        assert self.reached.wait(MOST_SECONDS), "the training did not go on while the state was written"
+
+
+def saved_tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    read = ShardReader(folder, read_manifest(folder).files)
+    return {name: read(name) for name in read.names}
+
+
+def test_training_goes_on_while_the_state_of_its_update_is_written(tmp_path: Path, writing: Writing) -> None:
+    """And a stop waits for it, and saves the newest state."""
+    short = Training(tmp_path / "short", edited(target_samples=80, save_every=100))
+    short.channel.commands[3] = [(1, "stop", {})]
+    assert short.run() == "stopped"
+    channel = Watching(4)
+    writing.before = lambda: channel.wait() if len(writing.threads) == 1 else None
+    training = Training(tmp_path / "state", edited(save_every=3), channel)
+    channel.commands[4] = [(2, "stop", {})]
+    assert training.run() == "stopped"
+    assert [report["updates"] for report in channel.of("checkpoint")] == [3, 4]
+    assert training.trainer.unsaved is None
+    expected, found = saved_tensors(tmp_path / "short"), saved_tensors(previous_of(tmp_path / "state"))
+    assert found.keys() == expected.keys()
+    for name, tensors in expected.items():
+        for kind, tensor in tensors.items():
+            assert torch.equal(found[name][kind], tensor), (name, kind)
+
+
+def test_the_pause_ends_before_the_save(tmp_path: Path, writing: Writing) -> None:
+    channel = Watching(5)
+    writing.before = lambda: channel.wait() if len(writing.threads) == 1 else None
+    assert Training(tmp_path / "state", channel=channel).run() == "finished"
+    order = [(report["type"], report.get("update", report.get("updates"))) for report in channel.reports]
+    assert order.index(("step", 5)) < order.index(("checkpoint", 3)) < order.index(("step", 7))
+    # A save that is due while another one is written waits for it.
+    assert [report["updates"] for report in channel.of("checkpoint")] == [3, 6, 9, 10]
+    assert writing.threads == [*["memtop-save"] * 3, "MainThread"]
+    first, last = channel.of("checkpoint")[0], channel.of("checkpoint")[-1]
+    assert first["pause_seconds"] < first["seconds"]
+    assert last["pause_seconds"] == pytest.approx(last["seconds"], abs=0.5)
+
+
+def test_a_command_to_save_is_answered_when_the_state_is_on_the_disk(tmp_path: Path, writing: Writing) -> None:
+    on_disk: list[int | None] = []
+
+    class Answered(Watching):
+        def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
+            super().answer(number, ok, message, result)
+            on_disk.append(newest_update(tmp_path / "state"))
+
+    channel = Answered(4)
+    writing.before = lambda: channel.wait() if len(writing.threads) == 1 else None
+    channel.commands[2] = [(7, "checkpoint", {})]
+    assert Training(tmp_path / "state", edited(save_every=100), channel).run() == "finished"
+    number, ok, message = channel.answers[0]
+    assert (number, ok, on_disk) == (7, True, [2])
+    assert message.startswith("checkpoint at update 2: ")
+
+
+def test_ranks_do_not_meet_more_often_for_a_save_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each write has ended at the next boundary, so none is waited for.
+    monkeypatch.setattr(state_saver, "in_thread", lambda work, name: at_once(work))
+    meetings: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        own = getattr(Ranks, name)
+
+        def call(*arguments: Any) -> Any:
+            meetings.append(name)
+            return own(*arguments)
+
+        return call
+
+    for name in ("sums", "most", "from_first", "wait", "add_up"):
+        monkeypatch.setattr(Ranks, name, counted(name))
+    counts = []
+    for save_every, saved in ((3, [3, 6, 9, 10]), (100, [10])):
+        meetings.clear()
+        training = Training(tmp_path / str(save_every), edited(save_every=save_every))
+        assert training.run() == "finished"
+        assert [report["updates"] for report in training.channel.of("checkpoint")] == saved
+        counts.append(len(meetings))
+    assert counts[0] == counts[1] > 10
+
+
+@pytest.mark.parametrize("free", [100 << 20, None])
+def test_without_host_memory_for_the_copy_training_stops_for_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing, free: int | None
+) -> None:
+    monkeypatch.setattr(state_saver, "available_bytes", lambda: free)
+    training = Training(tmp_path / "state")
+    assert training.run() == "finished"
+    assert writing.threads == ["MainThread"] * 4
+    assert [report["updates"] for report in training.channel.of("checkpoint")] == [3, 6, 9, 10]
+    words = "needs 1 MiB of host memory and leaves 512 MiB free, but 100 MiB are free" if free else "free is not known"
+    warnings = [report["message"] for report in training.channel.of("warning")]
+    assert len(warnings) == 1, "it is said once"
+    assert warnings[0].startswith("training stops while a state is saved: ")
+    assert words in warnings[0]
+
+
+def test_memory_that_the_system_refuses_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    training = Training(tmp_path / "state")
+    assert training.run() == "finished"
+    assert writing.threads == ["MainThread"] * 4
+    assert training.channel.of("warning")[0]["message"].endswith("which the system refuses")
+
+
+@pytest.mark.parametrize("how", ["broken disk", "folder gone"])
+def test_an_error_of_the_thread_ends_the_training(tmp_path: Path, writing: Writing, how: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def fail() -> None:
+        if how == "folder gone":
+            shutil.rmtree(folder)
+        else:
+            raise OSError(errno.EIO, "Input/output error")
+
+    writing.before = fail
+    training = Training(folder / "state")
+    with pytest.raises(OSError, match="Input/output error" if how == "broken disk" else "No such file") as raised:
+        training.run()
+    assert raised.value.errno == (errno.EIO if how == "broken disk" else errno.ENOENT)
+    assert writing.threads == ["memtop-save"]
+    assert training.channel.of("checkpoint") == []
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_failed_training_waits_for_the_save_in_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], writing: Writing, written: bool
+) -> None:
+    failing = threading.Event()
+
+    def before() -> None:
+        assert failing.wait(MOST_SECONDS)
+        if not written:
+            raise OSError(errno.EIO, "Input/output error")
+
+    writing.before = before
+    training = Training(tmp_path / "state")
+    step = training.trainer.train_step
+
+    def fail(plan: Any) -> None:
+        if plan.number == 4:
+            failing.set()
+            raise TrainingError("loss is nan at update 4")
+        step(plan)
+
+    monkeypatch.setattr(training.trainer, "train_step", fail)
+    with pytest.raises(TrainingError, match="loss is nan"):
+        training.run()
+    assert [report["updates"] for report in training.channel.of("checkpoint")] == ([3] if written else [])
+    assert newest_update(tmp_path / "state") == (3 if written else None)
+    assert ("update 3 not saved: [Errno 5] Input/output error" in capsys.readouterr().out) is not written
+
+
+def test_a_state_that_is_being_saved_as_the_best_is_the_one_to_beat(tmp_path: Path, writing: Writing) -> None:
+    training = Training(tmp_path / "unused", edited(save_every=100))
+    ranks = Ranks(training.engine.accelerator)
+    channel = Recorder()
+    saver = StateSaver(tmp_path / "state", training.engine, channel, ranks, DiskWait(), 0, pin_memory=False)
+    full = NoSpaceError(tmp_path, 1 << 60)
+    go_on = threading.Event()
+
+    def begin(update: int, loss: float) -> None:
+        progress = SavedProgress(
+            updates=update, samples_seen=8, epoch=0.1, cuts=(Cut(0, 16),), target_samples=80, evaluation_loss=loss
+        )
+        saver.begin(progress, training.settings, copy=True, best=True)
+
+    def wait() -> None:
+        assert go_on.wait(MOST_SECONDS)
+
+    writing.before = wait
+    assert saver.best_loss is None
+    begin(1, 2.0)
+    assert (saver.best_loss, saver.saved_update, saver.ended()) == (2.0, 0, (False, False))
+    go_on.set()
+    saver.finish()
+    assert (saver.best_loss, saver.saved_update) == (2.0, 1)
+
+    def no_space() -> None:
+        raise full
+
+    writing.before = no_space
+    begin(2, 1.0)
+    assert saver.best_loss == 1.0
+    saver.finish()
+    assert (saver.best_loss, saver.saved_update) == (2.0, 1), "the save failed"
+    assert channel.of("save_failed")[0]["update"] == 2
+    assert newest_update(tmp_path / "best_state") == 1
+
+
+def copied(copy: HostCopy, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    assert copy.reserve(sum(tensor.numel() * 4 + 8 for tensor in tensors.values())) is None
+    return dict(copy.of(iter([("x", tensors)])))["x"]
+
+
+def test_the_copy_has_the_bytes_that_are_saved() -> None:
+    tensors = {
+        "step": torch.tensor(3.0),
+        "codes": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(5, 3).to(torch.bfloat16),
+        "turned": torch.randn(4, 6).t(),
+        "none": torch.zeros(0, 4),
+        # Larger than one block of memory.
+        "large": torch.arange(20_000_001, dtype=torch.float32),
+    }
+    copy = HostCopy(pin=False)
+    expected = {kind: stored(tensor.clone()) for kind, tensor in tensors.items()}
+    for _ in range(2):  # The second copy is in the memory of the first.
+        found = copied(copy, tensors)
+        for kind, tensor in expected.items():
+            assert (found[kind].dtype, found[kind].shape) == (tensor.dtype, tensor.shape)
+            assert b"".join(found[kind].pieces) == b"".join(tensor.pieces), kind
+    tensors["large"].add_(1)
+    assert b"".join(found["large"].pieces) == b"".join(expected["large"].pieces)
+
+
+@pytest.mark.parametrize(("free", "pinned"), [(8 << 30, True), (1 << 30, False)])
+def test_only_a_small_part_of_host_memory_is_page_locked(monkeypatch: pytest.MonkeyPatch, free: int, pinned: bool) -> None:
+    class Stream:
+        waits = 0
+
+        def synchronize(self) -> None:
+            Stream.waits += 1
+
+    locked: list[int] = []
+    empty = torch.empty
+
+    def allocate(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        locked.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(state_saver, "available_bytes", lambda: free)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    copy = HostCopy(pin=True)
+    assert copy.reserve(300 << 20) is None
+    tensor = torch.arange(1000.0)
+    found = dict(copy.of(iter([("x", {"weight": tensor})])))["x"]["weight"]
+    assert b"".join(found.pieces) == b"".join(stored(tensor).pieces)
+    # Powers of two, because torch rounds page-locked memory up to them.
+    assert locked == ([64 << 20] * 5 if pinned else [])
+    assert Stream.waits == (1 if pinned else 0), "a copy to page-locked memory has ended only then"
+
+
+def test_the_memory_of_the_copy_is_given_back_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 8 << 30
+    monkeypatch.setattr(state_saver, "available_bytes", lambda: free)
+    copy = HostCopy(pin=False)
+    assert copy.reserve(300 << 20) is None
+    copy.release()
+    # What it holds need not be free.
+    free = 600 << 20
+    assert copy.reserve(300 << 20) is None
+    free = 100 << 20
+    copy.release()
+    free = 600 << 20
+    assert copy.reserve(300 << 20) == (
+        "a copy of the state needs 300 MiB of host memory and leaves 512 MiB free, but 600 MiB are free"
+    )
+    # As much as it takes stays free.
+    free = 3 << 30
+    assert copy.reserve(2 << 30) is not None
+    free = 4 << 30
+    assert copy.reserve(2 << 30) is None
+
+
+def test_damage_is_found_in_any_of_several_files(tmp_path: Path) -> None:
+    Training(tmp_path / "state", edited(target_samples=24)).run()
+    folder, manifest, _ = newest_complete(tmp_path / "state") or pytest.fail("no state")
+    several = tmp_path / "several"
+    several.mkdir()
+    writer = ShardWriter(several, 10_000)
+    for name, tensors in sorted(saved_tensors(folder).items()):
+        writer.add(name, {kind: stored(tensor) for kind, tensor in tensors.items()})
+    files = writer.close()
+    assert len(files) > 4
+    (several / "manifest.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, files=files)))
+    assert read_manifest(several).files == files
+    for file in files:
+        path = several / file.name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(BrokenStateError, match=f"{file.name}: size or checksum differs"):
+            read_manifest(several)
+        path.write_bytes(whole)
+    assert read_manifest(several).files == files
