@@ -5,8 +5,9 @@ machine can do, the most important ones first.
                                     [--again PART] [--minutes N] [--list]
 
 Every result is one JSON line with versions, GPU and date. It is appended to the file at once, so
-that a machine which is taken away takes no result with it. A part whose last line has `ended` is
-not repeated, and neither is a test of an unfinished part; so call it again after an interruption.
+that a machine which is taken away takes no result with it. A part that ended is not
+repeated. Of a part that was interrupted, what has a result (a command, a test, a pair of recipe and
+preset) is not repeated; so call it again.
 A part ends after 10 minutes at the latest, and all of them after `--minutes`.
 
 `--device cpu` is the rehearsal: it runs the same parts with tiny models, so that no minute on a
@@ -72,8 +73,9 @@ def parts(device: str) -> tuple[Part, ...]:
     else:
         speed = (*speed, "--precision", "bf16")
         real = [(*speed, "--case", case) for case in ("half_billion", "half_billion_lora")]
-        changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true"]
+        changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true", "bf16_residual=true"]
         pieces = [(*speed, "--case", "half_billion", "--only", "memtop", "--set", change) for change in changes]
+    pairs = ("--only", "first-run") if small else ("--at-once", "3")
     # In the rehearsal one file stands for the suite.
     suite = checks("tests/test_presets.py") if small else checks("tests", options=("-n", "8", "--dist", "loadfile"))
     return (
@@ -104,9 +106,9 @@ def parts(device: str) -> tuple[Part, ...]:
             "presets",
             8,
             "every recipe with every preset",
-            (("-m", "bench.recipes_and_presets", *given, "--updates", "3", *(() if small else ("--at-once", "3"))),),
+            (("-m", "bench.recipes_and_presets", *given, "--updates", "3", *pairs),),
         ),
-        Part("pieces", 6, "the speed of other pieces of the loss, and of compile", tuple(pieces)),
+        Part("pieces", 6, "the speed of other pieces of the loss, of compile and of bf16_residual", tuple(pieces)),
         Part("start", 3, "first update and restart beside a bare Trainer script", (("-m", "bench.first_update", *given),)),
         Part("suite", 10, "all other tests, where the driver sees a GPU", (suite,)),
     )
@@ -138,9 +140,13 @@ class Results:
         """The parts that ran to their end on this kind of device."""
         return {row["part"] for row in self.rows() if row["device"] == device and row.get("ended") in ("done", "failed")}
 
-    def tests_of(self, part: str, device: str) -> list[str]:
-        """The tests of a part that have a result."""
-        return [row["test"] for row in self.rows() if "test" in row and (row["part"], row["device"]) == (part, device)]
+    def unfinished(self, part: str, device: str) -> list[Row]:
+        """The results of a part since it last ended: what a call that was interrupted left."""
+        found: list[Row] = []
+        for row in self.rows():
+            if (row["part"], row["device"]) == (part, device):
+                found = [] if row.get("ended") in ("done", "failed") else [*found, row]
+        return found
 
 
 def about(device: str) -> Row:
@@ -228,15 +234,19 @@ def run_part(part: Part, results: Path, common: Row, seconds: float) -> str:
     started, ended = time.monotonic(), "done"
     statuses: list[int | None] = []
     log = results.with_suffix(f".{part.name}.log")
+    before = lines.unfinished(part.name, common["device"])
+    have = [row["command"] for row in before if "command" in row]
     for command in part.commands:
-        if command[:2] == ("-m", "pytest"):
-            command += tuple(word for test in lines.tests_of(part.name, common["device"]) for word in ("--deselect", test))
+        words = " ".join(command)
+        if words in have:
+            continue
         left = seconds - (time.monotonic() - started)
-        status = run_command(command, lines, {**common, "part": part.name}, results, log, left)
+        status = run_command((*command, *without(command, before)), lines, {**common, "part": part.name}, results, log, left)
         statuses.append(status)
         if status is None:
             ended = "limit"
             break
+        lines.append({"command": words, "exit_status": status})
         # pytest exits with 5 if every test has a result already.
         ended = "failed" if status not in (0, 5) else ended
     row: Row = {"ended": ended, "seconds": round(time.monotonic() - started, 1), "exit_statuses": statuses}
@@ -244,6 +254,16 @@ def run_part(part: Part, results: Path, common: Row, seconds: float) -> str:
         row["end_of_log"] = log.read_text(errors="replace")[-3000:]
     lines.append(row)
     return ended
+
+
+def without(command: tuple[str, ...], before: list[Row]) -> list[str]:
+    """The options with which a command leaves out what has a result."""
+    if command[1] == "pytest":
+        return [word for row in before if "test" in row for word in ("--deselect", row["test"])]
+    if command[1] == "bench.recipes_and_presets":
+        pairs = [f"{row['recipe']}/{row['preset']}" for row in before if "preset" in row]
+        return [word for pair in pairs for word in ("--skip", pair)]
+    return []
 
 
 def run_command(command: tuple[str, ...], lines: Results, common: Row, results: Path, log: Path, seconds: float) -> int | None:
@@ -320,6 +340,8 @@ def _kill(process: subprocess.Popen[str], number: int) -> None:
 
 
 def main() -> int:
+    # A shell starts its background jobs with SIGINT ignored, and the parts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     names = [part.name for part in parts("cuda")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -2,7 +2,7 @@
 command; prints JSON lines.
 
     python -m bench.recipes_and_presets [--device cpu|cuda] [--updates N] [--only RECIPE]
-                                        [--at-once N]
+                                        [--at-once N] [--skip RECIPE/PRESET]
 
 On the CPU the models are tiny, on a GPU larger (in both cases with random weights, and text from
 the machine). Each line has the strategy that the trainer reports, the split, the first and last
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--only")
     parser.add_argument("--at-once", type=int, default=1, help="pairs that train at the same time")
+    parser.add_argument("--skip", action="append", default=[], metavar="RECIPE/PRESET", help="may be repeated")
     arguments = parser.parse_args()
     print(json.dumps({"bench": "recipes_and_presets", "date": time.strftime("%Y-%m-%d"), "machine": machine()}), flush=True)
     with tempfile.TemporaryDirectory(prefix="memtop-recipes-") as name, ThreadPoolExecutor(arguments.at_once) as pool:
@@ -51,7 +52,8 @@ def main() -> None:
         waiting = []
         for recipe in load_recipes() if arguments.only is None else [arguments.only]:
             given = _overrides(recipe, arguments.device, data, llama) | {"max_updates": arguments.updates}
-            waiting += [pool.submit(_pair, folder, recipe, preset, given) for preset in presets_for(recipe).values()]
+            presets = [preset for preset in presets_for(recipe).values() if f"{recipe}/{preset.name}" not in arguments.skip]
+            waiting += [pool.submit(_pair, folder, recipe, preset, given) for preset in presets]
         for done in as_completed(waiting):
             print(json.dumps(done.result()), flush=True)
 

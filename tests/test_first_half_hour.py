@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from bench import wheels
-from bench.first_half_hour import Part, Results, parts, run_part
+from bench.first_half_hour import Part, Results, parts, run_part, without
 from bench.waits import idle
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,8 @@ def test_every_json_line_and_document_of_a_part_is_a_result(tmp_path: Path) -> N
     file = tmp_path / "results.jsonl"
     assert run_part(part(LINES, DOCUMENT), file, COMMON, 60) == "done"
     found = rows(file)
-    assert [row.get("a", row.get("b")) for row in found] == [1, 2, [1, 2], None]
+    assert [row.get("a", row.get("b")) for row in found] == [1, 2, None, [1, 2], None, None]
+    assert [row["exit_status"] for row in found if "command" in row] == [0, 0]
     assert all(row["versions"] == {"torch": "1"} and row["part"] == "machine" and row["time"] for row in found)
     assert (found[-1]["ended"], found[-1]["exit_statuses"]) == ("done", [0, 0])
     assert Results(file, {}).ended("cpu") == {"machine"}
@@ -78,13 +79,32 @@ def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
     command = ("-m", "pytest", "-q", "-p", "bench.first_half_hour", f"--rootdir={tmp_path}", "-c", os.devnull, str(tests))
     some = Part("trainer", 1, "about", (command,))
     assert run_part(some, file, COMMON, 60) == "failed"
-    one, two, three, counted, _ = rows(file)
+    one, two, three, counted, _, _ = rows(file)
     assert (one["outcome"], one["bytes"], two["outcome"]) == ("passed", 5, "failed")
     assert "assert 1 == 2" in two["reason"]
     assert (three["outcome"], three["reason"]) == ("skipped", "no CUDA device")
     assert counted["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    # As if the machine had been taken away before the last test.
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
     assert run_part(some, file, COMMON, 60) == "done"
     assert [row["test"] for row in rows(file) if "test" in row] == [one["test"], two["test"], three["test"]]
+    # A part that has ended is repeated as a whole.
+    assert run_part(some, file, COMMON, 60) == "failed"
+    assert [row["test"] for row in rows(file) if "test" in row][3:] == [one["test"], two["test"], three["test"]]
+
+
+def test_an_interrupted_part_goes_on_with_what_has_no_result(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    run_part(part(LINES, DOCUMENT), file, COMMON, 60)
+    lines = file.read_text().splitlines(keepends=True)
+    # The second command was under way.
+    file.write_text("".join(lines[:3]))
+    assert run_part(part(LINES, DOCUMENT), file, COMMON, 60) == "done"
+    assert [row.get("a", row.get("b")) for row in rows(file)] == [1, 2, None, [1, 2], None, None]
+    before = [{"recipe": "first-run", "preset": "low"}, {"test": "a"}]
+    assert without(("-m", "bench.recipes_and_presets"), before) == ["--skip", "first-run/low"]
+    assert without(("-m", "pytest"), before) == ["--deselect", "a"]
 
 
 def test_a_part_with_results_is_skipped(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ _STEP, _MOST = 128, 4096
 _SHARE = 4
 """A piece uses at most this part of the free memory: 1 / _SHARE."""
 _16_BITS = (torch.float16, torch.bfloat16)
+_ROWS = 256
+"""Tokens whose logits in 16 bits also exist in 32 bits, twice, at one time."""
 
 
 class Objective(torch.nn.Module):
@@ -55,11 +57,16 @@ class Objective(torch.nn.Module):
         all."""
         return self._chunk if self._chunk >= 0 else self._chosen(next(self.model.parameters()), _MOST)
 
+    @property
+    def _has_own_gradient(self) -> bool:
+        """Whether `_LossInPieces` computes the loss: not in an evaluation, not with adapters."""
+        return type(self.head) is torch.nn.Linear and torch.is_grad_enabled()
+
     def _chosen(self, like: torch.Tensor, tokens: int) -> int:
         free = free_bytes(like.device)
-        if free is not None and type(self.head) is not torch.nn.Linear:
-            # autograd also keeps the fp32 logits and their softmax.
-            free //= 3
+        if free is not None and not self._has_own_gradient:
+            # The logits in 32 bits and their softmax exist too, and for autograd their gradients.
+            free //= 8
         return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like))
 
     def forward(
@@ -113,12 +120,12 @@ class Objective(torch.nn.Module):
         self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
         """hidden [n, h], labels [n]."""
-        module = self.head
+        module: Any = self.head
         chunk = self._chunk if self._chunk > 0 else self._chosen(hidden, len(labels))
         if hidden.is_cpu and len(labels) <= chunk:
             # On a CPU, autograd is the fastest for few logits.
             return _piece(head, hidden, labels)
-        if type(module) is torch.nn.Linear and torch.is_grad_enabled():
+        if self._has_own_gradient:
             return _LossInPieces.apply(hidden, module.weight, module.bias, labels, chunk)  # type: ignore[no-untyped-call,no-any-return]
         # A head with adapters or in 4 bits: call its forward, and recompute it in the backward
         # pass. Without gradients, nothing is kept.
@@ -136,9 +143,10 @@ def tokens_at_once(free: int | None, vocabulary: int, tokens: int, dtype: torch.
     """
     if free is None:
         return max(1, CHUNK_BYTES // (4 * vocabulary))
-    # In 16 bits: the logits, and the logarithm of their softmax in 32 bits.
-    bytes_each = 6 if dtype in _16_BITS else 4
-    most = min(_MOST, max(_STEP, free // _SHARE // (bytes_each * vocabulary)))
+    for_logits = free // _SHARE
+    if dtype in _16_BITS:
+        for_logits = max(0, for_logits - 2 * 4 * _ROWS * vocabulary)
+    most = min(_MOST, max(_STEP, for_logits // (dtype.itemsize * vocabulary)))
     # A power of two: free memory that differs a little gives the same pieces, and the same sums.
     most = 1 << (most.bit_length() - 1)
     pieces = -(-max(1, tokens) // most)
@@ -312,13 +320,17 @@ def _gradient(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
         sums = logits.exp_().sum(1, keepdim=True)
         logits.scatter_(1, wanted, picked.exp() - sums)
         return sums.log() - picked, logits, 1 / sums
-    softmax = torch.log_softmax(logits, 1, dtype=torch.float32)
-    picked = softmax.gather(1, wanted)
-    # Most probabilities are smaller than fp16's smallest number.
+    # Many probabilities are smaller than fp16's smallest number.
     larger = 1024 if logits.dtype == torch.float16 else 1
-    torch.exp(softmax if larger == 1 else softmax.add_(math.log(larger)), out=logits)
-    logits.scatter_(1, wanted, ((picked.exp() - 1) * larger).to(logits.dtype))
-    return -picked, logits, 1 / larger
+    losses = torch.empty(wanted.shape, device=logits.device)
+    for rows in _parts(len(logits), _ROWS):
+        block, index = logits[rows], wanted[rows]
+        softmax = torch.log_softmax(block, 1, dtype=torch.float32)
+        picked = softmax.gather(1, index)
+        losses[rows] = -picked
+        torch.exp(softmax if larger == 1 else softmax.add_(math.log(larger)), out=block)
+        block.scatter_(1, index, ((picked.exp() - 1) * larger).to(block.dtype))
+    return losses, logits, 1 / larger
 
 
 def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from tests.train.recipes import TINY_LLAMA, TINY_T5, Train, pairs, settings_of, 
 from tests.train.support import Training
 
 PRECISIONS = ("bf16", "fp16", "fp32")
-# The largest distance of the final weights, relative to their norm: rounding of other sums.
-NEAR = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+# The largest distance of the final weights, relative to their norm: rounding of other sums. On a
+# GPU, products of fp32 matrices are rounded to TF32.
+NEAR = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 Note = Any
 
 
@@ -94,7 +95,7 @@ def test_the_optimizers_resume_from_each_other(train: Train, tmp_path: Path, dev
 # --- memory that runs out
 # --------------------------------------------------------------------------------------------------
 
-BATCH, UPDATES, LIFTED = 16, 14, 6
+BATCH, UPDATES, LIFTED = 16, 20, 6
 
 
 def peaks(folder: Path, device: str, precision: str) -> tuple[int, int] | None:

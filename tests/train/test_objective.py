@@ -109,7 +109,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.largest_bytes = 0
         self.calls: list[tuple[str, tuple[torch.dtype, ...]]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,6 +117,7 @@ class Watch(TorchDispatchMode):
         found = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if torch.is_tensor(x)]
         if not function.is_view:
             self.largest = max([self.largest, *(tensor.numel() for tensor in found)])
+            self.largest_bytes = max([self.largest_bytes, *(tensor.numel() * tensor.itemsize for tensor in found)])
         self.calls.append((str(function), tuple(tensor.dtype for tensor in found)))
         return result
 
@@ -147,6 +148,7 @@ def test_no_tensor_holds_all_logits() -> None:
 
 
 def test_an_evaluation_computes_no_gradient() -> None:
+    """Evaluations are in pieces, too."""
     model = model_of("llama", {**SMALL, "vocab_size": 6000})
     expected = float(Objective(model, chunk=0)(*batch(seq2seq=False)).detach())
     loss_of = Objective(model, chunk=4)
@@ -157,9 +159,10 @@ def test_an_evaluation_computes_no_gradient() -> None:
     assert seen.largest < 6000 * 32
 
 
-def head_gradient(model: Any, chunk: int, factor: float) -> torch.Tensor:
+def head_gradient(model: Any, chunk: int, factor: float, repeated: int = 1) -> torch.Tensor:
     model.zero_grad()
-    (Objective(model, chunk=chunk)(*batch(seq2seq=False)) * factor).backward()
+    ids, labels = (tensor.repeat(repeated, 1) for tensor in batch(seq2seq=False))
+    (Objective(model, chunk=chunk)(ids, labels) * factor).backward()
     found: torch.Tensor = model.lm_head.weight.grad
     return found.double()
 
@@ -168,8 +171,11 @@ def test_gradients_of_a_head_in_16_bits_are_summed_in_32() -> None:
     """DeepSpeed's weights are in 16 bits, without autocast."""
     model = model_of("llama", SMALL).to(torch.bfloat16).eval()
     whole, pieces = head_gradient(model, 0, 1 / 50), head_gradient(model, 2, 1 / 50)
+    # 714 tokens, of which 600 are one piece.
+    large = head_gradient(model, 600, 1 / 50, repeated=14)
     exact = head_gradient(model.double(), 0, 1 / 50)
     assert (pieces - exact).norm() <= 1.05 * (whole - exact).norm()
+    assert (large / 14 - exact).norm() <= 1.05 * (whole - exact).norm()
 
 
 def test_a_gradient_of_the_sum_that_fp16_cannot_hold_becomes_one_of_the_mean() -> None:
@@ -250,10 +256,11 @@ GIB = 1 << 30
         (70 * GIB, 152_000, 5000, torch.bfloat16, 2560),
         (70 * GIB, 152_000, 900, torch.bfloat16, 1024),
         # A small card, another precision, or memory that is nearly full.
-        (6 * GIB, 152_000, 8192, torch.bfloat16, 1024),
+        (3 * GIB, 152_000, 8192, torch.bfloat16, 1024),
         (6 * GIB, 152_000, 8192, torch.float32, 2048),
         (6 * GIB, 32_000, 8192, torch.bfloat16, 4096),
-        (GIB, 152_000, 8192, torch.float16, 256),
+        (2 * GIB, 152_000, 8192, torch.float16, 512),
+        (GIB, 152_000, 8192, torch.float16, 128),
         (0, 152_000, 8192, torch.bfloat16, 128),
         # A CPU: the same bytes for every vocabulary.
         (None, 50_304, 2048, torch.float32, 333),
@@ -290,4 +297,10 @@ def test_on_a_gpu_products_of_16_bits_give_the_weights_gradient_in_32(monkeypatc
     # 2 GiB / 4 hold the logits of 512 tokens.
     assert products == [(torch.float32,)] * 4
     assert seen.largest == 152_000 * 512
+    # The softmax in 32 bits exists for a part of them.
+    assert seen.largest_bytes == 152_000 * 512 * 2
     assert model.lm_head.weight.grad.dtype == torch.bfloat16
+    with torch.device("meta"), torch.no_grad(), Watch() as seen:
+        Objective(model)(ids, ids)
+    # An evaluation has the logits in 32 bits, too.
+    assert seen.largest_bytes == 152_000 * 128 * 4

@@ -204,7 +204,8 @@ async def test_key_0_is_the_tenth_preset() -> None:
 
 
 async def test_the_preset_button_opens_the_table_at_the_current_one() -> None:
-    feed = training_feed()
+    now = edit_settings(SETTINGS, preset=SETTINGS.preset)
+    feed = RecordingFeed(running(gpu(0), settings=now))
     async with opened(feed) as (app, pilot):
         await click(pilot, "#action-preset")
         assert "is on now" in screen_text(app)
@@ -212,7 +213,7 @@ async def test_the_preset_button_opens_the_table_at_the_current_one() -> None:
         assert feed.requests == []
         assert "the run already uses preset standard" in screen_text(app)
         # After another split it can be applied again.
-        settings = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "2"})
+        settings = edit_settings(now, assignments={"batch": "1", "accumulation": "2"})
         feed.send(running(gpu(0), settings=settings))
         await settle(pilot)
         await click(pilot, "#action-preset")
