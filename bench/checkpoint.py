@@ -6,8 +6,9 @@ accelerate's save_state.
 All use the same model and AdamW after one update. Each measurement runs in a separate process, in
 turns A B C D D C B A. `pause_seconds` is how long training stops for a save: for `memtop` the copy
 of the state to host memory, for the others the whole save. `first_pause_seconds` is that of the
-first save, which gets the memory for the copy from the system. `memtop_at_once` saves without a
-copy, as memtop does at the end of a training and where host memory is short.
+first save. memtop gets the memory for its copy from the system during the update before it.
+`memtop_at_once` saves without a copy, as memtop does at the end of a training and where host memory
+is short.
 
 Memory is the peak minus what was held before; `moments_mib` is what every load needs (8 bytes per
 parameter). memtop writes a temporary folder and renames it, calls fsync on every file, and stores
@@ -87,6 +88,10 @@ def measure_save(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
 
     peak = Peak("cpu")
     peak.start()
+    if arm == "memtop":
+        # As in a training: one update before the save.
+        saver.prepare()
+    one_update(engine)
     pauses, seconds = [], []
     for _ in range(SAVES):
         pauses.append(seconds_of(save))

@@ -124,6 +124,13 @@ class HostCopy:
             return f"{why}, which the system refuses"
         return None
 
+    def prepare(self, needed: int) -> None:
+        """Allocate this memory and write to it: the system provides it only then."""
+        if self.reserve(needed) is None:
+            for block in self._blocks:
+                block[: max(0, needed)].zero_()
+                needed -= len(block)
+
     def release(self) -> None:
         """Give the memory back unless as much again is free. torch keeps page-locked memory."""
         free = available_bytes()
@@ -210,6 +217,7 @@ class StateSaver:
         self._ranks = ranks
         self._disk_wait = disk_wait
         self._copy = HostCopy(pin=pin_memory)
+        self._prepared: Future[None] | None = None
         self._told_why_not_copied = False
         self._save: _Save | None = None
         self._outcome = (True, "")
@@ -252,6 +260,12 @@ class StateSaver:
         written = self._write(progress, settings, best=best, copy=copy)
         self._save = _Save(progress.updates, loss, commands, waiting, started, written)
         self._save.pause_seconds = time.perf_counter() - started
+
+    def prepare(self) -> None:
+        """A save follows the next update: get memory for its copy meanwhile, once."""
+        if self._prepared is None and self._engine.accelerator.is_main_process:
+            needed = state_bytes(self._engine.model)
+            self._prepared = in_thread(lambda: self._copy.prepare(needed), "memtop-save-memory")
 
     def ended(self) -> tuple[bool, bool]:
         """Whether the save in progress has ended, and whether it failed, on the first rank.
@@ -331,6 +345,8 @@ class StateSaver:
                     pass
 
     def _can_copy(self, needed: int) -> bool:
+        if self._prepared is not None:
+            self._prepared.result()
         why = self._copy.reserve(needed)
         if why is not None and not self._told_why_not_copied:
             self._told_why_not_copied = True

@@ -24,6 +24,7 @@ from memtop.train.state_files import (
     ShardReader,
     ShardWriter,
     at_once,
+    in_thread,
     newest_complete,
     newest_update,
     previous_of,
@@ -110,6 +111,20 @@ def test_the_pause_ends_before_the_save(tmp_path: Path, writing: Writing) -> Non
     first, last = channel.of("checkpoint")[0], channel.of("checkpoint")[-1]
     assert first["pause_seconds"] < first["seconds"]
     assert last["pause_seconds"] == pytest.approx(last["seconds"], abs=0.5)
+
+
+def test_memory_for_the_copy_is_allocated_during_the_update_before_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, begun = Recorder(), list[tuple[int, str]]()
+
+    def noted(work: Callable[[], Any], name: str) -> Any:
+        begun.append((len(channel.of("step")), name))
+        return in_thread(work, name)
+
+    monkeypatch.setattr(state_saver, "in_thread", noted)
+    assert Training(tmp_path / "state", channel=channel).run() == "finished"
+    assert begun == [(2, "memtop-save-memory"), *((update, "memtop-save") for update in (3, 6, 9))]
 
 
 def test_a_command_to_save_is_answered_when_the_state_is_on_the_disk(tmp_path: Path, writing: Writing) -> None:
