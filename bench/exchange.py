@@ -129,8 +129,8 @@ def compared(arms: dict[str, Arm], ranks: Ranks, rounds: int, updates: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--bucket-kib", type=int, default=BUCKET_BYTES >> 10)
     parser.add_argument("--worker", type=Path)

@@ -58,7 +58,9 @@ def under_zero() -> tuple[Any, Any]:
 
     scaler = DynamicLossScaler(init_scale=65536.0, scale_window=5, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False)
     prepared = SimpleNamespace(fp16_enabled=lambda: True, optimizer=SimpleNamespace(loss_scaler=scaler))
-    accelerator: Any = SimpleNamespace(prepare=lambda *arguments: [prepared])
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {}})
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    accelerator: Any = SimpleNamespace(prepare=lambda *arguments: [prepared], state=state, is_main_process=True)
     objective: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), chunk=0)
     return ZeroEngine(accelerator, objective, torch.optim.SGD([torch.zeros(1)]), TINY), scaler
 
