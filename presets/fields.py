@@ -145,6 +145,7 @@ FIELDS: dict[str, Field] = {
         saves=_differs_from(0),
         saves_much=True,
     ),
+    "packing": Field(label="packing", shapes="peak", saves=_on),
     "compile": Field(label="torch.compile", shapes="peak"),
     "bf16_residual": Field(label="bf16 residual stream", shapes="peak", saves=_on),
     "device": Field(label="device", shapes="peak"),

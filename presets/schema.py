@@ -122,6 +122,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss_chunk: int = -1
     """Tokens whose logits are in memory at one time; 0: all; -1: chosen by the vocabulary and,
     on a GPU, by the free memory."""
+    packing: bool = True
+    """Short samples share a row without padding, if the model can do that; otherwise samples of
+    similar length share a micro-batch."""
     compile: bool = False
     """torch.compile each layer of the model."""
     bf16_residual: bool = False

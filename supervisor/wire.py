@@ -217,6 +217,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     gradient_norm: float | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
+    padding_fraction: float | None = None
+    """Share of padding among the tokens that the model computed in the newest update, 0-1."""
     step_seconds: float | None = None
     split: StepSplit = StepSplit()
     eta_seconds: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,28 @@ from torch.utils.data import DataLoader
 from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
-from memtop.train.data.samples import collate
+from memtop.train.data.samples import Sample, collate, in_one_row
 from memtop.train.exchange import Ranks
 from memtop.train.objective import IGNORED, counted_positions
-from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, plan_updates
+from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, grouped, plan_updates
+from memtop.train.packing import packed_row
 from memtop.train.state_files import Cut
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 """What the objective takes: input_ids [b, t], labels [b, u], and by the task the attention_mask
-[b, t] or the counted positions [n]."""
+[b, t] or the counted positions [n]; for a row of several samples what `packed_row` gives."""
 
 
 class MicroBatches(msgspec.Struct, frozen=True):
-    """One rank's part of an update, on the CPU, and the number of its predicted tokens."""
+    """One rank's part of an update, on the CPU."""
 
     batches: list[Batch]
     tokens: int
+    """Predicted tokens."""
+    places: int
+    """Tokens that the model computes."""
+    filled: int
+    """Of these, tokens of samples; the others are padding."""
 
 
 class Position(msgspec.Struct, kw_only=True):
@@ -49,11 +55,18 @@ class Batches:
 
     `start` may be called at any time: the same position gives the same samples. With `ahead`, a
     thread makes the micro-batches of the next update while this one is computed; call `close` at
-    the end.
+    the end. With `packed`, a row may have several samples.
     """
 
     def __init__(
-        self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int, *, ahead: bool = False
+        self,
+        samples: Samples,
+        orders: tuple[SampleOrder, SampleOrder],
+        pad: int,
+        rank: int,
+        *,
+        ahead: bool = False,
+        packed: bool = False,
     ) -> None:
         self._samples = samples
         # The loader has a separate order because it runs ahead of the updates.
@@ -61,6 +74,7 @@ class Batches:
         self._pad = pad
         self._rank = rank
         self._ahead = ahead
+        self._packed = packed
         self._plans: Iterator[UpdatePlan] = iter(())
         self._maker: _Maker | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -72,7 +86,7 @@ class Batches:
         self.close()
         self._plans = _planned(self._order, settings, position, target)
         ahead = _planned(self._order_ahead, settings, position, target)
-        self._maker = _Maker(self._samples, settings, host, ahead, self._pad, self._rank)
+        self._maker = _Maker(self._samples, settings, host, ahead, self._pad, self._rank, packed=self._packed)
         if self._ahead:
             on_gpu = torch.cuda.is_available()
             # A thread begins with the first GPU, where pinning would make a second context.
@@ -109,12 +123,22 @@ class _Maker:
     """Each call makes the micro-batches of the next update on this rank."""
 
     def __init__(
-        self, samples: Samples, settings: Settings, host: HostPlan, plans: Iterator[UpdatePlan], pad: int, rank: int
+        self,
+        samples: Samples,
+        settings: Settings,
+        host: HostPlan,
+        plans: Iterator[UpdatePlan],
+        pad: int,
+        rank: int,
+        *,
+        packed: bool,
     ) -> None:
         self.stopped = False
         """Another thread sets it to end a call early, whose result nobody needs."""
+        self._samples = samples
         self._settings = settings
         self._rank = rank
+        self._packed = packed
         self._pin = host.pin_memory
         # For each update that the loader has begun: which of its micro-batches have samples.
         self._begun: deque[list[bool]] = deque()
@@ -123,31 +147,73 @@ class _Maker:
             data,
             batch_sampler=self._keys(plans),
             num_workers=host.workers,
-            collate_fn=partial(collate, pad=pad),
+            collate_fn=partial(collated, pad=pad, packed=packed),
         )
         self._batches = iter(loader)
 
     def __call__(self) -> MicroBatches:
-        found, tokens = [], 0
+        found: list[Batch] = []
+        tokens = places = filled_places = 0
         batch = next(self._batches, None)
         filled = self._begun.popleft() if batch is not None else []
         for number, has_samples in enumerate(filled, start=1):
             assert batch is not None
+            size, used = _fill(batch, self._settings.task)
+            places += size
+            filled_places += used if has_samples else 0
             complete, counted = completed(batch, self._settings.task, masked=not has_samples, pin=self._pin)
             found.append(complete)
             tokens += counted
             if self.stopped:
                 break
             batch = next(self._batches) if number < len(filled) else None
-        return MicroBatches(found, tokens)
+        return MicroBatches(found, tokens, places, filled_places)
 
     def _keys(self, plans: Iterator[UpdatePlan]) -> Iterator[list[Key]]:
         for plan in plans:
-            parts = plan.micro_batches(self._settings.batch, self._settings.world_size, self._rank)
+            parts = self._parts(plan)
             self._begun.append([bool(keys) for keys in parts])
             # A rank without samples in a short last update runs a masked one, to stay in step with
             # the others.
             yield from (keys or plan.keys[:1] for keys in parts)
+
+    def _parts(self, plan: UpdatePlan) -> list[list[Key]]:
+        """The samples of this rank's micro-batches."""
+        batch, ranks = self._settings.batch, self._settings.world_size
+        own = plan.micro_batches(batch, ranks, self._rank)
+        if not self._settings.packing:
+            return own
+        # Micro-batches that run at the same time are neighbours, so they are of similar length.
+        of_all = list(zip(*(plan.micro_batches(batch, ranks, rank) for rank in range(ranks)), strict=True))
+        sizes = [len(keys) for step in of_all for keys in step]
+        groups = grouped(plan.keys, self._samples.lengths(plan.keys), sizes, balanced=self._packed)
+        return groups[self._rank :: ranks]
+
+
+_WORTH_PACKING = 0.1
+
+
+def collated(samples: Sequence[Sample], pad: int, *, packed: bool) -> Batch:
+    """Samples as rows of their own, padded; or with `packed` in one row, if much were padding."""
+    longest = max(len(ids) for ids, _ in samples) * len(samples)
+    padding = 1 - sum(len(ids) for ids, _ in samples) / longest
+    return in_one_row(samples) if packed and padding >= _WORTH_PACKING else collate(samples, pad)
+
+
+def _fill(collated: Batch, task: str) -> tuple[int, int]:
+    """The tokens that a model computes for this batch, and how many of them are not padding."""
+    size = used = collated["input_ids"].numel()
+    if "attention_mask" in collated:
+        used = int(collated["attention_mask"].sum())
+    if task == "seq2seq":
+        size += collated["labels"].numel()
+        used += int((collated["labels"] != IGNORED).sum())
+    return size, used
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on the device. Pinned ones are copied without a wait."""
+    return {name: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
 def completed(collated: Batch, task: str, *, masked: bool, pin: bool) -> tuple[Batch, int]:
@@ -156,17 +222,19 @@ def completed(collated: Batch, task: str, *, masked: bool, pin: bool) -> tuple[B
     What depends on the numbers in the batch is decided here, on the CPU: on a GPU each such
     decision would wait for it. `masked`: no token counts. `pin`: copies to the GPU do not wait.
     """
-    ids, mask, labels = (collated[name] for name in ("input_ids", "attention_mask", "labels"))
+    labels = collated["labels"]
     if masked:
         labels = torch.full_like(labels, IGNORED)
     positions = counted_positions(labels, seq2seq=task == "seq2seq")
-    batch = {"input_ids": ids, "labels": labels}
+    batch = {"input_ids": collated["input_ids"], "labels": labels}
+    if "lengths" in collated:
+        batch |= packed_row(collated["lengths"].tolist())
     if task == "sft":
         batch["counted"] = positions
-    elif task == "seq2seq" and not mask.all():
-        batch["attention_mask"] = mask
+    elif task == "seq2seq" and not collated["attention_mask"].all():
+        batch["attention_mask"] = collated["attention_mask"]
     if pin:
-        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        batch = {name: value.pin_memory() if torch.is_tensor(value) else value for name, value in batch.items()}
     return batch, len(positions)
 
 

@@ -12,11 +12,12 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train.auto_batch import OomGuard
-from memtop.train.batches import completed
-from memtop.train.data.samples import PackedText, RowSamples, collate
+from memtop.train.batches import Batch, collated, completed, to_device
+from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
 from memtop.train.order import Key
+from memtop.train.packing import is_prepared
 
 MAX_SAMPLES = 512
 """An evaluation uses at most this many samples, always the same ones, evenly spread over the data.
@@ -42,10 +43,15 @@ class Evaluator:
         self._data = data
         self._task = settings.task
         self._pin = pin
-        self._collate: Callable[[list[Any]], dict[str, torch.Tensor]] = lambda samples: collate(samples, pad)
+        packed = settings.packing and is_prepared(engine.model)
+        self._collate: Callable[[list[Any]], Batch] = lambda samples: collated(samples, pad, packed=packed)
         table = data.table(settings.seq_len)
         chosen = range(0, len(table), max(1, -(-len(table) // MAX_SAMPLES)))
         self._keys: list[Key] = [(int(table.ids[i]), int(table.lengths[i])) for i in chosen]
+        if settings.packing and not packed:
+            # Samples of similar length need little padding.
+            lengths = dict(zip(self._keys, data.lengths(self._keys), strict=True))
+            self._keys.sort(key=lambda key: -lengths[key])
 
     def __call__(self, batch: int, guard: OomGuard, ranks: Ranks) -> Evaluation | None:
         """Evaluate `batch` samples at a time on each rank; None if memory ran out on any rank.
@@ -74,11 +80,10 @@ class Evaluator:
                     mine = self._keys[first : first + size]
                     # A rank without samples runs a masked one: sharded models need every rank in
                     # every layer.
-                    collated = self._collate([self._data[key] for key in mine or self._keys[:1]])
-                    batch, counted = completed(collated, self._task, masked=not mine, pin=self._pin)
+                    samples = self._collate([self._data[key] for key in mine or self._keys[:1]])
+                    batch, counted = completed(samples, self._task, masked=not mine, pin=self._pin)
                     count += counted
-                    on_device = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-                    total += objective(**on_device)
+                    total += objective(**to_device(batch, accelerator.device))
         finally:
             objective.train()
         # The only wait for the device.

@@ -75,13 +75,14 @@ class Objective(torch.nn.Module):
         labels: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         counted: torch.Tensor | None = None,
+        **row: Any,
     ) -> torch.Tensor:
         """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq.
 
         `counted` [n] are the `counted_positions`. With it, the others (masked prompts) get no
-        logits.
+        logits. `row` is what `packed_row` gives for a row of several samples.
         """
-        inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
+        inputs: dict[str, Any] = {"input_ids": input_ids, **row}
         if self.seq2seq:
             model: Any = self.model
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
@@ -91,11 +92,11 @@ class Objective(torch.nn.Module):
         else:
             # No mask: padding is at the end, and causal attention does not look ahead.
             wanted = _next_tokens(labels)
-        # A row is one sample: rows of several samples need their position ids here, and the check.
+        # A row is one sample, or `packed_attention` gets the lengths of its samples.
         with without_mask_checks():
             return self._loss(inputs, wanted.flatten(), counted)
 
-    def _loss(self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    def _loss(self, inputs: dict[str, Any], labels: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         if self._chunk == 0:
             logits = self.model(**inputs, use_cache=False).logits
             return cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")

@@ -12,7 +12,9 @@ whatever T was in between.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
 from typing import Protocol
 
 import msgspec
@@ -46,6 +48,9 @@ class Samples(Protocol):
 
     def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
         """A permutation of [0, count)."""
+
+    def lengths(self, keys: Sequence[Key]) -> list[int]:
+        """The number of tokens of each sample, known without making the sample."""
 
 
 class _Stretch(msgspec.Struct):
@@ -159,6 +164,34 @@ class UpdatePlan(msgspec.Struct, frozen=True):
         """
         whole = batch * world_size
         return [self.keys[start + rank * batch : start + (rank + 1) * batch] for start in range(0, len(self.keys), whole)]
+
+
+def grouped(keys: Sequence[Key], lengths: Sequence[int], sizes: Sequence[int], *, balanced: bool) -> list[list[Key]]:
+    """The samples of an update in groups of these sizes, so that little is padding.
+
+    Samples of similar length share a group; with `balanced`, all groups have about the same number
+    of tokens. The result depends on the arguments alone, so every rank computes the same. Which
+    samples share a group changes no gradient of the update.
+    """
+    if min(lengths) == max(lengths):
+        ends = list(accumulate(sizes))
+        return [list(keys[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    # The longest come first: if memory runs out, then at the beginning of the update.
+    longest_first = sorted(range(len(keys)), key=lambda number: -lengths[number])
+    if not balanced:
+        numbers = iter(longest_first)
+        return [[keys[number] for number in islice(numbers, size)] for size in sizes]
+    groups: list[list[Key]] = [[] for _ in sizes]
+    # The tokens of each group that is not full, and its number: the smallest gets the next sample.
+    room = [(0, group) for group, size in enumerate(sizes) if size]
+    for number in longest_first:
+        tokens, group = room[0]
+        groups[group].append(keys[number])
+        if len(groups[group]) < sizes[group]:
+            heapq.heapreplace(room, (tokens + lengths[number], group))
+        else:
+            heapq.heappop(room)
+    return groups
 
 
 def plan_updates(order: SampleOrder, *, updates: int, position: int, target: int, effective_batch: int) -> Iterator[UpdatePlan]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from memtop.train.exchange import Ranks
 from memtop.train.model import blaming_config, build_model, compile_layers, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
+from memtop.train.packing import use_packing
 from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, newest_complete
 from memtop.train.trainer import Trainer
 from memtop.train.zero import ZeroEngine, open_deepspeed
@@ -79,7 +81,7 @@ def _train(
     control = Control(channel, accelerator)
     control.catch_signals()
     found = find_state(state_dir, accelerator) if resume else None
-    engine, position = open_engine(settings, accelerator, config, found)
+    engine, position = open_engine(settings, accelerator, config, found, tell=partial(notify, warning=False))
     record("after model load")
     host = agree_on_host_plan(settings, accelerator)
     data = open_data(settings, tokens, level=host.level)
@@ -176,9 +178,17 @@ def _evaluation_notes(settings: Settings, data: OpenedData) -> list[str]:
 
 
 def open_engine(
-    settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
+    settings: Settings,
+    accelerator: Accelerator,
+    config: Any,
+    found: tuple[Path, Manifest] | None,
+    *,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Engine, Position]:
-    """Model and optimizer under the settings' strategy, resumed from a state if there is one."""
+    """Model and optimizer under the settings' strategy, resumed from a state if there is one.
+
+    `tell` gets notes for the user.
+    """
     model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
     read = None
@@ -194,6 +204,8 @@ def open_engine(
     kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
     if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
+    if settings.packing and (reason := use_packing(settings, model, accelerator)) is not None:
+        tell(f"packing: {reason}; samples of similar length share a micro-batch instead")
     optimizer = build_optimizer(settings, model.parameters())
     # The engine communicates at once, and the ranks read the model at different speeds.
     Ranks(accelerator).wait()

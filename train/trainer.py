@@ -30,7 +30,7 @@ from memtop.train.auto_batch import (
     open_device_memory,
     smaller_split,
 )
-from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan
+from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
@@ -40,6 +40,7 @@ from memtop.train.exchange import Ranks
 from memtop.train.model import set_checkpointing
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
+from memtop.train.packing import is_prepared
 from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 
 
@@ -48,6 +49,8 @@ class Gradients(msgspec.Struct, frozen=True):
 
     tokens: int
     """Predicted tokens of all ranks."""
+    padding: float | None
+    """The share of padding in the micro-batches of all ranks; None without any."""
     pressed: bool
     """Whether the allocator of any rank had to free its cache."""
 
@@ -94,7 +97,8 @@ class Trainer:
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
         on_cpu = self._accelerator.device.type == "cpu"
-        self._batches = Batches(samples, (self._order, ahead), pad, self._accelerator.process_index, ahead=not on_cpu)
+        rank, packed = self._accelerator.process_index, settings.packing and is_prepared(engine.model)
+        self._batches = Batches(samples, (self._order, ahead), pad, rank, ahead=not on_cpu, packed=packed)
         # On the device: the loss of the update, as the mean over the predicted tokens of all ranks
         # in nats per token, and the gradient's norm. They are read together.
         self._results = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
@@ -213,7 +217,7 @@ class Trainer:
         if self._auto_batch.updated(self.settings.batch, pressed=gradients.pressed):
             self._channel.report("pressure", update=plan.number, allocation_retries=self._auto_batch.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
-        self._report(plan, values, tokens=gradients.tokens, sample_digest=digest)
+        self._report(plan, values, tokens=gradients.tokens, padding_fraction=gradients.padding, sample_digest=digest)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
         """Run forward and backward over all micro-batches; None if memory ran out on any rank.
@@ -229,7 +233,8 @@ class Trainer:
         with self._stopwatch.part("data_wait_seconds"):
             self._guard.phase = "data"
             fetched = self._guard.attempt(self._batches.fetch, **split)
-            failed, counted = self._ranks.sums(fetched is None, 0 if fetched is None else fetched.tokens)
+            sizes = (0, 0, 0) if fetched is None else (fetched.tokens, fetched.places, fetched.filled)
+            failed, counted, places, filled = self._ranks.sums(fetched is None, *sizes)
         if failed or fetched is None:
             return None
         batches, tokens = fetched.batches, max(1, int(counted))
@@ -239,12 +244,12 @@ class Trainer:
         failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._auto_batch.new_retries())
         if not failed and missing:
             self._engine.share_missing()
-            filled = self._guard.attempt(self._engine.fill_missing, **split)
-            failed = self._ranks.sums(filled is None)[0]
+            allocated = self._guard.attempt(self._engine.fill_missing, **split)
+            failed = self._ranks.sums(allocated is None)[0]
         if failed:
             return None
         self._ranks.add_up(self._results[:1])
-        return Gradients(tokens, pressed > 0)
+        return Gradients(tokens, 1 - filled / places if places else None, pressed > 0)
 
     def _forward_backward(self, batches: list[Batch], tokens: int) -> int:
         """Run forward and backward; return the number of gradients that only other ranks have.
@@ -256,7 +261,7 @@ class Trainer:
         self._results.zero_()
         for number, batch in enumerate(batches, start=1):
             self._guard.phase = "forward"
-            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            on_device = to_device(batch, device)
             with self._stopwatch.part("forward_seconds"):
                 loss = self._engine.objective(**on_device) / tokens
             self._guard.phase = "backward"

@@ -239,6 +239,7 @@ class FolderRecording:
             best_loss=self._best[place - 1] if place else None,
             learning_rate=step.learning_rate,
             gradient_norm=step.gradient_norm,
+            padding_fraction=step.padding_fraction,
             samples_per_second=rates[0],
             tokens_per_second=rates[1],
             step_seconds=step.step_seconds,

@@ -74,6 +74,7 @@ _RUN_GAUGES = (
     ("gradient_norm", "gradient_norm", "newest gradient norm"),
     ("samples_per_second", "samples_per_second", "training speed"),
     ("tokens_per_second", "tokens_per_second", "training speed"),
+    ("padding_ratio", "padding_fraction", "share of padding among the tokens of the newest update, 0-1"),
     ("step_seconds", "step_seconds", "duration of the newest update"),
     ("eta_seconds", "eta_seconds", "estimated time until the run ends"),
     ("resident_memory_bytes", "run_rss_bytes", "resident memory of all processes of the run"),

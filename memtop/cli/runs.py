@@ -147,8 +147,9 @@ def _measured(state: RunState) -> dict[str, Any]:
     """What was measured: the memory it uses now (null if it does not run), and each rank's newest
     update."""
     now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
-    names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "step_seconds", "split", "ranks", "gpu_base_bytes")
-    rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, "started", "ended", "log_path", "warnings")}
+    names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "padding_fraction", "step_seconds", "split", "ranks")
+    more = ("gpu_base_bytes", "started", "ended", "log_path", "warnings")
+    rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, *more)}
     return now | rest
 
 

@@ -82,6 +82,8 @@ class Step(Timed, frozen=True, kw_only=True, tag="step"):
     learning_rate: Number | None = None
     gradient_norm: Number | None = None
     tokens: Count | None = None
+    padding_fraction: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Of the tokens that the model computes."""
     sample_digest: Word | None = None
     """SHA-256 of the sorted sample ids of the whole effective batch."""
     dropped: Count | None = None

@@ -13,7 +13,7 @@ from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.wire import Proposal, RunState
 
 _OF_ATTEMPT = ("started", "ended", "exit_status")
-_OF_STEP = ("epoch", "loss", "learning_rate", "gradient_norm")
+_OF_STEP = ("epoch", "loss", "learning_rate", "gradient_norm", "padding_fraction")
 _OF_SAMPLE = ("run_rss_bytes", "run_memory", "gpu_base_bytes")
 
 

@@ -32,6 +32,7 @@ class Watched:
         self._asked = asked
         self.count = 0
         self.table, self.cut_again, self.shuffled = self._samples.table, self._samples.cut_again, self._samples.shuffled
+        self.lengths = self._samples.lengths
 
     def __getitem__(self, key: Key) -> Any:
         self.count += 1

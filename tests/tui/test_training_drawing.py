@@ -36,6 +36,13 @@ def test_training_numbers() -> None:
     assert "checkpoint update 20  12 s ago  1.0 GiB" in text
 
 
+def test_the_share_of_padding_is_shown_where_there_is_room() -> None:
+    store = store_of(running(padding_fraction=0.31))
+    assert "55.9 k tok/s 31 % padding" in text_of(draw_training(store, 90, 10))
+    assert "padding" not in text_of(draw_training(store, 60, 10))
+    assert "padding" not in text_of(draw_training(store_of(running()), 90, 10))
+
+
 def test_training_without_any_number_has_dashes() -> None:
     bare = wire.RunState(name="mine", folder="x", state=wire.Phase.STARTING, created=NOW, command=("python", "mine.py"))
     text = text_of(draw_training(store_of(wire.StateUpdate(run=bare)), 60, 10))

@@ -18,9 +18,10 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   or the launcher, unless a living process already writes that journal; then it is the first free
   number from `world_size` on. `local_rank` may be null.
 * `offers`: {offers}, if the program offers more commands after its first report.
-* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, sample_digest,
-  dropped, batch, accumulation, data_wait_seconds, forward_seconds, backward_seconds,
-  optimizer_seconds, step_seconds} and the values of `memory.readings`: {allocated_bytes,
+* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens,
+  padding_fraction (of the tokens that the model computes), sample_digest, dropped, batch,
+  accumulation, data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds,
+  step_seconds} and the values of `memory.readings`: {allocated_bytes,
   reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the process began),
   rss_bytes, anonymous_bytes}. From a program that does not use memtop: {update, learning_rate (null
   if reading it would wait for a GPU), step_seconds, data_wait_seconds (inside torch's data

@@ -66,6 +66,10 @@ class _Pairs(Dataset[Sample]):
             after += kept
         return {"examined": len(examined), "cut": cut, "dropped_tokens_fraction": (before - after) / max(1, before)}
 
+    def length(self, index: int) -> int:
+        """The number of tokens of a sample, after cutting."""
+        return self._lengths(index)[1]
+
     def _lengths(self, index: int) -> tuple[int, int]:
         """The number of tokens of a sample before and after cutting."""
         prompt, response = self._encoded(index)
@@ -171,6 +175,18 @@ def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
     return {"input_ids": padded, "attention_mask": mask, "labels": labels}
 
 
+def in_one_row(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Samples of a causal model behind each other: input_ids and labels [1, n], lengths [samples].
+
+    The first token of a sample is never predicted from the sample before it.
+    """
+    labels = torch.cat([labels for _, labels in samples])
+    lengths = torch.tensor([len(ids) for ids, _ in samples])
+    labels[lengths.cumsum(0)[:-1]] = IGNORED
+    ids = torch.cat([ids for ids, _ in samples])
+    return {"input_ids": ids.unsqueeze(0), "labels": labels.unsqueeze(0), "lengths": lengths}
+
+
 def _spread(size: int, count: int) -> list[int]:
     """Up to `count` of `size` indices, ascending, in stretches: neighbours are cheap to read."""
     if size <= count:
@@ -211,6 +227,9 @@ class PackedText(Dataset[Sample]):
     def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
         return generator.permutation(count)
 
+    def lengths(self, keys: Sequence[Key]) -> list[int]:
+        return [length for _, length in keys]
+
     def __getitem__(self, key: Key) -> Sample:
         start, length = key
         ids = torch.from_numpy(self._store.tokens[start : start + length].astype(np.int64))
@@ -236,6 +255,9 @@ class RowSamples(Dataset[Sample]):
 
     def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
         return window_order(self.pairs.rows.group_sizes(), WINDOW, generator)
+
+    def lengths(self, keys: Sequence[Key]) -> list[int]:
+        return [self.pairs.length(number) for number, _ in keys]
 
     def __getitem__(self, key: Key) -> Sample:
         return self.pairs[key[0]]

@@ -150,7 +150,7 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         grid(
             (
                 fact("", f"{units.rate(run.samples_per_second)} samples/s"),
-                fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
+                _tokens(run, width // 3),
                 fact("step", _step(run.step_seconds)),
             ),
             width,
@@ -203,6 +203,15 @@ def _progress(run: RunState, width: int) -> Line:
     right = line((f"  {units.percent(fraction, 0):>5}", STRONG))
     room = width - sum(len(t) for t, _ in (*left, *right))
     return fit((*left, *progress_bar(room, fraction), *right), width)
+
+
+def _tokens(run: RunState, width: int) -> Line:
+    """`12.3 k tok/s 5 % padding`; without the padding if there is no room."""
+    speed = fact("", f"{_thousands(run.tokens_per_second)} tok/s")
+    if run.padding_fraction is None:
+        return speed
+    whole = line(*speed, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
+    return whole if width_of(whole) < width else speed
 
 
 def _split_line(run: RunState, width: int) -> Line:
