@@ -68,7 +68,7 @@ def parts(device: str) -> tuple[Part, ...]:
     given = ("--device", device)
     speed: tuple[str, ...] = ("-m", "bench.train", *given, "--rounds", "1")
     if small:
-        real = [(*speed, "--case", "small_vocabulary", "--updates", "1")]
+        real = [(*speed, "--case", case, "--updates", "1") for case in ("small_vocabulary", "small_lora")]
         pieces = [(*speed, "--case", "small_vocabulary", "--updates", "1", "--only", "memtop", "--set", "loss_chunk=64")]
     else:
         speed = (*speed, "--precision", "bf16")

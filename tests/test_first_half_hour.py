@@ -15,8 +15,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from bench import wheels
-from bench.first_half_hour import Part, Results, parts, run_part, without
+from bench.first_half_hour import Part, Results, checks, parts, run_part, without
+from bench.train import beside, loss_difference
 from bench.waits import idle
+from tests.forking import run
+from tests.train.launching import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "versions": {"torch": "1"}}
@@ -90,8 +93,7 @@ def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
     assert run_part(some, file, COMMON, 60) == "done"
     assert [row["test"] for row in rows(file) if "test" in row] == [one["test"], two["test"], three["test"]]
     # A part that has ended is repeated as a whole.
-    assert run_part(some, file, COMMON, 60) == "failed"
-    assert [row["test"] for row in rows(file) if "test" in row][3:] == [one["test"], two["test"], three["test"]]
+    assert Results(file, {}).unfinished("trainer", "cpu") == []
 
 
 def test_an_interrupted_part_goes_on_with_what_has_no_result(tmp_path: Path) -> None:
@@ -134,6 +136,60 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     assert found["gaps"] == [{"microseconds": 30.0, "until": "c"}]
     assert found["gaps_over_20_microseconds"] == 1
     assert idle([]) == {"busy_fraction": None, "gaps": []}
+
+
+# --- the parts themselves, with tiny models
+# --------------------------------------------------------------------------------------------------
+
+
+def printed_by(*words: str) -> dict[str, Any]:
+    """The JSON of the last line that a benchmark prints."""
+    done = run([sys.executable, "-m", *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_both_arms_of_the_comparison_do_the_same_training() -> None:
+    case = ("--case", "small_vocabulary", "--updates", "1", "--accumulation", "1")
+    mine, other = (printed_by("bench.train", "--arm", arm, *case) for arm in ("memtop", "hugging_face"))
+    assert len(mine["losses"]) == 4
+    assert loss_difference(mine["losses"], other["logged_losses"]) == pytest.approx(0, abs=1e-5)
+    for name in ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib"):
+        assert mine[name] > 0
+        assert other[name] > 0
+
+
+def test_the_verdict_compares_medians_with_what_is_promised() -> None:
+    def pair(speed: float, growth: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        values = {"samples_per_cpu_second": 1.0, "peak_mib": 1.0, "losses": [2.0] * 4, "logged_losses": [2.0]}
+        mine = {**values, "samples_per_second": speed, "peak_growth_mib": growth}
+        return mine, {**values, "samples_per_second": 1.0, "peak_growth_mib": 1.0}
+
+    for speed, growth, kept in ((1.2, 0.5, True), (1.1, 0.5, False), (1.2, 0.8, False)):
+        found = beside("large_vocabulary", [pair(speed, growth), pair(speed, growth)])
+        assert found["verdict"]["kept"] is kept
+        assert found["largest_loss_difference"] == 0
+
+
+def test_waits_are_counted_and_the_updates_profiled() -> None:
+    found = printed_by("bench.waits", "--device", "cpu", "--case", "causal")
+    # Torch warns of waits for a GPU only.
+    assert found["waits_per_update"] == 0
+    assert found["calls"]["aten::_local_scalar_dense"] >= 1
+    assert 0 < found["busy_fraction"] <= 1
+    assert found["update_seconds"] > 0
+
+
+def test_the_tests_for_a_gpu_run_in_the_rehearsal(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    some = ("tests/gpu/test_trainer.py", "-k", "shrinks and not bf16")
+    assert run_part(Part("trainer", 1, "about", (checks(*some),)), file, COMMON, 250) == "done"
+    assert [(row["outcome"], row.get("reason")) for row in rows(file) if "test" in row] == [
+        ("skipped", "fp16 needs a GPU"),
+        ("passed", None),
+    ]
+    (passed,) = [row for row in rows(file) if row.get("outcome") == "passed"]
+    assert passed["weight_distance"]["small"] < 1e-3
 
 
 # --- wheels

@@ -48,6 +48,7 @@ class Ranks:
         self._several = accelerator.num_processes > 1
         self._group = _host_group(torch.distributed.group.WORLD) if self._several else None
         self._numbers = torch.zeros(_SLOTS, dtype=torch.float64)
+        self._here = torch.zeros(1)
 
     def sums(self, *values: float) -> list[float]:
         """The sum over the ranks of each of up to eight values."""
@@ -73,17 +74,18 @@ class Ranks:
         """The first rank's value."""
         shared = [value]
         if self._several:
-            torch.distributed.broadcast_object_list(shared, src=0, group=self._group)
+            torch.distributed.broadcast_object_list(shared, src=0, group=self._group, device=torch.device("cpu"))
         return shared[0]
 
     def wait(self) -> None:
         """Return when all ranks have called this."""
         if self._several:
-            torch.distributed.barrier(group=self._group)
+            self.arrive().wait()
 
     def arrive(self) -> torch.distributed.Work:
         """Say that this rank is here, and go on; the result's `wait` returns when all ranks are."""
-        work: torch.distributed.Work = torch.distributed.barrier(group=self._group, async_op=True)
+        # Not `barrier`: that allocates on the GPU if the main group is bound to one.
+        work: torch.distributed.Work = torch.distributed.all_reduce(self._here, group=self._group, async_op=True)
         return work
 
     def least(self, numbers: torch.Tensor) -> None:

@@ -55,7 +55,6 @@ class Queues:
             "new_group": lambda **options: None,
             "get_backend": lambda: "nccl",
             "broadcast": lambda tensor, src: None,
-            "barrier": lambda **options: Reduction(lambda: None),
             "all_reduce": self._all_reduce,
         }.items():
             monkeypatch.setattr(torch.distributed, name, stand_in)
@@ -66,6 +65,10 @@ class Queues:
         monkeypatch.setattr(torch.cuda, "stream", running)
 
     def _all_reduce(self, tensor: torch.Tensor, **options: Any) -> Reduction:
+        if "group" in options:
+            # On the CPU: this rank is here.
+            assert tensor.numel() == 1
+            return Reduction(lambda: None)
         self.note(f"sum {tensor.numel()}")
         return Reduction(lambda: self.note("wait for the sum"))
 

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
 from memtop.train import objective
+from memtop.train.batches import completed
+from memtop.train.data.samples import collate
 from memtop.train.objective import IGNORED, Objective, counted_positions, free_bytes, tokens_at_once
 from tests.train.card import put_in
 
@@ -304,3 +306,21 @@ def test_on_a_gpu_products_of_16_bits_give_the_weights_gradient_in_32(monkeypatc
         Objective(model)(ids, ids)
     # An evaluation has the logits in 32 bits, too.
     assert seen.largest_bytes == 152_000 * 128 * 4
+
+
+def test_the_loss_of_a_padded_batch_is_the_sum_of_its_samples() -> None:
+    """Whether there is padding is decided with the batch, and transformers does not look again."""
+    objective = Objective(model_of("t5", T5), seq2seq=True, chunk=0).eval()
+    samples = [(torch.randint(3, 200, (length,)), torch.randint(3, 200, (5,))) for length in (4, 9, 9)]
+
+    def loss_of(chosen: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, bool]:
+        found, tokens = completed(collate(chosen, pad=0), "seq2seq", masked=False, pin=False)
+        assert tokens == 5 * len(chosen)
+        with torch.no_grad():
+            return float(objective(**found)), "attention_mask" in found
+
+    together, masked = loss_of(samples)
+    alone = [loss_of([sample]) for sample in samples]
+    assert masked
+    assert [with_mask for _, with_mask in alone] == [False, False, False]
+    assert together == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)

@@ -106,6 +106,30 @@ def test_bad_settings_are_one_line_and_exit_status_2(tmp_path: Path, settings: S
     assert message in end["message"]
 
 
+ENDS = """
+import atexit, runpy, sys
+import memtop.train.run as run
+
+class Torn:
+    def __del__(self):
+        print("torn down")
+
+def train(*given, **options):
+    atexit.register(print, "flushed")
+    return "finished"
+
+torn, run.train = Torn(), train
+sys.argv[1:] = ["--settings", "a", "--state-dir", "b", *sys.argv[1:]]
+runpy.run_module("memtop.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_trainer_that_succeeded_runs_its_exit_handlers_and_leaves_the_rest_to_the_kernel() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["memtop: finished", "flushed"]
+
+
 def test_sigterm_saves_and_ends_with_status_0(tmp_path: Path) -> None:
     process = trainer(tmp_path, edited(target_samples=8 * 100_000, save_every=100_000))
     assert process.stdout is not None
