@@ -107,6 +107,7 @@ FIELDS: dict[str, Field] = {
         live="without ZeRO",
         bounds=(1, _SAMPLES),
     ),
+    "auto_batch": Field(label="batch search"),
     "world_size": Field(
         label="processes",
         editable=False,
@@ -398,8 +399,17 @@ def _check_lora(lora: Lora) -> None:
         raise SettingsError("lora.targets", repr(",".join(lora.targets)), "name the layers, or all-linear")
 
 
+def _check_search(settings: Settings) -> None:
+    if settings.zero.stage:
+        raise SettingsError("--batch", "auto", f"{settings.zero} cannot change its batch while it runs; give a number")
+    if settings.device == "cpu":
+        raise SettingsError("--batch", "auto", "the search is for GPUs; on the CPU give a number")
+
+
 def _check_memory_strategy(settings: Settings) -> None:
     zero, optimizer = settings.zero, settings.optimizer
+    if settings.auto_batch:
+        _check_search(settings)
     if zero.offload_parameters and zero.stage != 3:
         raise SettingsError(
             "zero.offload_parameters", "true", f"needs stage 3, where parameters are sharded; the stage is {zero.stage}"

@@ -132,6 +132,16 @@ def test_wrong_values_are_refused_in_one_line_with_field_and_value(edit: dict[st
     assert "\n" not in str(refusal.value)
 
 
+def test_a_searched_batch_keeps_the_effective_batch_and_ends_with_a_given_one() -> None:
+    searched = edit_settings(BASE, assignments={"auto_batch": "true"})
+    assert (searched.auto_batch, searched.effective_batch) == (True, BASE.effective_batch)
+    assert edit_settings(searched, assignments={"workers": "2"}).auto_batch
+    assert not edit_settings(searched, assignments={"batch": "4", "accumulation": "8"}).auto_batch
+    for refused, words in (({"zero.stage": "2"}, "ZeRO-2 cannot change"), ({"device": "cpu"}, "the search is for GPUs")):
+        with pytest.raises(SettingsError, match=rf"^--batch auto: .*{words}"):
+            edit_settings(searched, assignments=refused)
+
+
 def test_set_takes_any_other_setting_with_its_type() -> None:
     edited = edit_settings(BASE, assignments={"learning_rate": "1e-4", "workers": "2", "gradient_checkpointing": "true"})
     assert (edited.learning_rate, edited.workers, edited.gradient_checkpointing) == (1e-4, 2, True)

@@ -30,6 +30,7 @@ from memtop.train.auto_batch import (
     open_device_memory,
     smaller_split,
 )
+from memtop.train.batch_search import BatchSearch
 from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import SavedProgress
@@ -93,6 +94,7 @@ class Trainer:
         self._guard = OomGuard(channel, retries=engine.retries)
         self._memory = memory or open_device_memory(self._accelerator.device)
         self._auto_batch = AutoBatch(self._memory, patience)
+        self._search = BatchSearch(engine, samples, pad, self._guard, self._auto_batch, self._memory, channel)
         self._largest_batch = settings.batch
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
@@ -159,9 +161,10 @@ class Trainer:
             self._batches.close()
 
     def _run(self, control: Control) -> str:
-        self._stopwatch.lap()
         self._engine.objective.train()
-        self._start_batches()
+        if not (self.settings.auto_batch and self._use_found(self._search.find(self.settings))):
+            self._start_batches()
+        self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number)
@@ -308,11 +311,14 @@ class Trainer:
             self._guard.give_up(f"update {self.position.updates + 1}")
         else:
             self._auto_batch.failed(self.settings.batch)
+            self._search.forget()
             self._change(reason, batch=split[0], accumulation=split[1])
 
     def _adapt_batch(self) -> None:
         """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
         if not self._engine.retries or self._at_target:
+            return
+        if self._use_found(self._search.after_update(self.settings)):
             return
         if self._auto_batch.pressed:
             if smaller_split(self.settings) is not None:
@@ -326,6 +332,14 @@ class Trainer:
             self._change("grown back", batch=split[0], accumulation=split[1])
         else:
             self._auto_batch.refused()
+
+    def _use_found(self, split: tuple[int, int] | None) -> bool:
+        """Use a split that the search has found, now and after a restart; False without one."""
+        if split is None:
+            return False
+        self._largest_batch = split[0]
+        self._change("batch search", batch=split[0], accumulation=split[1], auto_batch=False)
+        return True
 
     def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
         """Apply a live edit from the next update on; return success, a message, and the details."""
@@ -441,4 +455,5 @@ class Trainer:
 
 
 def _described(before: Settings, changes: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {getattr(before, name)} -> {value}" for name, value in changes.items())
+    pairs = [(name, getattr(before, name), value) for name, value in changes.items()]
+    return ", ".join(f"{name} {old} -> {value}" for name, old, value in pairs if value != old)

@@ -66,6 +66,28 @@ def test_the_fullest_rank_decides_whether_the_batch_grows(ranks: tuple[Path, lis
         assert result["full"]["settings"] == [[2, {"batch": 4, "accumulation": 2}, "allocation failure"]]
 
 
+def test_the_fullest_rank_decides_which_batch_is_found(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (result["searched"] for result in ranks[1])
+    for name in ("weights", "losses", "digests", "splits", "settings"):
+        assert first[name] == second[name], name
+    assert {tuple(split) for _, split in first["splits"]} == {(4, 4)}
+    shares = []
+    for found in (first, second):
+        (search,) = found["searches"]
+        assert [(one["batch"], one["share"] is None) for one in search["tried"]] == [
+            (2, False),
+            (4, False),
+            (16, True),
+            (8, True),
+        ]
+        shares.append([one["own_share"] for one in search["tried"]])
+    # Each rank reports its own measurements, for shares of different size.
+    assert shares[0][2:] == [None, None]
+    assert None not in shares[1]
+    assert shares[0][:2] != shares[1][:2]
+    assert first["oom"] == second["oom"] == []
+
+
 def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (result["evaluated"] for result in ranks[1])
     assert (len(first["oom"]), [phase for _, phase, _ in second["oom"]]) == (0, ["evaluation"])
