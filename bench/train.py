@@ -29,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -79,6 +80,8 @@ CASES: dict[str, tuple[int, dict[str, str]]] = {
             "model.config.num_key_value_heads": "4",
         },
     ),
+    # For the rehearsal of the cases for a GPU.
+    "small_lora": (13, {"method": "lora", "lora.r": "4", "lora.alpha": "8"}),
     "half_billion": (13, _HALF_BILLION),
     "half_billion_lora": (13, _HALF_BILLION | {"method": "lora", "lora.r": "16", "lora.alpha": "32"}),
 }
@@ -87,6 +90,7 @@ PROMISED: dict[str, tuple[float, float | None]] = {
     # The least samples per second and the largest peak growth, both divided by Hugging Face's.
     "small_vocabulary": (1.0, None),
     "large_vocabulary": (1.14, 0.7),
+    "small_lora": (1.0, None),
     "half_billion": (1.0, 0.7),
     "half_billion_lora": (1.0, 0.7),
 }
@@ -109,13 +113,21 @@ def settings_of(case: str, given: argparse.Namespace) -> Settings:
     }
     if given.accumulation:
         assignments["accumulation"] = str(given.accumulation)
-    return edit_settings(base, assignments=assignments, max_updates=WARM_UP + (given.updates or updates))
+    settings = edit_settings(base, assignments=assignments, max_updates=WARM_UP + (given.updates or updates))
+    return edit_settings(settings, assignments={"model.path": given.model}) if given.model else settings
 
 
-def samples_of(settings: Settings) -> PackedText:
+def write_base(settings: Settings, folder: str) -> None:
+    """Write the model to files, from which both arms read their frozen base in the compute
+    precision."""
+    whole = msgspec.structs.replace(settings, method="full", lora=None)
+    model: Any = build_model(whole, model_config(whole, ByteTokens()))
+    model.to(torch.bfloat16 if settings.precision == "bf16" else torch.float32).save_pretrained(folder)
+
+
+def samples_of(settings: Settings, vocabulary: int) -> PackedText:
     """All samples of the run, at full length, of varied tokens; the same in every process."""
     generator = np.random.default_rng(1)
-    vocabulary = settings.model["config"]["vocab_size"]
     documents = [np.sort(generator.integers(0, vocabulary, settings.seq_len)) for _ in range(settings.target_samples)]
     return PackedText(TokenStore.from_arrays(documents, vocabulary))
 
@@ -172,7 +184,9 @@ def measure_memtop(settings: Settings, device: str) -> dict[str, Any]:
     channel = Listening()
     with tempfile.TemporaryDirectory(prefix="memtop-bench-") as folder:
         engine, position = open_engine(settings, accelerator, config, None)
-        trainer = Trainer(settings, engine, samples_of(settings), position, Path(folder) / "state", channel, pad=0)
+        trainer = Trainer(
+            settings, engine, samples_of(settings, config.vocab_size), position, Path(folder) / "state", channel, pad=0
+        )
         channel.meter = Meter(settings, device)
         # The save at the end is not measured: it comes after the last update.
         trainer.run(Control(channel, accelerator))
@@ -183,8 +197,9 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
     import transformers
 
     mixed = {"fp32": "no"}.get(settings.precision, settings.precision)
-    model = build_model(settings, model_config(settings, ByteTokens()), mixed=mixed)
-    data = samples_of(settings)
+    config = model_config(settings, ByteTokens())
+    model = build_model(settings, config, mixed=mixed)
+    data = samples_of(settings, config.vocab_size)
     keys = SampleOrder(data, settings.seed, (Cut(0, settings.seq_len),)).take(0, settings.target_samples)
     rows = [{"input_ids": data[key][0], "labels": data[key][1]} for key in keys]
 
@@ -242,9 +257,13 @@ def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
 def compare(case: str, settings: Settings, given: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     arms = (given.only,) if given.only else ARMS
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    for _ in range(given.rounds):
-        for arm in (*arms, *reversed(arms)):
-            found[arm].append(in_child(arm, case, options))
+    with tempfile.TemporaryDirectory(prefix="memtop-bench-") as folder:
+        if settings.method != "full":
+            write_base(settings, folder)
+            options = [*options, "--model", folder]
+        for _ in range(given.rounds):
+            for arm in (*arms, *reversed(arms)):
+                found[arm].append(in_child(arm, case, options))
     return {
         "batch": settings.batch,
         "accumulation": settings.accumulation,
@@ -297,6 +316,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: those for a CPU")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of memtop alone")
+    parser.add_argument("--model", help="a folder with the model, for one arm")
     parser.add_argument("--only", choices=("memtop",), help="measure this arm alone")
     parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
     return parser.parse_args()

@@ -75,10 +75,12 @@ def changes(before: Settings, after: Settings) -> list[str]:
 def edits_text(before: Settings, after: Settings, names: Iterable[str]) -> str:
     """These settings by name: `batch 8 -> 4, accumulation 4 -> 8`; splits of single processes as
     one: `split 8 x 4 x 2 -> 8 x 4 + 4 x 8`."""
-    words = [name for name in names if name not in SPLIT] if before.rank_splits or after.rank_splits else list(names)
-    listed = [f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in words]
-    split = [f"split {before.split_text} -> {after.split_text}"] if before.splits != after.splits else []
-    return ", ".join([*(split if words != list(names) else []), *listed])
+    changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+    split = []
+    if set(changed) & set(SPLIT) and (before.rank_splits or after.rank_splits):
+        split = [f"split {before.split_text} -> {after.split_text}"]
+        changed = [name for name in changed if name not in SPLIT]
+    return ", ".join([*split, *(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in changed)])
 
 
 _NOT_LISTED = ("recipe", "preset", "batch", "accumulation", "rank_splits", "world_size", "target_samples")

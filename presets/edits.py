@@ -183,6 +183,11 @@ def edit_settings(
 
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
+    if "auto_batch" not in assignments and set(SPLIT) & set(assignments):
+        # Who gives a split wants that one.
+        after = replace(after, auto_batch=False)
+    elif after.auto_batch and after.rank_splits:
+        after = _even(after)
     # Two settings can end a run, and two can give its warm-up: clear the one that would win over
     # the one that was given.
     if "epochs" in assignments:
@@ -190,6 +195,16 @@ def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     if "warmup_fraction" in assignments and "warmup_samples" not in assignments:
         after = replace(after, warmup_samples=0)
     return after
+
+
+def _even(settings: Settings) -> Settings:
+    """The settings with one split for all processes, and the effective batch kept."""
+    effective, processes = settings.effective_batch, settings.world_size
+    split = split_below(effective, processes, settings.batch)
+    if split is None:
+        why = f"{processes} processes do not divide the effective batch {effective}; give --batch B --accum A first"
+        raise SettingsError("--batch", "auto", why)
+    return replace(settings, batch=split[0], accumulation=split[1], rank_splits=())
 
 
 def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[str, str]) -> None:

@@ -114,6 +114,7 @@ FIELDS: dict[str, Field] = {
         shapes="peak",
         saves=_differs_from(()),
     ),
+    "auto_batch": Field(label="batch search"),
     "world_size": Field(
         label="processes",
         editable=False,
@@ -389,7 +390,7 @@ def _check_rank_splits(settings: Settings) -> None:
         has = "1 process" if processes == 1 else f"{processes} processes"
         raise SettingsError("batch", text, f"gives {len(splits)} sizes, the run has {has}; give one for each, or one for all")
     if settings.zero.stage:
-        why = "needs the same micro-batch and as many of them on all processes; give one size, or zero.stage=0"
+        why = "needs the same micro-batch and as many of them on all processes; give one size, or --set zero.stage=0"
         raise SettingsError("batch", text, f"{settings.zero} {why}")
     for batch, accumulation in splits:
         check_bounds("batch", batch, 1, _SAMPLES)
@@ -427,8 +428,17 @@ def _check_lora(lora: Lora) -> None:
         raise SettingsError("lora.targets", repr(",".join(lora.targets)), "name the layers, or all-linear")
 
 
+def _check_search(settings: Settings) -> None:
+    if settings.zero.stage:
+        raise SettingsError("--batch", "auto", f"{settings.zero} cannot change its batch while it runs; give a number")
+    if settings.device == "cpu":
+        raise SettingsError("--batch", "auto", "the search is for GPUs; on the CPU give a number")
+
+
 def _check_memory_strategy(settings: Settings) -> None:
     zero, optimizer = settings.zero, settings.optimizer
+    if settings.auto_batch:
+        _check_search(settings)
     if zero.offload_parameters and zero.stage != 3:
         raise SettingsError(
             "zero.offload_parameters", "true", f"needs stage 3, where parameters are sharded; the stage is {zero.stage}"

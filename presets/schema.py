@@ -83,6 +83,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A: micro-batches per update; the largest of `rank_splits`."""
     rank_splits: tuple[tuple[Positive, Positive], ...] = ()
     """Each process's B and A, if they differ; empty: `batch` and `accumulation` in all of them."""
+    auto_batch: bool = False
+    """Whether the trainer finds B and A at the start: the exact split with the largest B whose
+    measured peak stays below 85 % of the GPU. `batch` and `accumulation` are those it begins with;
+    their product, the effective batch, is kept."""
     world_size: int = 1
     """W: number of training processes."""
     seq_len: int

@@ -205,6 +205,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     choice: str | None = None
     """Which preset and GPU memtop chose when the run was created, and why. None if it chose
     neither."""
+    batch_search: str | None = None
+    """What `--batch auto` has tried and found in this attempt. None if it did not search."""
     effective_batch: int | None = None
     updates: int | None = None
     total_updates: int | None = None

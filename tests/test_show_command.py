@@ -211,6 +211,14 @@ def read_only_disk(small_disk: Path) -> Iterator[Callable[[], None]]:
     mount("rw")
 
 
+def test_a_found_batch_is_shown(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "batch auto: 4 fits (41 % of 24 GiB), 8 is forecast at 97 %: 4 x 2"
+    state = RunState(name="a", folder=str(dead.path), state=Phase.FAILED, created=1.0, settings=SETTINGS, batch_search=text)
+    write_json(dead.state_path, StateFile(run=state, socket="none"))
+    assert run(["show", str(dead.path)]) == 0
+    assert f"  {text}\n" in capsys.readouterr().out
+
+
 def test_a_run_on_a_read_only_disk(runs: Runs, small_disk: Path, read_only_disk: Callable[[], None]) -> None:
     folder = create_run(
         small_disk / "runs", RunSpec(name="a", created=1.0, settings=None, cwd="/", memtop_version="0"), fresh=False

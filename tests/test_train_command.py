@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from memtop.cli import gpus as gpus_of
 from memtop.cli import train
+from memtop.cli.options import assignments_of
 from memtop.presets import Settings, load_recipes
 from memtop.presets.gpu_support import TorchBuild
 from memtop.presets.schema import Zero
@@ -325,3 +326,10 @@ def test_a_model_that_cannot_be_built_is_wrong_usage_of_one_line(runs: Runs) -> 
     )
     assert "Traceback" not in done.stderr
     assert "Traceback" not in (runs.path / "first-run/attempts/0001/output.log").read_text()
+
+
+def test_a_batch_that_memtop_finds_is_given_by_a_word() -> None:
+    assert assignments_of((), batch="auto", accumulation=None) == {"auto_batch": "true"}
+    assert assignments_of((), batch=4, accumulation=None) == {"batch": "4"}
+    with pytest.raises(UsageError, match=r"^--accum 8: follows from --batch auto; leave it out$"):
+        assignments_of((), batch="auto", accumulation=8)

@@ -1,14 +1,14 @@
 """A micro-batch that fits into memory: smaller after a failure or before one, larger again later.
 
 `OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `AutoBatch`
-decides from values alone.
+decides from values alone. `batch_search.py` finds the batch to start with.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -77,6 +77,16 @@ class OomGuard:
                 self._fatal = error
         return None
 
+    def fits(self, work: Callable[[], None]) -> bool:
+        """Run work that only tries whether memory suffices. A failure is not reported as one."""
+        try:
+            work()
+        except Exception as error:
+            if not is_allocation_failure(error):
+                raise
+            return False
+        return True
+
     def give_up(self, what: str) -> None:
         """Raise the error for which no smaller batch is left; on other ranks, a TrainingError."""
         if self._fatal is not None:
@@ -94,6 +104,12 @@ class OomGuard:
 
 class DeviceMemory(Protocol):
     """This rank's memory for micro-batches. Every method returns None if the value is not known."""
+
+    def name(self) -> str | None:
+        """The device's model, for the user and for what is remembered of it."""
+
+    def total_bytes(self) -> int | None:
+        """The size of the whole memory."""
 
     def peak_bytes(self) -> int | None:
         """The allocator's peak since the last reset, by `reset` or by anything else."""
@@ -117,6 +133,12 @@ class DeviceMemory(Protocol):
 class UnmeasuredMemory:
     """The CPU: a micro-batch's share of host memory cannot be separated from the rest."""
 
+    def name(self) -> str | None:
+        return None
+
+    def total_bytes(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int | None:
         return None
 
@@ -138,6 +160,12 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def name(self) -> str | None:
+        return torch.cuda.get_device_name(self._device)
+
+    def total_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self._device)[1]
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self._device)
@@ -255,6 +283,34 @@ class AutoBatch:
     def refused(self) -> None:
         """Note that a larger batch would not fit now: wait for another stable stretch."""
         self._stable = 0
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """The highest peak of each batch so far, in bytes."""
+        return dict(self._peaks)
+
+    def probed(self, batch: int, to_come: int) -> None:
+        """Note the peak of passes with this batch, before the first update.
+
+        `to_come`: bytes that the first update will allocate and keep.
+        """
+        peak = self._memory.peak_bytes()
+        if peak is not None:
+            self._peaks[batch] = peak + to_come
+
+    def recall(self, peaks: Mapping[int, int]) -> None:
+        """Take over peaks that were measured in another process."""
+        self._peaks = dict(peaks)
+
+    def add_to_peaks(self, missing: int) -> None:
+        """Correct the peaks so far: these bytes were not there, and are from now on."""
+        self._peaks = {batch: peak + missing for batch, peak in self._peaks.items()}
+
+    def measured_share(self, batch: int) -> float:
+        """How full this rank's memory is at the peak of this batch (0-1); infinite if not known."""
+        peak = self._peaks.get(batch)
+        share = None if peak is None else self._memory.share(peak)
+        return math.inf if share is None else share
 
     def share(self, batch: int) -> float:
         """How full this rank's memory would be with this batch (0-1); infinite if not known.

@@ -85,6 +85,27 @@ def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> t
         raise BadInputError(f"optimizer cpu_adam: cannot be built here ({first}); give --set optimizer=adamw") from None
 
 
+def bytes_of_first_step(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that the next step allocates and keeps: the moments of parameters without any."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(_moment_bytes(optimizer, parameter) for parameter in parameters if not optimizer.state.get(parameter))
+
+
+def _moment_bytes(optimizer: Any, parameter: torch.Tensor) -> int:
+    count = parameter.numel()
+    if type(optimizer).__name__ == "Adafactor":
+        second = count if parameter.dim() < 2 else count // parameter.shape[-1] + count // parameter.shape[-2]
+        # It also keeps the parameter's size (RMS).
+        return 4 * (second + 1)
+    if hasattr(optimizer, "get_state_buffer"):
+        # bitsandbytes keeps small parameters in fp32. Paged moments count too: they are on the GPU
+        # as long as they fit.
+        in_8_bits = count >= optimizer.args.min_8bit_size
+        return 2 * (count + 4 * math.ceil(count / _BLOCK)) if in_8_bits else 2 * 4 * count
+    # The fused step counter is on the parameter's device.
+    return len(MOMENTS) * count * parameter.element_size() + 4
+
+
 def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Moments:
     """The moments of one parameter, on any device; zeros before the first update."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})

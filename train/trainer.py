@@ -33,6 +33,7 @@ from memtop.train.auto_batch import (
     open_device_memory,
     smaller_split,
 )
+from memtop.train.batch_search import BatchSearch
 from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import SavedProgress
@@ -96,6 +97,7 @@ class Trainer:
         self._guard = OomGuard(channel, retries=engine.retries)
         self._memory = memory or open_device_memory(self._accelerator.device)
         self._auto_batch = AutoBatch(self._memory, patience)
+        self._search = BatchSearch(engine, samples, pad, self._guard, self._auto_batch, self._memory, channel)
         self._largest = settings.splits
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
@@ -162,9 +164,10 @@ class Trainer:
             self._batches.close()
 
     def _run(self, control: Control) -> str:
-        self._stopwatch.lap()
         self._engine.objective.train()
-        self._start_batches()
+        if not (self.settings.auto_batch and self._use_found(self._search.find(self.settings))):
+            self._start_batches()
+        self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number)
@@ -325,11 +328,14 @@ class Trainer:
                 splits[rank] = smaller
         if hit:
             self._auto_batch.failed(self._split[0])
+            self._search.forget()
             self._change_splits(reason, splits)
 
     def _adapt_batch(self) -> None:
         """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
         if not self._engine.retries or self._at_target:
+            return
+        if self._use_found(self._search.after_update(self.settings)):
             return
         if self._auto_batch.pressed:
             self._shrink("pressure", here=self._auto_batch.pressed_here and smaller_split(self._split) is not None)
@@ -347,10 +353,19 @@ class Trainer:
         else:
             self._auto_batch.refused()
 
-    def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]]) -> None:
+    def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]], **more: Any) -> None:
         after = with_splits(self.settings, splits)
-        names = [name for name in SPLIT if getattr(after, name) != getattr(self.settings, name)]
-        self._change(reason, **{name: getattr(after, name) for name in names})
+        names = SPLIT if after.rank_splits != self.settings.rank_splits else SPLIT[:2]
+        self._change(reason, **{name: getattr(after, name) for name in names}, **more)
+
+    def _use_found(self, split: tuple[int, int] | None) -> bool:
+        """Use a split that the search has found, now and after a restart; False without one."""
+        if split is None:
+            return False
+        splits = [split] * self.settings.world_size
+        self._largest = tuple(splits)
+        self._change_splits("batch search", splits, auto_batch=False)
+        return True
 
     def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
         """Apply a live edit from the next update on; return success, a message, and the details."""

@@ -269,7 +269,7 @@ _BITS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
 """The dots of a braille cell: rows from the bottom, columns from the left."""
 # The kinds of events that are marked.
 _LIFE = ("attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop")
-_MEMORY = ("oom", "survived", "remedy", "settings", "trend", "pressure", "trial")
+_MEMORY = ("oom", "survived", "remedy", "settings", "batch_search", "trend", "pressure", "trial")
 MARKED = frozenset((*_LIFE, *_MEMORY))
 
 

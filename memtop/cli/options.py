@@ -14,6 +14,8 @@ import click
 from memtop.presets.fields import FIELDS
 from memtop.supervisor.errors import UsageError
 
+AUTO = "auto"
+"""In place of a batch: the trainer finds it at the start."""
 RUN_HELP = "RUN is a run's name, its folder, or `latest`."
 
 
@@ -30,6 +32,21 @@ class _Whole(click.ParamType[int]):
         if abs(number) >= 1 << 53:
             self.fail(f"{value!r} is too large a number", param, ctx)
         return number
+
+
+class _Batch(_Whole):
+    """A whole number, one for each process (`3,1` or `2x12,1x8`), or the word `auto`."""
+
+    name = "number, numbers or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:  # type: ignore[override]
+        if value == AUTO:
+            return AUTO
+        if isinstance(value, str) and ("," in value or "x" in value):
+            for word in value.replace("x", ",").split(","):
+                super().convert(word, param, ctx)
+            return value
+        return super().convert(value, param, ctx)
 
 
 class _Seconds(click.ParamType[float]):
@@ -51,9 +68,10 @@ runs_dir_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
 detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
+_BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: of each process; auto: the largest that fits"
 _EDITS = (
     click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),
-    click.option("--batch", type=WHOLE, metavar="B", help=FIELDS["batch"].unit),
+    click.option("--batch", type=_Batch(), metavar="B|B,B|auto", help=_BATCH_HELP),
     click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
     click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),
     click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any other setting; repeatable"),
@@ -70,9 +88,13 @@ def edit_options(command: Command) -> Command:
     return command
 
 
-def assignments_of(texts: Sequence[str], **numbers: int | None) -> dict[str, str]:
+def assignments_of(texts: Sequence[str], **numbers: int | str | None) -> dict[str, str]:
     """The settings that the options name, as text. A setting's own option overrides `--set`."""
     options = {name: str(number) for name, number in numbers.items() if number is not None}
+    if options.get("batch") == AUTO:
+        if "accumulation" in options:
+            raise UsageError(f"--accum {options['accumulation']}: follows from --batch auto; leave it out")
+        options = {name: text for name, text in options.items() if name != "batch"} | {"auto_batch": "true"}
     pairs = {}
     for text in texts:
         key, sign, value = text.partition("=")

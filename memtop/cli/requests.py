@@ -99,7 +99,7 @@ def _report(answer: object) -> None:
 def restart(
     run_name: str,
     preset: str | None,
-    batch: int | None,
+    batch: int | str | None,
     accum: int | None,
     seq_len: int | None,
     assignments: tuple[str, ...],

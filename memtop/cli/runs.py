@@ -81,6 +81,8 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield f"  settings    {s.recipe}, preset {s.preset}, {split}, T {s.seq_len}, lr {s.learning_rate:g}"
         if state.choice is not None:
             yield f"  chosen      {state.choice}"
+        if state.batch_search is not None:
+            yield f"  {state.batch_search}"
     else:
         yield f"  program     {' '.join(state.command)}"
     yield f"  checkpoint  {_checkpoint(state)}"

@@ -71,7 +71,7 @@ def train(
     program: tuple[str, ...] | None,
     recipe: str | None,
     preset: str | None,
-    batch: int | None,
+    batch: int | str | None,
     accum: int | None,
     seq_len: int | None,
     assignments: tuple[str, ...],

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.reports import (
+    BatchSearched,
     End,
     Evaluated,
     Hello,
@@ -53,6 +54,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     best_loss: float | None = None
     peak_bytes: int | None = None
     phase: str | None = None
+    batch_search: str | None = None
+    """What `--batch auto` has tried and found."""
     unsaved: str | None = None
     """Why the newest save failed; None if it did not."""
     waits_for_space: bool = False
@@ -112,6 +115,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 return replace(self, offers=frozenset(offers))
             case SettingsChanged(total_updates=int(total)):
                 return replace(self, plan=replace(self.plan or Plan(), total_updates=total))
+            case BatchSearched(message=message):
+                return replace(self, batch_search=message)
             case Evaluated(update=update):
                 return replace(self, evaluated=update)
             case Saved(seconds=seconds, updates=updates):

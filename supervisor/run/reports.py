@@ -137,7 +137,7 @@ class SettingsChanged(Timed, frozen=True, kw_only=True, tag="settings"):
     update: Count = 0
     changes: Changes = {}
     reason: Word | None = None
-    """allocation failure | pressure | asked | grown back"""
+    """allocation failure | pressure | asked | grown back | batch search"""
     total_updates: Count | None = None
 
 
@@ -146,6 +146,24 @@ class Pressure(Timed, frozen=True, kw_only=True, tag="pressure"):
 
     update: Count | None = None
     allocation_retries: Count | None = None
+
+
+class BatchSearched(Timed, frozen=True, kw_only=True, tag="batch_search"):
+    """The trainer has found the batch to start with (`--batch auto`)."""
+
+    message: Text | None = None
+    batch: Count | None = None
+    accumulation: Count | None = None
+    tried: Annotated[tuple[dict[Word, float | None], ...], Meta(max_length=1000)] = ()
+    """{batch, share, own_share}: how full (0-1) the fullest rank's memory was, and this rank's;
+    None if memory ran out."""
+    remembered: bool = False
+    """An earlier start has found it, and nothing was tried."""
+    forecast_batch: Count | None = None
+    """The next larger batch, if it was not tried."""
+    forecast_share: Number | None = None
+    total_bytes: Count | None = None
+    """Of this rank's memory."""
 
 
 class Saved(Timed, frozen=True, kw_only=True, tag="checkpoint"):
@@ -227,6 +245,7 @@ Report = (
     | Oom
     | SettingsChanged
     | Pressure
+    | BatchSearched
     | Saved
     | SaveFailed
     | Warned

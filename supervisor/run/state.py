@@ -34,6 +34,7 @@ def run_state(model: Model) -> RunState:
         settings=settings,
         command=run.command,
         choice=run.choice,
+        batch_search=progress.batch_search,
         effective_batch=settings.effective_batch if settings else None,
         total_updates=progress.total_updates,
         best_loss=progress.best_loss,

@@ -36,6 +36,7 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, note, warn
 from memtop.supervisor.run.reports import (
+    BatchSearched,
     Evaluated,
     MemoryRecord,
     Plan,
@@ -304,6 +305,8 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             return note(emit(model, ReadStates()), "checkpoint", text)
         case Warned(message=message) | SaveFailed(message=message):
             return note(model, "warning", str(message))
+        case BatchSearched(message=message):
+            return note(model, "batch_search", str(message), values(report))
         case MemoryRecord():
             return note(model, "memory", explain.report_text(report), values(report))
         case Evaluated():

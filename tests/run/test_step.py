@@ -256,3 +256,19 @@ def test_where_nothing_may_be_done_by_itself_a_leak_is_only_reported(
     brain.tick(trends=(LEAK,), own_trends=(LEAK,))
     assert brain.messages("leak") == [f"anonymous memory of rank 0 grows; nothing is done about it: {why}"]
     assert (brain.asked(AskRanks), brain.model.pending) == ([], None)
+
+
+def test_a_found_batch_is_shown_and_kept_by_a_restart() -> None:
+    brain = training(settings=replace(SETTINGS, auto_batch=True))
+    text = "batch auto: 4 fits (41 % of 24 GiB), 8 is too large (out of memory): 4 x 8"
+    tried = [{"batch": 4, "share": 0.41, "own_share": 0.2}, {"batch": 8, "share": None, "own_share": None}]
+    found = {"type": "batch_search", "message": text, "batch": 4, "accumulation": 8, "tried": tried}
+    changes = {"batch": 4, "accumulation": 8, "auto_batch": False}
+    settings = {"type": "settings", "time": 1.0, "update": 8, "reason": "batch search", "changes": changes}
+    brain.report({**found, "message": "another rank's words"}, rank=1)
+    assert run_state(brain.model).batch_search is None
+    brain.report(found, settings)
+    assert brain.messages("batch_search") == [text]
+    shown = run_state(brain.model)
+    assert shown.batch_search == text
+    assert shown.settings == replace(SETTINGS, batch=4, accumulation=8)

@@ -85,6 +85,12 @@ class Scripted:
         self._retrying = set(retrying)
         self._retries = 0
 
+    def name(self) -> str | None:
+        return "scripted"
+
+    def total_bytes(self) -> int | None:
+        return self.limit
+
     def peak_bytes(self) -> int | None:
         assert self.trainer is not None
         return 100 + 10 * self.trainer.settings.splits[PartialState().process_index][0]

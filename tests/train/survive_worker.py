@@ -122,11 +122,43 @@ def uneven(folder: Path, settings: Settings, rank: int, *, stop: bool = False) -
     return {"digests": training.digests, "passes": [passes.count(update) for update in range(begin, begin + len(gradients))]}
 
 
+class Filled(Scripted):
+    """Device memory whose peak grows with the largest micro-batch since the last reset."""
+
+    largest = 0
+
+    def peak_bytes(self) -> int | None:
+        return 100 + 10 * self.largest
+
+    def reset(self) -> None:
+        self.largest = 0
+
+
+def searched(folder: Path, rank: int) -> Training:
+    """`--batch auto`: everything fits on the second rank, batch 4 on the first, and its memory runs
+    out at batch 8.
+    """
+    settings = small(dropout=0.1, batch=2, accumulation=8, world_size=2, target_samples=32 * 3, auto_batch=True, packing=False)
+    gauge = Filled(limit=1_000_000 if rank else 100_000)
+    training = measured(folder, settings, gauge, patience=100)
+
+    def filled(module: torch.nn.Module, args: Any, values: Any) -> None:
+        gauge.largest = max(gauge.largest, len(values["input_ids"]))
+        if rank == 0 and gauge.largest >= 8:
+            torch.empty(2**46)
+
+    training.model.register_forward_pre_hook(filled, with_kwargs=True)
+    training.run()
+    return training
+
+
 def evaluated(folder: Path, rank: int) -> Training:
     """An evaluation that does not fit on the second rank, and an edit that only the first one
     receives.
     """
-    settings = small(dropout=0.1, batch=4, accumulation=2, world_size=2, target_samples=16 * 6, eval_every=3, eval_batch=4)
+    split = {"batch": 4, "accumulation": 2, "world_size": 2, "target_samples": 16 * 6}
+    # Each sample has a row of its own, so that the rows of a micro-batch give its size.
+    settings = small(dropout=0.1, **split, eval_every=3, eval_batch=4, packing=False)
     training = fresh(folder, settings, evaluation=held_out())
 
     def short(module: torch.nn.Module, args: Any, values: Any) -> None:
@@ -218,6 +250,8 @@ def main() -> None:
             torch.save(training.weights(), folder / f"{name}.pt")
     found["full"] = outcome_of(one_rank_is_full(folder / "full", rank))
     found["uneven"] = shared_unevenly(folder / "uneven", rank)
+    training = searched(folder / "searched", rank)
+    found["searched"] = {**outcome_of(training), "searches": training.channel.of("batch_search")}
     found["evaluated"] = outcome_of(evaluated(folder / "evaluated", rank))
     found["gaps"] = outcome_of(short_of_memory_for_missing(folder / "gaps", rank))
     found["ended"] = nothing_smaller(folder / "ended", rank)

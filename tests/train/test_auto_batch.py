@@ -22,6 +22,12 @@ class Card:
         self.held: int | None = None
         self.retried = 0
 
+    def name(self) -> str | None:
+        return "scripted"
+
+    def total_bytes(self) -> int | None:
+        return 1000
+
     def peak_bytes(self) -> int | None:
         return self.peaks[self.batch]
 

@@ -25,7 +25,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def settings_of(updates: int, **changes: Any) -> Settings:
-    return small(dropout=0.1, batch=8, accumulation=1, target_samples=8 * updates, eval_batch=8, **changes)
+    # Each sample has a row of its own, so that the rows of a micro-batch give its size.
+    return small(dropout=0.1, batch=8, accumulation=1, target_samples=8 * updates, eval_batch=8, packing=False, **changes)
 
 
 def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 100, patience: int = 2) -> Training:

@@ -68,7 +68,7 @@ def test_each_rank_grows_back_when_it_has_the_memory(ranks: tuple[Path, list[dic
     for result in ranks[1]:
         assert result["full"]["settings"] == [
             [2, {"batch": 4, "accumulation": 2}, "allocation failure"],
-            [4, {"batch": 8, "rank_splits": [[4, 2], [8, 1]]}, "grown back"],
+            [4, {"batch": 8, "accumulation": 2, "rank_splits": [[4, 2], [8, 1]]}, "grown back"],
         ]
 
 
@@ -88,6 +88,28 @@ def test_each_rank_runs_its_own_number_of_micro_batches(ranks: tuple[Path, list[
     passes = {name: [result["uneven"][name]["passes"] for result in ranks[1]] for name in ("3,1", "1x9,3x1", "padded")}
     assert passes["3,1"] == [[3] * 5 + [1]] * 2, "in the short update, too, each rank runs one"
     assert passes["1x9,3x1"] == passes["padded"] == [[9] * 5 + [2], [1] * 6]
+
+
+def test_the_fullest_rank_decides_which_batch_is_found(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (result["searched"] for result in ranks[1])
+    for name in ("weights", "losses", "digests", "splits", "settings"):
+        assert first[name] == second[name], name
+    assert all(split == [[4, 4], [4, 4]] for _, split in first["splits"])
+    shares = []
+    for found in (first, second):
+        (search,) = found["searches"]
+        assert [(one["batch"], one["share"] is None) for one in search["tried"]] == [
+            (2, False),
+            (4, False),
+            (16, True),
+            (8, True),
+        ]
+        shares.append([one["own_share"] for one in search["tried"]])
+    # Each rank reports its own measurements, for shares of different size.
+    assert shares[0][2:] == [None, None]
+    assert None not in shares[1]
+    assert shares[0][:2] != shares[1][:2]
+    assert first["oom"] == second["oom"] == []
 
 
 def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:

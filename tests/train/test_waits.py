@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Lora
@@ -21,6 +22,7 @@ from memtop.train.engine import PlainEngine
 from memtop.train.model import build_model, model_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
+from memtop.train.packing import use_packing
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer
 from tests.train.recipes import pairs, write_rows
@@ -82,6 +84,8 @@ def waits_of(settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     data = open_data(settings, ByteTokens())
     model: Any = build_model(settings, model_config(settings, ByteTokens()))
     whole: Any = Objective(model, seq2seq=settings.task == "seq2seq")
+    # A row of several samples must not wait either.
+    assert (use_packing(settings, model, Accelerator(cpu=True)) is None) == (settings.task != "seq2seq")
     accelerator: Any = CardAccelerator()
     if settings.precision == "fp16":
         accelerator.scaler = torch.amp.GradScaler(CARD.type, init_scale=256.0)

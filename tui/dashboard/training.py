@@ -343,6 +343,7 @@ _EVENT_LOOKS = {
     "survived": ("✓", "good"),
     "remedy": ("↻", "accent"),
     "settings": ("▸", "accent"),
+    "batch_search": ("▸", "accent"),
     "trial": ("◌", "accent"),
     "trend": ("^", "edge"),
     "pressure": ("^", "edge"),
