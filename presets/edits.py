@@ -168,8 +168,9 @@ def edit_settings(
 
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
-    if "auto_batch" not in assignments and {"batch", "accumulation"} & set(assignments):
-        # Who gives a split wants that one.
+    if "auto_batch" not in assignments and (after.zero.stage or {"batch", "accumulation"} & set(assignments)):
+        # Who gives a split wants that one. Under ZeRO there is no search: a remedy may have chosen
+        # it for a run that ran out of memory before it could search.
         after = replace(after, auto_batch=False)
     # Two settings can end a run, and two can give its warm-up: clear the one that would win over
     # the one that was given.
