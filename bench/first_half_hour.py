@@ -75,6 +75,7 @@ def parts(device: str) -> tuple[Part, ...]:
         real = [(*speed, "--case", case) for case in ("half_billion", "half_billion_lora")]
         changes = [f"loss_chunk={tokens}" for tokens in (128, 512, 2048, 0)] + ["compile=true", "bf16_residual=true"]
         pieces = [(*speed, "--case", "half_billion", "--only", "memtop", "--set", change) for change in changes]
+    short = ("-m", "bench.packing", *given, *(("--rounds", "1") if small else ("--precision", "bf16", "--case", "middle")))
     pairs = ("--only", "first-run") if small else ("--at-once", "3")
     # In the rehearsal one file stands for the suite.
     suite = checks("tests/test_presets.py") if small else checks("tests", options=("-n", "8", "--dist", "loadfile"))
@@ -109,6 +110,7 @@ def parts(device: str) -> tuple[Part, ...]:
             (("-m", "bench.recipes_and_presets", *given, "--updates", "3", *pairs),),
         ),
         Part("pieces", 6, "the speed of other pieces of the loss, of compile and of bf16_residual", tuple(pieces)),
+        Part("packing", 2, "short samples: padded, shared out by length, packed", (short,)),
         Part("start", 3, "first update and restart beside a bare Trainer script", (("-m", "bench.first_update", *given),)),
         Part("suite", 10, "all other tests, where the driver sees a GPU", (suite,)),
     )

@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from memtop.presets import Settings
+from memtop.train import packing
 from tests.gpu.memory import Limit, Measuring, sized
 from tests.train.failing import distance, following, fresh, splits_of
 from tests.train.recipes import TINY_LLAMA, TINY_T5, Train, pairs, settings_of, write_llama, write_rows
@@ -73,6 +74,46 @@ def test_a_recipe_trains(train: Train, tmp_path: Path, device: str, recipe: str,
     assert done.plan["device"].startswith(device)
     assert all(map(math.isfinite, done.losses))
     assert sum(done.losses[-3:]) < sum(done.losses[:3])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("recipe", ["first-run", "sft-lora"])
+def test_packed_rows_train_as_padded_ones(
+    train: Train,
+    tmp_path: Path,
+    device: str,
+    recipe: str,
+    precision: str,
+    record_property: Note,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    possible(precision, device)
+    calls: list[int] = []
+    kernel = packing.varlen
+
+    def counted(rows: Any, starts: torch.Tensor, longest: int, scaling: float | None) -> torch.Tensor:
+        calls.append(longest)
+        return kernel(rows, starts, longest, scaling)
+
+    monkeypatch.setattr(packing, "varlen", counted)
+    texts = ["word " * (1 + n % 9) for n in range(90)]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": text, "prompt": "Say it", "response": text} for text in texts])
+    settings = recipe_settings(recipe, tmp_path, device, precision=precision)
+    settings = msgspec.structs.replace(settings, data={"train": str(rows), "tokenizer": settings.data.get("tokenizer")})
+    if settings.lora is not None:
+        # Random numbers follow the shape of a batch.
+        settings = msgspec.structs.replace(settings, lora=msgspec.structs.replace(settings.lora, dropout=0.0))
+    padded = train(msgspec.structs.replace(settings, packing=False), name="padded")
+    assert not calls
+    packed = train(settings, name="packed")
+    can = device == "cuda" and precision != "fp32" and torch.cuda.get_device_capability() >= (8, 0)
+    assert bool(calls) == can, "torch's kernel for samples of different lengths"
+    shares = [max(step["padding_fraction"] for step in done.steps) for done in (padded, packed)]
+    record_property("losses", [padded.losses, packed.losses])
+    record_property("padding", shares)
+    assert shares[0] > 0.2
+    assert shares[1] < 0.1
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-3 if precision == "fp32" else 0.03)
 
 
 def test_the_optimizers_resume_from_each_other(train: Train, tmp_path: Path, device: str, record_property: Note) -> None:

@@ -106,7 +106,9 @@ def evaluated(folder: Path, rank: int) -> Training:
     """An evaluation that does not fit on the second rank, and an edit that only the first one
     receives.
     """
-    settings = small(dropout=0.1, batch=4, accumulation=2, world_size=2, target_samples=16 * 6, eval_every=3, eval_batch=4)
+    split = {"batch": 4, "accumulation": 2, "world_size": 2, "target_samples": 16 * 6}
+    # Each sample has a row of its own, so that the rows of a micro-batch give its size.
+    settings = small(dropout=0.1, **split, eval_every=3, eval_batch=4, packing=False)
     training = fresh(folder, settings, evaluation=held_out())
 
     def short(module: torch.nn.Module, args: Any, values: Any) -> None:
