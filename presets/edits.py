@@ -183,8 +183,9 @@ def edit_settings(
 
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
-    if "auto_batch" not in assignments and set(SPLIT) & set(assignments):
-        # Who gives a split wants that one.
+    if "auto_batch" not in assignments and (after.zero.stage or set(SPLIT) & set(assignments)):
+        # Who gives a split wants that one. Under ZeRO there is no search: a remedy may have chosen
+        # it for a run that ran out of memory before it could search.
         after = replace(after, auto_batch=False)
     elif after.auto_batch and after.rank_splits:
         after = _even(after)

@@ -430,7 +430,9 @@ def _check_lora(lora: Lora) -> None:
 
 def _check_search(settings: Settings) -> None:
     if settings.zero.stage:
-        raise SettingsError("--batch", "auto", f"{settings.zero} cannot change its batch while it runs; give a number")
+        raise SettingsError(
+            "--batch", "auto", f"{settings.zero} cannot change its batch while it runs; give a number, or --preset standard"
+        )
     if settings.device == "cpu":
         raise SettingsError("--batch", "auto", "the search is for GPUs; on the CPU give a number")
 

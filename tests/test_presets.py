@@ -137,9 +137,11 @@ def test_a_searched_batch_keeps_the_effective_batch_and_ends_with_a_given_one() 
     assert (searched.auto_batch, searched.effective_batch) == (True, BASE.effective_batch)
     assert edit_settings(searched, assignments={"workers": "2"}).auto_batch
     assert not edit_settings(searched, assignments={"batch": "4", "accumulation": "8"}).auto_batch
+    for remedy in ({"preset": "4"}, {"assignments": {"zero.stage": "2"}}):
+        assert not edit_settings(searched, **remedy).auto_batch  # type: ignore[arg-type]
     for refused, words in (({"zero.stage": "2"}, "ZeRO-2 cannot change"), ({"device": "cpu"}, "the search is for GPUs")):
         with pytest.raises(SettingsError, match=rf"^--batch auto: .*{words}"):
-            edit_settings(searched, assignments=refused)
+            edit_settings(searched, assignments={"auto_batch": "true", **refused})
 
 
 TWO = replace(BASE, batch=8, accumulation=4, world_size=2)

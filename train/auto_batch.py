@@ -299,12 +299,8 @@ class AutoBatch:
             self._peaks[batch] = peak + to_come
 
     def recall(self, peaks: Mapping[int, int]) -> None:
-        """Take over peaks that were measured in another process."""
+        """Replace the peaks by others: corrected ones, or those of another process."""
         self._peaks = dict(peaks)
-
-    def add_to_peaks(self, missing: int) -> None:
-        """Correct the peaks so far: these bytes were not there, and are from now on."""
-        self._peaks = {batch: peak + missing for batch, peak in self._peaks.items()}
 
     def measured_share(self, batch: int) -> float:
         """How full this rank's memory is at the peak of this batch (0-1); infinite if not known."""

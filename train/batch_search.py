@@ -29,6 +29,7 @@ from memtop.train.data.files import digest
 from memtop.train.data.samples import Sample, collate
 from memtop.train.engine import Engine, PlainEngine
 from memtop.train.exchange import Ranks
+from memtop.train.objective import IGNORED
 from memtop.train.optimizers import bytes_of_first_step
 from memtop.train.order import Samples
 
@@ -87,7 +88,7 @@ def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast
     return max((size for size in possible if forecast(size) < SAFE_FRACTION), default=None)
 
 
-def longest_sample(samples: Any, seq_len: int) -> Sample:
+def longest_sample(samples: Any, seq_len: int, task: str) -> Sample:
     """A sample of the largest size that the data gives.
 
     Of many rows only some are examined. Others may be longer, so the result has T tokens then.
@@ -98,11 +99,16 @@ def longest_sample(samples: Any, seq_len: int) -> Sample:
         longest: Sample = samples[int(table.ids[number]), int(table.lengths[number])]
         return longest
     examined = np.linspace(0, len(table) - 1, min(len(table), _EXAMINED)).astype(np.int64)
-    found = [samples[number, 0] for number in table.ids[examined].tolist()]
+    inputs = labels = torch.empty(0, dtype=torch.int64)
+    most = 0
     # An encoder-decoder model's longest input and longest response may be in different rows.
-    inputs, labels = (max((sample[part] for sample in found), key=len) for part in (0, 1))
-    if len(inputs) == len(labels):
-        inputs, labels = max(found, key=lambda sample: len(sample[0]))
+    for ids, targets in (samples[number, 0] for number in table.ids[examined].tolist()):
+        inputs, labels = max(inputs, ids, key=len), max(labels, targets, key=len)
+        most = max(most, int((targets != IGNORED).sum()))
+    if task == "sft":
+        # Another row may have more tokens that count for the loss.
+        labels = inputs.clone()
+        labels[: len(inputs) - most] = IGNORED
     if len(examined) < len(table):
         inputs, labels = (part.repeat(-(-seq_len // len(part)))[:seq_len] for part in (inputs, labels))
     return inputs, labels
@@ -133,6 +139,7 @@ class BatchSearch:
         self._ranks = Ranks(engine.accelerator)
         self._first = engine.accelerator.is_main_process
         self._moments = self._held = 0
+        self._before: dict[int, int] = {}
         self._checks = 0
         self._path: Path | None = None
 
@@ -157,6 +164,7 @@ class BatchSearch:
         if batch is None:
             batch, tried = self._measured(settings, splits)
         self._report((batch, splits[batch]), tried, total, larger=next((size for size in sizes if size > batch), None))
+        self._before = self._auto_batch.peaks
         self._checks = _CHECKS if remembered or any(one.fits for one in tried) else 0
         return batch, splits[batch]
 
@@ -170,8 +178,11 @@ class BatchSearch:
         self._checks -= 1
         if self._checks == _CHECKS - 1:
             # The estimate of the moments becomes a measurement.
-            grown = (self._memory.held_bytes() or 0) - self._held
-            self._auto_batch.add_to_peaks(max(0, grown - self._moments))
+            missing = max(0, (self._memory.held_bytes() or 0) - self._held - self._moments)
+            measured = self._auto_batch.peaks
+            for size, peak in self._before.items():
+                measured[size] = max(measured.get(size, 0), peak + missing)
+            self._auto_batch.recall(measured)
         share = self._ranks.most(self._auto_batch.measured_share(settings.batch))
         if math.isinf(share):
             # A person has changed the batch, or something else that shapes the peaks.
@@ -200,7 +211,7 @@ class BatchSearch:
 
     def _measured(self, settings: Settings, splits: Mapping[int, int]) -> tuple[int, list[Tried]]:
         """The largest size that fits, or the smallest one; and all that were tried."""
-        sample, sizes = longest_sample(self._samples, settings.seq_len), sorted(splits)
+        sample, sizes = longest_sample(self._samples, settings.seq_len, settings.task), sorted(splits)
         tried: list[Tried] = []
         with self._leaving_no_trace(settings):
             while (size := next_size(sizes, settings.batch, tried, self._forecast)) is not None:

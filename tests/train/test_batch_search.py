@@ -15,6 +15,7 @@ import torch
 from memtop.presets import Settings
 from memtop.train.auto_batch import CudaMemory
 from memtop.train.batch_search import Tried, longest_sample, next_size
+from memtop.train.objective import IGNORED
 from memtop.train.optimizers import bytes_of_first_step
 from memtop.train.order import Table
 from tests.train.card import Card, Reading, put_in
@@ -110,9 +111,9 @@ def test_few_sizes_are_tried(fixed: float, each: float, expected: list[int]) -> 
 
 def test_the_longest_sample_has_the_largest_size_of_the_data() -> None:
     text = samples()
-    ids, labels = longest_sample(text, 16)
+    ids, labels = longest_sample(text, 16, "causal")
     assert len(ids) == len(labels) == 16 == text.table(16).lengths.max()
-    assert len(longest_sample(text, 10_000)[0]) == text.table(10_000).lengths.max() < 10_000
+    assert len(longest_sample(text, 10_000, "causal")[0]) == text.table(10_000).lengths.max() < 10_000
 
 
 class Rows:
@@ -127,13 +128,18 @@ class Rows:
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, labels = {0: (7, 2), self._count - 1: (3, 5)}.get(key[0], (1, 1))
-        return torch.full((inputs,), key[0]), torch.full((labels if self._pairs else inputs,), key[0])
+        targets = torch.full((labels if self._pairs else inputs,), key[0])
+        # The longest row of a causal model has a prompt of six tokens.
+        targets[: 0 if self._pairs or key[0] else 6] = IGNORED
+        return torch.full((inputs,), key[0]), targets
 
 
 def test_rows_are_read_for_the_longest_and_unread_ones_may_be_as_long_as_allowed() -> None:
-    assert [len(part) for part in longest_sample(Rows(100, pairs=False), 16)] == [7, 7]
-    assert [len(part) for part in longest_sample(Rows(100, pairs=True), 16)] == [7, 5]
-    assert [len(part) for part in longest_sample(Rows(30_000, pairs=True), 16)] == [16, 16]
+    ids, labels = longest_sample(Rows(100, pairs=False), 16, "sft")
+    assert len(ids) == len(labels) == 7
+    assert int((labels != IGNORED).sum()) == 3, "another row has more tokens that count"
+    assert [len(part) for part in longest_sample(Rows(100, pairs=True), 16, "seq2seq")] == [7, 5]
+    assert [len(part) for part in longest_sample(Rows(30_000, pairs=True), 16, "seq2seq")] == [16, 16]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adafactor"])
