@@ -200,9 +200,7 @@ def test_sizes_that_no_run_can_take_are_refused(settings: Settings, assignments:
 
 def test_accumulation_alone_does_not_say_what_processes_with_different_ones_do() -> None:
     shrunk = edit_settings(TWO, assignments={"batch": "8x4,2x16"})
-    with pytest.raises(
-        SettingsError, match=r"^accumulation 8: the processes have .* 8 x 4 \+ 2 x 16; give --batch"
-    ):
+    with pytest.raises(SettingsError, match=r"^accumulation 8: the processes have .* 8 x 4 \+ 2 x 16; give --batch"):
         edit_settings(shrunk, assignments={"accumulation": "8"})
 
 
