@@ -18,7 +18,9 @@ from memtop.tui.restart_plan import restart_plan
 from tests.tui.support import SETTINGS
 
 PRESETS = load_presets()
-TWO = replace(SETTINGS, batch=2, accumulation=2, preset="standard")
+# As in every run with a preset: another allocator could save memory.
+ALLOCATOR = PRESETS["standard"].allocator
+TWO = replace(SETTINGS, batch=2, accumulation=2, preset="standard", allocator=ALLOCATOR)
 ONE = replace(TWO, batch=1, accumulation=4)
 SAVING = replace(ONE, gradient_checkpointing=True)
 

@@ -138,14 +138,15 @@ def died_at(settings: object, present: object) -> wire.ConfigurationRows:
 
 
 async def test_presets_and_form_warn_of_settings_that_have_failed() -> None:
-    feed = RecordingFeed(running(gpu(), settings=SHARDED), died_at(SETTINGS, SHARDED))
+    began = replace(SETTINGS, allocator="expandable_segments:True")
+    feed = RecordingFeed(running(gpu(), settings=SHARDED), died_at(began, SHARDED))
     async with opened(feed, "5", size=(160, 50)) as (app, pilot):
         assert "! the run has died of memory with batch 8: this is the same, and saves nothing more" in screen_text(app)
         await press(pilot, "7")
         assert "has died" not in screen_text(app)
         await press(pilot, "escape")
         unsaved = replace(LOW, gradient_checkpointing=False)
-        feed.send(running(gpu(), settings=unsaved), died_at(SETTINGS, unsaved))
+        feed.send(running(gpu(), settings=unsaved), died_at(began, unsaved))
         await settle(pilot)
         await press(pilot, "r")
         assert "has died of memory" not in screen_text(app)
