@@ -110,6 +110,29 @@ class Scripted:
         """Do nothing: the peak depends only on the batch."""
 
 
+class Filled(Scripted):
+    """Device memory whose peak grows with the largest micro-batch since the last reset."""
+
+    largest = 0
+
+    def follow(self, training: Training, *, fails_from: int) -> None:
+        """Measure this training. Micro-batches from `fails_from` on do not fit."""
+
+        def filled(module: torch.nn.Module, args: Any, values: Any) -> None:
+            self.largest = max(self.largest, len(values["input_ids"]))
+            if self.largest >= fails_from:
+                torch.empty(TOO_MUCH)
+
+        self.trainer = training.trainer
+        training.model.register_forward_pre_hook(filled, with_kwargs=True)
+
+    def peak_bytes(self) -> int | None:
+        return 100 + 10 * self.largest
+
+    def reset(self) -> None:
+        self.largest = 0
+
+
 DROPOUT = {"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
 
 

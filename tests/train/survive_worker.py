@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.schema import with_splits
 from memtop.train import TrainingError
-from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, rank_splits_of, small
+from tests.train.failing import Failing, Failure, Filled, Scripted, drawn, following, fresh, measured, rank_splits_of, small
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out
 
@@ -122,32 +123,16 @@ def uneven(folder: Path, settings: Settings, rank: int, *, stop: bool = False) -
     return {"digests": training.digests, "passes": [passes.count(update) for update in range(begin, begin + len(gradients))]}
 
 
-class Filled(Scripted):
-    """Device memory whose peak grows with the largest micro-batch since the last reset."""
-
-    largest = 0
-
-    def peak_bytes(self) -> int | None:
-        return 100 + 10 * self.largest
-
-    def reset(self) -> None:
-        self.largest = 0
-
-
 def searched(folder: Path, rank: int) -> Training:
     """`--batch auto`: everything fits on the second rank, batch 4 on the first, and its memory runs
     out at batch 8.
     """
+    # What a search remembers.
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     settings = small(dropout=0.1, batch=2, accumulation=8, world_size=2, target_samples=32 * 3, auto_batch=True, packing=False)
     gauge = Filled(limit=1_000_000 if rank else 100_000)
     training = measured(folder, settings, gauge, patience=100)
-
-    def filled(module: torch.nn.Module, args: Any, values: Any) -> None:
-        gauge.largest = max(gauge.largest, len(values["input_ids"]))
-        if rank == 0 and gauge.largest >= 8:
-            torch.empty(2**46)
-
-    training.model.register_forward_pre_hook(filled, with_kwargs=True)
+    gauge.follow(training, fails_from=1_000 if rank else 8)
     training.run()
     return training
 

@@ -313,3 +313,19 @@ def test_where_memory_cannot_be_measured_the_given_batch_is_used(tmp_path: Path,
     assert [warning["message"] for warning in training.channel.of("warning")] == [text]
     assert f"memtop: {text}\n" in capsys.readouterr().out
     assert training.channel.of("settings") == []
+
+
+def test_a_restart_searches_again_if_asked_and_keeps_its_samples(tmp_path: Path, card: Card) -> None:
+    settings = settings_of(target_samples=48 * 4, save_every=2)
+    first = on_card(tmp_path, card, msgspec.structs.replace(settings, target_samples=96, auto_batch=False))
+    moments = bytes_of_first_step(first.optimizer)
+    first.run()
+    resumed = on_card(tmp_path, card, settings)
+    card.held = HELD + moments
+    assert bytes_of_first_step(resumed.optimizer) == 0, "the moments were saved"
+    resumed.run()
+    assert splits_of(resumed.channel) == {3: (8, 6), 4: (8, 6)}
+    assert resumed.channel.of("settings")[0]["update"] == 3
+    whole = on_card(tmp_path / "whole", card, msgspec.structs.replace(settings, auto_batch=False))
+    whole.run()
+    assert resumed.digests == whole.digests[2:]
