@@ -166,6 +166,8 @@ class Trainer:
     def _run(self, control: Control) -> str:
         self._engine.objective.train()
         if not (self.settings.auto_batch and self._use_found(self._search.find(self.settings))):
+            # On this device there is no search; a restart on another one may search.
+            self.settings = msgspec.structs.replace(self.settings, auto_batch=False)
             self._start_batches()
         self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
