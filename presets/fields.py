@@ -390,7 +390,7 @@ def _check_rank_splits(settings: Settings) -> None:
         has = "1 process" if processes == 1 else f"{processes} processes"
         raise SettingsError("batch", text, f"gives {len(splits)} sizes, the run has {has}; give one for each, or one for all")
     if settings.zero.stage:
-        why = "needs the same micro-batch and as many of them on all processes; give one size, or --set zero.stage=0"
+        why = "needs the same micro-batch and as many of them on all processes; give one size, or --preset standard"
         raise SettingsError("batch", text, f"{settings.zero} {why}")
     for batch, accumulation in splits:
         check_bounds("batch", batch, 1, _SAMPLES)
