@@ -77,7 +77,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
     yield f"  folder      {state.folder}"
     if state.settings is not None:
         s = state.settings
-        split = f"{s.batch} x {s.accumulation} x {s.world_size} = {s.effective_batch}"
+        split = f"{s.split_text} = {s.effective_batch}"
         yield f"  settings    {s.recipe}, preset {s.preset}, {split}, T {s.seq_len}, lr {s.learning_rate:g}"
         if state.choice is not None:
             yield f"  chosen      {state.choice}"
