@@ -11,7 +11,7 @@ _NO_GPU = (0, 0)
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """By major CUDA version: the first driver that runs its programs (NVIDIA's table of minor version
 compatibility)."""
-_INSTALL = "see https://pytorch.org/get-started/locally/"
+_BUILDS = "see https://pytorch.org/get-started/locally/"
 
 
 class TorchBuild(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +35,19 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """The compute capability. None if not known."""
 
 
+class Unusable(msgspec.Struct, frozen=True):
+    """Why a build cannot compute on a GPU. `str()` gives one line."""
+
+    found: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.advice}"
+
+
 def why_unusable(
     build: TorchBuild, gpu: Gpu, *, driver_version: str | None = None, driver_cuda: tuple[int, int] | None = None
-) -> str | None:
+) -> Unusable | None:
     """Why this build cannot compute on this NVIDIA GPU, and what to do. None if nothing is known
     against it.
 
@@ -46,21 +56,44 @@ def why_unusable(
     """
     if build.cuda is None:
         made = "AMD GPUs" if build.rocm else "CPUs only"
-        return f"torch {build.version} is built for {made}, and here is an {gpu.name}; install a build for CUDA, {_INSTALL}"
+        found = f"torch {build.version} is built for {made} and cannot use the GPU here ({gpu.name})"
+        return Unusable(found, f"install a build for CUDA, {_BUILDS}")
     needed = int(build.cuda.partition(".")[0])
     if driver_cuda is not None and driver_cuda[0] < needed:
         driver = "the NVIDIA driver" if driver_version is None else f"the NVIDIA driver {driver_version}"
         newer = f"driver {_DRIVERS[needed]} or newer" if needed in _DRIVERS else "a newer driver"
-        return (
-            f"{driver} supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}, and torch {build.version} needs CUDA {needed}; "
-            f"install {newer}, or a torch build for CUDA {driver_cuda[0]}, {_INSTALL}"
-        )
+        found = f"{driver} supports CUDA up to {driver_cuda[0]}.{driver_cuda[1]}, and torch {build.version} needs CUDA {needed}"
+        return Unusable(found, f"install {newer}, or a torch build for CUDA {driver_cuda[0]}, {_BUILDS}")
     if gpu.capability is None or not build.kernels or has_kernels(build.kernels, gpu.capability):
         return None
-    return (
-        f"torch {build.version} has no kernels for the {gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}; "
-        f"the build has {', '.join(_capabilities(build.kernels))}); install a torch build that has them, {_INSTALL}"
-    )
+    has = f"; the build has {', '.join(_capabilities(build.kernels))}"
+    return _without_kernels(build, gpu.name, gpu.capability, "install a torch build that has them", has)
+
+
+def why_no_kernels(build: TorchBuild, gpu: Gpu) -> Unusable | None:
+    """Why this build has no kernels for the GPU, as far as its CUDA version shows; None if it does
+    not.
+
+    From CUDA 13 on, NVIDIA's compiler makes no code for GPUs before Turing. PyTorch's own builds
+    (2.9.0+cu128) have none for GPUs before Volta from CUDA 12.8 on, and none for Blackwell before.
+    What other builds have only torch knows (`torch.cuda.get_arch_list`).
+    """
+    if build.cuda is None or gpu.capability is None:
+        return None
+    cuda, official = tuple(map(int, build.cuda.split(".")[:2])), "+cu" in build.version
+    least = (7, 5) if cuda >= (13, 0) else (7, 0) if cuda >= (12, 8) and official else (0, 0)
+    if gpu.capability < least:
+        wanted = "CUDA 12.6"
+    elif gpu.capability >= (10, 0) and cuda < (12, 8) and official:
+        wanted = "CUDA 12.8 or newer"
+    else:
+        return None
+    return _without_kernels(build, gpu.name, gpu.capability, f"install a torch build for {wanted}")
+
+
+def _without_kernels(build: TorchBuild, name: str, capability: tuple[int, int], advice: str, has: str = "") -> Unusable:
+    where = f"the {name} (compute capability {capability[0]}.{capability[1]}{has})"
+    return Unusable(f"torch {build.version} has no kernels for {where}", f"{advice}, {_BUILDS}")
 
 
 def has_kernels(kernels: Iterable[str], capability: tuple[int, int]) -> bool:

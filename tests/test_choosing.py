@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from memtop.presets import Settings, SettingsError, edit_settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import CONTEXT_BYTES, Under, choose_preset, need
-from memtop.presets.gpu_support import Gpu, TorchBuild
+from memtop.presets.gpu_support import Gpu, TorchBuild, why_no_kernels
 from memtop.presets.parameters import ModelSize, model_size
 from memtop.presets.schema import Lora, Preset, Zero
-from memtop.presets.torch_build import installed_build, read_build, why_no_kernels
+from memtop.presets.torch_build import installed_build, read_build
 from tests.train.support import TINY, Training
 
 GIB = 1 << 30
@@ -220,5 +220,5 @@ def test_kernels_that_a_build_lacks_by_its_cuda_version(
         assert found is None
         return
     assert found is not None
-    assert f"torch {version} has no kernels for the card" in found
-    assert f"install a torch build for {advice}," in found
+    assert found.found == f"torch {version} has no kernels for the card (compute capability {capability[0]}.{capability[1]})"
+    assert found.advice == f"install a torch build for {advice}, see https://pytorch.org/get-started/locally/"

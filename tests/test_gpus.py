@@ -136,6 +136,9 @@ def test_a_gpu_without_a_process_list_is_not_free(four: Script, code: int) -> No
     assert gpus.wanted("1") == ["1"], "whoever names it knows better"
 
 
+BUILDS = ", see https://pytorch.org/get-started/locally/"
+
+
 def torch_checks(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[bool | None, str, str | None]]:
     """What `memtop doctor` finds about torch on each GPU."""
     assert run(["doctor", "--json", "--runs-dir", str(runs_dir)]) == 0
@@ -146,16 +149,20 @@ def torch_checks(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str
 @pytest.mark.parametrize(
     ("build", "found", "advice"),
     [
-        (TorchBuild(version="2.13.0+cpu", cuda=None), "torch 2.13.0+cpu is built for CPUs only", "install a build for CUDA"),
+        (
+            TorchBuild(version="2.13.0+cpu", cuda=None),
+            "torch 2.13.0+cpu is built for CPUs only and cannot use the GPU here (P100)",
+            "install a build for CUDA",
+        ),
         (
             TorchBuild(version="2.13.0+cu130", cuda="13.0"),
-            "the NVIDIA driver 550.54.14 supports CUDA up to 12.4",
+            "the NVIDIA driver 550.54.14 supports CUDA up to 12.4, and torch 2.13.0+cu130 needs CUDA 13",
             "install driver 580 or newer, or a torch build for CUDA 12",
         ),
         (
             TorchBuild(version="2.9.0+cu128", cuda="12.8"),
-            "torch 2.9.0+cu128 has no kernels for the P100",
-            "a torch build for CUDA 12.6",
+            "torch 2.9.0+cu128 has no kernels for the P100 (compute capability 6.0)",
+            "install a torch build for CUDA 12.6",
         ),
     ],
     ids=lambda value: value.version if isinstance(value, TorchBuild) else "",
@@ -171,11 +178,8 @@ def test_the_doctor_says_why_torch_cannot_use_a_gpu(
 ) -> None:
     driver.gpu(0, total=16 * GIB, used=0, name="P100", major=6).write()
     monkeypatch.setattr(doctor, "installed_build", lambda: build)
-    ((ok, said, then),) = torch_checks(tmp_path, capsys).values()
-    assert ok is None
-    assert said.startswith(found)
-    assert then is not None
-    assert advice in then
+    (check,) = torch_checks(tmp_path, capsys).values()
+    assert check == (None, found, f"{advice}{BUILDS}")
 
 
 def test_the_doctor_asks_torch_itself_for_its_kernels(
@@ -195,7 +199,11 @@ def test_the_doctor_asks_torch_itself_for_its_kernels(
     (package / "cuda.py").write_text("def get_arch_list():\n    return ['sm_80', 'sm_86']\n")
     checks = torch_checks(tmp_path, capsys)
     assert checks["torch, gpu 0"] == (True, "torch 2.9.0a0+own can compute on it", None)
-    assert checks["torch, gpu 1"][1].startswith("torch 2.9.0a0+own has no kernels for the H100 (compute capability 9.0")
+    assert checks["torch, gpu 1"] == (
+        None,
+        "torch 2.9.0a0+own has no kernels for the H100 (compute capability 9.0; the build has 8.0, 8.6)",
+        f"install a torch build that has them{BUILDS}",
+    )
     # A torch that cannot be asked: nothing is known against it.
     (package / "cuda.py").write_text("raise ImportError('broken')\n")
     assert [ok for ok, _, _ in torch_checks(tmp_path, capsys).values()] == [True, True]

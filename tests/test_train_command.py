@@ -222,7 +222,12 @@ CUDA_13 = TorchBuild(version="2.13.0+cu130", cuda="13.0")
 @pytest.mark.parametrize(
     ("build", "cuda", "capability", "words"),
     [
-        (CPU_BUILD, "13.0", "9.0", "torch 2.13.0+cpu is built for CPUs only, and here is an NVIDIA H100; install"),
+        (
+            CPU_BUILD,
+            "13.0",
+            "9.0",
+            "torch 2.13.0+cpu is built for CPUs only and cannot use the GPU here (NVIDIA H100); install",
+        ),
         (
             CUDA_13,
             "12.4",

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 
 from memtop.presets import Settings
-from memtop.presets.gpu_support import Gpu, TorchBuild, why_unusable
+from memtop.presets.gpu_support import Gpu, TorchBuild, Unusable, why_unusable
 from memtop.train import BadInputError
 
 
@@ -54,7 +54,7 @@ def _problem_of_the_used_gpu() -> str | None:
         return None
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     major, minor = torch.cuda.get_device_capability(index)
-    return why_unusable(build, Gpu(name=torch.cuda.get_device_name(index), capability=(major, minor)))
+    return _text_of(why_unusable(build, Gpu(name=torch.cuda.get_device_name(index), capability=(major, minor))))
 
 
 def _problem_of_a_hidden_gpu() -> str | None:
@@ -75,7 +75,11 @@ def _problem_of_a_hidden_gpu() -> str | None:
     except pynvml.NVMLError:
         # No driver, or one that does not answer: there is nothing to say about a GPU.
         return None
-    return why_unusable(_build(), gpu, driver_version=driver, driver_cuda=(cuda // 1000, cuda % 1000 // 10))
+    return _text_of(why_unusable(_build(), gpu, driver_version=driver, driver_cuda=(cuda // 1000, cuda % 1000 // 10)))
+
+
+def _text_of(problem: Unusable | None) -> str | None:
+    return None if problem is None else str(problem)
 
 
 def _text(found: Any) -> str:

@@ -128,9 +128,11 @@ def _torch(machine: MachineSnapshot) -> Iterator[CheckResult]:
         build = msgspec.structs.replace(build, kernels=_kernels())
     for gpu in gpus:
         problem = why_unusable(machine, gpu, build)
-        what, _, advice = (problem or "").partition("; ")
-        found = what or f"torch {build.version} can compute on it"
-        yield CheckResult(check=f"torch, gpu {gpu.index}", ok=None if problem else True, found=found, advice=advice or None)
+        check = f"torch, gpu {gpu.index}"
+        if problem is None:
+            yield CheckResult(check=check, ok=True, found=f"torch {build.version} can compute on it")
+        else:
+            yield CheckResult(check=check, ok=None, found=problem.found, advice=problem.advice)
 
 
 def _kernels() -> tuple[str, ...] | None:

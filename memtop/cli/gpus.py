@@ -9,8 +9,7 @@ import msgspec
 
 from memtop.cli.output import print_message
 from memtop.presets import gpu_support
-from memtop.presets.gpu_support import Gpu, TorchBuild
-from memtop.presets.torch_build import why_no_kernels
+from memtop.presets.gpu_support import Gpu, TorchBuild, Unusable, why_no_kernels
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
@@ -126,7 +125,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Which of several GPUs that is, for people."""
     pinned: str | None = None
     """What the program gets as CUDA_VISIBLE_DEVICES, if memtop chose: a UUID."""
-    problem: str | None = None
+    problem: Unusable | None = None
     """Why the installed torch cannot compute there."""
 
 
@@ -196,7 +195,7 @@ def _first_visible(machine: MachineSnapshot, devices: list[_Device]) -> _Device 
     return min(first or seen, key=_room, default=None)
 
 
-def why_unusable(machine: MachineSnapshot, gpu: GpuSample, build: TorchBuild | None) -> str | None:
+def why_unusable(machine: MachineSnapshot, gpu: GpuSample, build: TorchBuild | None) -> Unusable | None:
     """Why the installed torch cannot compute on this GPU, and what to do; None if nothing is known
     against it."""
     if build is None:

@@ -113,8 +113,9 @@ def test_machine_code_runs_within_a_major_version_and_ptx_on_later_gpus(
     ],
 )
 def test_each_reason_is_one_line_with_what_to_do(build: TorchBuild, gpu: Gpu, driver: tuple[int, int], words: Any) -> None:
-    text = why_unusable(build, gpu, driver_version="570.1", driver_cuda=driver)
-    assert text is not None
+    problem = why_unusable(build, gpu, driver_version="570.1", driver_cuda=driver)
+    assert problem is not None
+    text = str(problem)
     assert all(part in text for part in (*words, "install"))
     assert "\n" not in text
 
@@ -161,7 +162,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_cpu_torch_beside_a_gpu_is_refused_or_named(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    reason = "torch 2.13.0+cpu is built for CPUs only, and here is an NVIDIA H100; install"
+    reason = "torch 2.13.0+cpu is built for CPUs only and cannot use the GPU here (NVIDIA H100); install"
     with pytest.raises(BadInputError, match="^device cuda: " + reason.replace("+", r"\+")):
         choose_device(replaced("cuda"))
     chosen = choose_device(replaced("auto"))
