@@ -94,18 +94,25 @@ def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Un
     """
     presets = load_presets()
     own = any(recipe in preset.recipes for preset in presets.values() if preset.family != "ladder" and _has_border(preset))
-    if free_bytes is None or processes > 1 or own:
-        return choose_by_memory(free_bytes, recipe)
     plain = presets["standard"]
+    if free_bytes is None or processes > 1 or own:
+        preset, reason = choose_by_memory(free_bytes, recipe)
+        wish = _not_under_zero(under, plain) if preset.zero and preset.zero.stage else None
+        if wish is None or free_bytes is None:
+            return preset, reason
+        return plain, f"preset standard: {wish} is not possible under ZeRO; {_free(free_bytes)}"
     settings = under(plain)
     size = model_size(settings)
-    free = f"{_floor_gib(free_bytes)} of GPU memory free"
+    free = _free(free_bytes)
     if size is None:
         return plain, f"preset standard: {free}; what the model needs is not known before it is loaded"
     needed = need(settings, size)
     words = f"{_what(settings)} need {needed.total / _GIB:.2f} GiB"
     if needed.fits(free_bytes):
         return plain, f"preset standard: {free}, {words}"
+    if settings.auto_batch:
+        advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
+        return plain, f"preset standard: {free}, {words}: too little. {advice}"
     rungs = [preset for _, preset in _rungs(list(presets.values()), recipe) if preset.zero and preset.zero.saves_memory(1)]
     possible: list[tuple[Preset, Need]] = []
     problem = "no preset of the ladder offloads"
@@ -120,7 +127,19 @@ def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Un
     if chosen is None:
         return plain, f"preset standard: {free}, {words}: too little, but {problem}"
     preset, less = chosen
-    return preset, f"preset {preset.name}: {free}, {words}; with this offload {less.total / _GIB:.2f} GiB"
+    still = "" if less.fits(free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
+    return preset, f"preset {preset.name}: {free}, {words}; with this offload {less.total / _GIB:.2f} GiB{still}"
+
+
+def _not_under_zero(under: Under, plain: Preset) -> str | None:
+    """What the person asks for that ZeRO cannot do; None: nothing, or another value is wrong."""
+    try:
+        settings = under(plain)
+    except SettingsError:
+        return None  # the settings under the chosen preset are checked next
+    if settings.auto_batch:
+        return "--batch auto"
+    return f"--batch {settings.batch_text}" if settings.rank_splits else None
 
 
 def _what(settings: Settings) -> str:
@@ -144,7 +163,7 @@ def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, 
     if at > 0:
         above = rungs[at - 1][0]
         where = f"from {border:g} up to {above:g} GiB" if border > 0 else f"below {above:g} GiB"
-    return preset, f"preset {preset.name}: {_floor_gib(free_bytes)} of GPU memory free, {where}"
+    return preset, f"preset {preset.name}: {_free(free_bytes)}, {where}"
 
 
 def _has_border(preset: Preset) -> bool:
@@ -159,6 +178,6 @@ def _rungs(presets: Sequence[Preset], recipe: str) -> list[tuple[float, Preset]]
     return sorted(special or ladder, key=lambda rung: -rung[0])
 
 
-def _floor_gib(size: int) -> str:
+def _free(size: int) -> str:
     # Rounded down: 11.999 GiB is not 12.
-    return f"{math.floor(size / _GIB * 100) / 100:.2f} GiB"
+    return f"{math.floor(size / _GIB * 100) / 100:.2f} GiB of GPU memory free"

@@ -77,6 +77,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
         ((19.0,), "standard", "need 15.73 GiB; --preset NAME chooses another"),
         ((18.0,), "stage2_offload", "need 15.73 GiB; with this offload 13.35 GiB; --preset"),
         ((8.0,), "minimal", "preset minimal: 8.00 GiB of GPU memory free, base, adapters"),
+        ((0.5,), "minimal", " GiB, still more than 85% of it; --preset NAME chooses another"),
         ((None,), "standard", "the free GPU memory is not known"),
         ((), "standard", "the free GPU memory is not known"),
     ],
@@ -145,6 +146,39 @@ def test_the_fullest_gpu_decides(
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
     assert settings_for("sft-lora", None, data, gpus).preset == preset
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (
+            {"auto_batch": "true"},
+            "preset standard: --batch auto is not possible under ZeRO; 5.00 GiB of GPU memory free, on GPU 1",
+        ),
+        (
+            {"batch": "3,1", "accumulation": "4"},
+            "preset standard: --batch 3,1 is not possible under ZeRO; 5.00 GiB of GPU memory free, on GPU 1",
+        ),
+    ],
+)
+def test_no_zero_is_chosen_for_a_batch_that_it_cannot_have(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], split: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(13.0, 5.0))
+    settings = settings_for("sft-lora", None, Change(assignments={**data.assignments, **split}), ["0", "1"])
+    assert (settings.preset, settings.zero) == ("standard", Zero())
+    assert said in capsys.readouterr().err
+
+
+def test_a_search_where_the_model_does_not_fit_says_how_to_offload(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(0.5))
+    asked = Change(assignments={**data.assignments, "auto_batch": "true"})
+    assert settings_for("pretrain-causal", None, asked, None).preset == "standard"
+    said = capsys.readouterr().err
+    advice = "memtop cannot offload with --batch auto; to offload, give --batch a number; --preset NAME chooses another\n"
+    assert said.endswith(f" GiB: too little. {advice}")
 
 
 def test_one_process_is_pinned_to_the_emptiest_gpu(

@@ -4,6 +4,7 @@ it. Single processes have it as a real Accelerator gives it."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,7 +164,7 @@ def test_a_cpu_torch_beside_a_gpu_is_refused_or_named(driver: SimpleNamespace, m
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
     reason = "torch 2.13.0+cpu is built for CPUs only and cannot use the GPU here (NVIDIA H100); install"
-    with pytest.raises(BadInputError, match="^device cuda: " + reason.replace("+", r"\+")):
+    with pytest.raises(BadInputError, match="^device cuda: " + re.escape(reason)):
         choose_device(replaced("cuda"))
     chosen = choose_device(replaced("auto"))
     assert not chosen.on_gpu
