@@ -140,8 +140,9 @@ def _read_driver() -> _Driver | None:
 
 def _why_cuda_fails() -> str:
     """The first line of torch's own reason."""
+    cuda: Any = torch.cuda
     try:
-        torch.cuda.init()
+        cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().partition("\n")[0].rstrip(".")
     return "torch counts no GPU"
