@@ -89,8 +89,8 @@ def parts(device: str) -> tuple[Part, ...]:
         Part(
             "trainer",
             5,
-            "recipes in each precision; shrink and grow back; 4 and 8 bits",
-            (checks("tests/gpu/test_trainer.py"),),
+            "recipes in each precision; shrink and grow back; batch auto; 4 and 8 bits",
+            (checks("tests/gpu/test_trainer.py"), checks("tests/gpu/test_batch_search.py")),
         ),
         Part(
             "runs",

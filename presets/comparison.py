@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from memtop.presets.edits import apply_preset, take_whole
-from memtop.presets.fields import FIELDS, SettingsError, check, differing, saves_memory, value_of
+from memtop.presets.fields import FIELDS, SPLIT, SettingsError, check, differing, saves_memory, value_of
 from memtop.presets.schema import Optimizer, Preset, Settings, nearest_splits
 
 Fit = Literal["resumes", "converts", "new run"]
@@ -67,12 +67,23 @@ def describe_split(before: Settings, after: Settings) -> str:
 
 def changes(before: Settings, after: Settings) -> list[str]:
     """What differs, in a few words each, the memory strategy first."""
-    old, new = (f"{s.batch} x {s.accumulation} x {s.world_size}" for s in (before, after))
+    old, new = before.split_text, after.split_text
     split = [f"split {old} -> {new}"] if old != new else []
     return [*split, *_effective(before, after), *_changes(differing(before, after), before, after)]
 
 
-_NOT_LISTED = ("recipe", "preset", "batch", "accumulation", "world_size", "target_samples")
+def edits_text(before: Settings, after: Settings, names: Iterable[str]) -> str:
+    """These settings by name: `batch 8 -> 4, accumulation 4 -> 8`; splits of single processes as
+    one: `split 8 x 4 x 2 -> 8 x 4 + 4 x 8`."""
+    changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+    split = []
+    if set(changed) & set(SPLIT) and (before.rank_splits or after.rank_splits):
+        split = [f"split {before.split_text} -> {after.split_text}"]
+        changed = [name for name in changed if name not in SPLIT]
+    return ", ".join([*split, *(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in changed)])
+
+
+_NOT_LISTED = ("recipe", "preset", "batch", "accumulation", "rank_splits", "world_size", "target_samples")
 
 
 def _training_changes(before: Settings, after: Settings) -> list[str]:

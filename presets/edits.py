@@ -15,9 +15,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.fields import FIELDS, MOST_UPDATES, SettingsError, check, check_bounds, did_you_mean, row_of, value_of
+from memtop.presets.fields import (
+    FIELDS,
+    MOST_UPDATES,
+    SPLIT,
+    SettingsError,
+    check,
+    check_bounds,
+    did_you_mean,
+    row_of,
+    value_of,
+)
 from memtop.presets.files import load_presets, load_recipes, presets_for
-from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, split_below
+from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, capped, split_below, with_splits
 
 # --- a new run ------------------------------------------------------------------------------------
 
@@ -73,13 +83,18 @@ def apply_preset(settings: Settings, preset: Preset, failed: Sequence[Settings] 
     `failed`: settings with which the run ran out of memory. If there are any, the micro-batch does
     not grow, and checkpointing stays on unless all of them had it.
     """
-    batch, accumulation = _split(settings, preset)
     after = _with_strategy(settings, preset)
-    if failed and batch > settings.batch:
-        batch, accumulation = settings.batch, settings.accumulation
+    if after.zero.stage or not settings.rank_splits:
+        batch, accumulation = _split(settings, preset)
+        if failed and batch > settings.batch:
+            batch, accumulation = settings.batch, settings.accumulation
+        found = batch * accumulation * settings.world_size == settings.effective_batch
+        after = replace(after, batch=batch, accumulation=accumulation, rank_splits=() if found else settings.rank_splits)
+    elif preset.max_batch is not None:
+        after = capped(after, preset.max_batch)
     if settings.gradient_checkpointing and not all(one.gradient_checkpointing for one in failed):
         after = replace(after, gradient_checkpointing=True)
-    return replace(after, batch=batch, accumulation=accumulation)
+    return after
 
 
 def take_whole(settings: Settings, preset: Preset) -> Settings:
@@ -168,10 +183,12 @@ def edit_settings(
 
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
-    if "auto_batch" not in assignments and (after.zero.stage or {"batch", "accumulation"} & set(assignments)):
+    if "auto_batch" not in assignments and (after.zero.stage or set(SPLIT) & set(assignments)):
         # Who gives a split wants that one. Under ZeRO there is no search: a remedy may have chosen
         # it for a run that ran out of memory before it could search.
         after = replace(after, auto_batch=False)
+    elif after.auto_batch and after.rank_splits:
+        after = _even(after)
     # Two settings can end a run, and two can give its warm-up: clear the one that would win over
     # the one that was given.
     if "epochs" in assignments:
@@ -179,6 +196,16 @@ def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     if "warmup_fraction" in assignments and "warmup_samples" not in assignments:
         after = replace(after, warmup_samples=0)
     return after
+
+
+def _even(settings: Settings) -> Settings:
+    """The settings with one split for all processes, and the effective batch kept."""
+    effective, processes = settings.effective_batch, settings.world_size
+    split = split_below(effective, processes, settings.batch)
+    if split is None:
+        why = f"{processes} processes do not divide the effective batch {effective}; give --batch B --accum A first"
+        raise SettingsError("--batch", "auto", why)
+    return replace(settings, batch=split[0], accumulation=split[1], rank_splits=())
 
 
 def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[str, str]) -> None:
@@ -206,6 +233,7 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     """
     changes: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
+    split: dict[str, str] = {}
     for key, text in assignments.items():
         head, dot, rest = key.partition(".")
         _refuse_unknown(key, head, bool(rest))
@@ -217,11 +245,49 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
             changes["data"] = _data(changes.get("data", settings.data), rest, text)
         elif dot:
             raise SettingsError("--set", key, f"unknown key; {head} has no parts")
+        elif head in SPLIT:
+            split[head] = text
         else:
             changes[key] = typed(key, get_type_hints(Settings, include_extras=True)[key], text)
     for head, values in parts.items():
         changes[head] = _part(head, getattr(settings, head), values)
-    return replace(settings, **changes)
+    return _split_as_given(replace(settings, **changes), split)
+
+
+_EACH = "gives no size for each process; write B,B or BxA,BxA"
+
+
+def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
+    """The settings with a split as text. `rank_splits`, or a batch with one size for each process,
+    says it for each process; a batch alone is that of all.
+    """
+    each = given.get("rank_splits") or given.get("batch", "")
+    if "x" in each:
+        pairs = [_numbers(each, word, "x", 2) for word in each.split(",")]
+        return with_splits(settings, [(batch, accumulation) for batch, accumulation in pairs])
+    hints = get_type_hints(Settings, include_extras=True)
+    values = {name: typed(name, hints[name], text) for name, text in given.items() if name == "accumulation"}
+    if "," in each:
+        accumulation = values.get("accumulation", settings.accumulation)
+        return with_splits(settings, [(batch, accumulation) for batch in _numbers(each, each, ",", each.count(",") + 1)])
+    if given.get("rank_splits"):
+        raise SettingsError("rank_splits", repr(each), _EACH)
+    if "batch" in given or "rank_splits" in given:
+        batch = typed("batch", hints["batch"], given["batch"]) if "batch" in given else settings.batch
+        return replace(settings, batch=batch, rank_splits=(), **values)
+    if values and settings.rank_splits:
+        if len({a for _, a in settings.rank_splits}) > 1:
+            why = f"the processes have their own now, {settings.split_text}; give --batch too"
+            raise SettingsError("accumulation", values["accumulation"], why)
+        return with_splits(settings, [(batch, values["accumulation"]) for batch, _ in settings.rank_splits])
+    return replace(settings, **values)
+
+
+def _numbers(text: str, part: str, separator: str, count: int) -> list[int]:
+    words = [word.strip() for word in part.split(separator)]
+    if len(words) != count or not all(word.isascii() and word.isdigit() for word in words):
+        raise SettingsError("batch", repr(text), _EACH)
+    return [int(word) for word in words]
 
 
 def typed(key: str, kind: Any, text: str) -> Any:

@@ -107,6 +107,13 @@ FIELDS: dict[str, Field] = {
         live="without ZeRO",
         bounds=(1, _SAMPLES),
     ),
+    "rank_splits": Field(
+        label="split of each process",
+        unit="BxA of each process",
+        live="without ZeRO",
+        shapes="peak",
+        saves=_differs_from(()),
+    ),
     "auto_batch": Field(label="batch search"),
     "world_size": Field(
         label="processes",
@@ -229,6 +236,8 @@ FIELDS: dict[str, Field] = {
 
 LIVE = tuple(name for name, field in FIELDS.items() if field.live != "no")
 """Settings that the built-in trainer can change at an update boundary."""
+SPLIT = ("batch", "accumulation", "rank_splits")
+"""The settings that say how the samples of an update are split."""
 OPTIONS = {name: field.option for name, field in FIELDS.items() if field.option}
 
 
@@ -275,6 +284,9 @@ def memory_shape(settings: Settings, *shapes: Memory) -> dict[str, Any]:
     evaluates.
     """
     values = {name: value_of(settings, name) for name, field in FIELDS.items() if field.shapes in shapes}
+    if "rank_splits" in values:
+        # Accumulation shapes no memory.
+        values["rank_splits"] = [batch for batch, _ in settings.rank_splits]
     if "eval_batch" in values and not settings.eval_every:
         values["eval_batch"] = 0
     return values
@@ -311,6 +323,7 @@ def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> st
 def check(settings: Settings) -> Settings:
     """Return the settings unchanged. Raise a SettingsError for the first value that cannot work."""
     _check_counts(settings)
+    _check_rank_splits(settings)
     _check_shares(settings)
     _check_method(settings)
     _check_memory_strategy(settings)
@@ -366,6 +379,22 @@ def _check_counts(settings: Settings) -> None:
             settings.loss_chunk,
             f"must be a number of tokens up to {_MOST_TOKENS}, 0 (all at once) or -1 (chosen)",
         )
+
+
+def _check_rank_splits(settings: Settings) -> None:
+    splits = settings.rank_splits
+    if not splits:
+        return
+    text, processes = settings.batch_text, settings.world_size
+    if len(splits) != processes:
+        has = "1 process" if processes == 1 else f"{processes} processes"
+        raise SettingsError("batch", text, f"gives {len(splits)} sizes, the run has {has}; give one for each, or one for all")
+    if settings.zero.stage:
+        why = "needs the same micro-batch and as many of them on all processes; give one size, or --preset standard"
+        raise SettingsError("batch", text, f"{settings.zero} {why}")
+    for batch, accumulation in splits:
+        check_bounds("batch", batch, 1, _SAMPLES)
+        check_bounds("accumulation", accumulation, 1, _SAMPLES)
 
 
 def _check_shares(settings: Settings) -> None:

@@ -8,9 +8,11 @@ memory in GiB if the name ends in `_gib` or contains it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -76,9 +78,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recipe: str
     preset: str
     batch: int
-    """B: samples per micro-batch and process."""
+    """B: samples per micro-batch and process; the largest of `rank_splits`."""
     accumulation: int
-    """A: micro-batches per update."""
+    """A: micro-batches per update; the largest of `rank_splits`."""
+    rank_splits: tuple[tuple[Positive, Positive], ...] = ()
+    """Each process's B and A, if they differ; empty: `batch` and `accumulation` in all of them."""
     auto_batch: bool = False
     """Whether the trainer finds B and A at the start: the exact split with the largest B whose
     measured peak stays below 85 % of the GPU. `batch` and `accumulation` are those it begins with;
@@ -156,8 +160,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def effective_batch(self) -> int:
-        """Samples per update: B x A x W."""
+        """Samples per update: the sum of B x A over the processes."""
+        if self.rank_splits:
+            return sum(b * a for b, a in self.rank_splits)
         return self.batch * self.accumulation * self.world_size
+
+    @property
+    def splits(self) -> tuple[tuple[int, int], ...]:
+        """B and A of each process."""
+        return self.rank_splits or ((self.batch, self.accumulation),) * self.world_size
+
+    @property
+    def split_text(self) -> str:
+        """For people: `8 x 4 x 2`; with different batches `3+1 x 8`, or `2 x 12 + 1 x 8`."""
+        if not self.rank_splits:
+            return f"{self.batch} x {self.accumulation} x {self.world_size}"
+        if all(a == self.accumulation for _, a in self.rank_splits):
+            return f"{'+'.join(str(b) for b, _ in self.rank_splits)} x {self.accumulation}"
+        return " + ".join(f"{b} x {a}" for b, a in self.rank_splits)
+
+    @property
+    def batch_text(self) -> str:
+        """As `--batch` takes it: `8`, `3,1` or `2x12,1x8`."""
+        if not self.rank_splits:
+            return str(self.batch)
+        if all(a == self.accumulation for _, a in self.rank_splits):
+            return ",".join(str(b) for b, _ in self.rank_splits)
+        return ranks_text(self.rank_splits)
 
     @property
     def tokens_per_update(self) -> int:
@@ -274,3 +303,28 @@ def split_below(effective_batch: int, world_size: int, max_batch: int) -> tuple[
 def nearest_splits(effective_batch: int, world_size: int, batch: int, count: int = 2) -> list[tuple[int, int]]:
     """The `count` exact splits whose batch is nearest to `batch`, nearest first."""
     return sorted(exact_splits(effective_batch, world_size), key=lambda s: (abs(s[0] - batch), s[0]))[:count]
+
+
+def ranks_text(splits: Sequence[Sequence[int]]) -> str:
+    """B and A of each process in one word: `2x12,1x8`; empty without any."""
+    return ",".join(f"{b}x{a}" for b, a in splits)
+
+
+def with_splits(settings: Settings, splits: Sequence[tuple[int, int]]) -> Settings:
+    """The settings with this B and A of each process."""
+    batch, accumulation = max(b for b, _ in splits), max(a for _, a in splits)
+    differing = tuple(splits) if len(set(splits)) > 1 else ()
+    return replace(settings, batch=batch, accumulation=accumulation, rank_splits=differing)
+
+
+def capped(settings: Settings, most: int) -> Settings:
+    """The settings with micro-batches of at most `most` samples; each process keeps its share."""
+    return with_splits(settings, [split if split[0] <= most else below(split, most) for split in settings.splits])
+
+
+def below(split: tuple[int, int], most: int) -> tuple[int, int]:
+    """The largest B up to `most`, which is at least 1, and its A with the same product."""
+    batch, accumulation = split
+    found = split_below(batch * accumulation, 1, most)
+    assert found is not None, most
+    return found

@@ -144,6 +144,74 @@ def test_a_searched_batch_keeps_the_effective_batch_and_ends_with_a_given_one() 
             edit_settings(searched, assignments={"auto_batch": "true", **refused})
 
 
+TWO = replace(BASE, batch=8, accumulation=4, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "splits", "shown"),
+    [
+        ({"batch": "12,4"}, ((12, 4), (4, 4)), "12+4 x 4 = 64"),
+        ({"batch": "3, 1", "accumulation": "16"}, ((3, 16), (1, 16)), "3+1 x 16 = 64"),
+        ({"batch": "2x24,1x16"}, ((2, 24), (1, 16)), "2 x 24 + 1 x 16 = 64"),
+        ({"rank_splits": "2x24,1x16"}, ((2, 24), (1, 16)), "2 x 24 + 1 x 16 = 64"),
+        ({"batch": "8,8"}, ((8, 4), (8, 4)), "8 x 4 x 2 = 64"),
+    ],
+)
+def test_each_process_may_have_its_own_batch(
+    assignments: dict[str, str], splits: tuple[tuple[int, int], ...], shown: str
+) -> None:
+    after = edit_settings(TWO, assignments=assignments)
+    assert (after.splits, f"{after.split_text} = {after.effective_batch}") == (splits, shown)
+    assert (after.batch, after.accumulation) == (max(b for b, _ in splits), max(a for _, a in splits))
+    given = {"batch": after.batch_text, "accumulation": str(after.accumulation)}
+    assert edit_settings(TWO, assignments=given) == after, "what is shown can be given"
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(after)), Settings) == after
+
+
+def test_later_edits_of_a_split_with_batches_of_their_own() -> None:
+    uneven = edit_settings(TWO, assignments={"batch": "3,1", "accumulation": "16"})
+    assert edit_settings(uneven, assignments={"workers": "2"}).splits == uneven.splits
+    assert edit_settings(uneven, assignments={"accumulation": "8"}).splits == ((3, 8), (1, 8))
+    assert edit_settings(uneven, assignments={"batch": "2"}).splits == ((2, 16), (2, 16))
+    assert edit_settings(uneven, assignments={"auto_batch": "true"}).splits == ((2, 16), (2, 16))
+    odd = edit_settings(TWO, assignments={"batch": "2,1", "accumulation": "1"})
+    with pytest.raises(SettingsError, match=r"^--batch auto: 2 processes do not divide the effective batch 3; give --batch"):
+        edit_settings(odd, assignments={"auto_batch": "true"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "assignments", "message"),
+    [
+        (BASE, {"batch": "3,1"}, "batch 3,1: gives 2 sizes, the run has 1 process; give one for each, or one for all"),
+        (TWO, {"batch": "3,2,1"}, "batch 3,2,1: gives 3 sizes, the run has 2 processes; give one for each"),
+        (TWO, {"batch": "3,"}, "batch '3,': gives no size for each process; write B,B or BxA,BxA"),
+        (TWO, {"batch": "2x3,1"}, "batch '2x3,1': gives no size for each process"),
+        (TWO, {"rank_splits": "7"}, "rank_splits '7': gives no size for each process"),
+        (TWO, {"batch": "3,0"}, "batch 0: must be at least 1"),
+        (TWO, {"batch": "3,1", "zero.stage": "2"}, "batch 3,1: ZeRO-2 needs the same micro-batch and as many of them on all"),
+    ],
+)
+def test_sizes_that_no_run_can_take_are_refused(settings: Settings, assignments: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        edit_settings(settings, assignments=assignments)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_accumulation_alone_does_not_say_what_processes_with_different_ones_do() -> None:
+    shrunk = edit_settings(TWO, assignments={"batch": "8x4,2x16"})
+    with pytest.raises(SettingsError, match=r"^accumulation 8: the processes have .* 8 x 4 \+ 2 x 16; give --batch"):
+        edit_settings(shrunk, assignments={"accumulation": "8"})
+
+
+def test_presets_keep_the_share_of_each_process_or_the_effective_batch() -> None:
+    uneven = edit_settings(TWO, assignments={"batch": "12,4"})
+    low = next(p for p in load_presets().values() if p.max_batch == 1 and not (p.zero or Zero()).stage)
+    assert apply_preset(uneven, low).splits == ((1, 48), (1, 16))
+    sharded = edit_settings(uneven, preset=next(p.name for p in load_presets().values() if p.zero and p.zero.stage == 2))
+    assert (sharded.rank_splits, sharded.effective_batch) == ((), uneven.effective_batch)
+
+
 def test_set_takes_any_other_setting_with_its_type() -> None:
     edited = edit_settings(BASE, assignments={"learning_rate": "1e-4", "workers": "2", "gradient_checkpointing": "true"})
     assert (edited.learning_rate, edited.workers, edited.gradient_checkpointing) == (1e-4, 2, True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from msgspec.structs import replace
 
 from memtop.cli import gpus as gpus_of
@@ -326,6 +327,24 @@ def test_a_model_that_cannot_be_built_is_wrong_usage_of_one_line(runs: Runs) -> 
     )
     assert "Traceback" not in done.stderr
     assert "Traceback" not in (runs.path / "first-run/attempts/0001/output.log").read_text()
+
+
+def test_each_process_may_be_given_its_own_batch(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(20.0, 10.0))
+    asked = Change(assignments={**assignments_of((), batch="3,1", accumulation=8)})
+    settings = settings_for("first-run", None, asked, ["0", "1"])
+    assert (settings.split_text, settings.effective_batch) == ("3+1 x 8", 32)
+    with pytest.raises(UsageError, match=r"^batch 3,1: gives 2 sizes, the run has 1 process; give one for each"):
+        train.plan_for("first-run", None, asked, None)
+    with pytest.raises(UsageError, match=r"^batch 3,1: ZeRO-2 needs the same .* on all processes; .* --preset standard$"):
+        train.plan_for("first-run", "deepspeed", asked, ["0", "1"])
+
+
+@pytest.mark.parametrize(("text", "word"), [("3,a", "'a'"), ("4x2,", "''"), ("3;1", "'3;1'")])
+def test_sizes_of_the_processes_are_whole_numbers(text: str, word: str) -> None:
+    done = CliRunner().invoke(train.train, ["first-run", "--batch", text])
+    assert done.exit_code == 2
+    assert f"Invalid value for '--batch': {word} is not a whole number" in done.output
 
 
 def test_a_batch_that_memtop_finds_is_given_by_a_word() -> None:

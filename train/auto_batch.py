@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from memtop.presets import Settings
 from memtop.presets.schema import exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
@@ -30,15 +29,15 @@ _PRESSED = 2
 Found = TypeVar("Found")
 
 
-def smaller_split(settings: Settings) -> tuple[int, int] | None:
-    """The next smaller B, at most half, and its A with the same effective batch; None at B 1."""
-    return split_below(settings.effective_batch, settings.world_size, settings.batch // 2)
+def smaller_split(split: tuple[int, int]) -> tuple[int, int] | None:
+    """The next smaller B, at most half, and its A with the same product; None at B 1."""
+    return split_below(split[0] * split[1], 1, split[0] // 2)
 
 
-def larger_split(settings: Settings, largest: int) -> tuple[int, int] | None:
-    """The next larger B up to `largest`, and its A with the same effective batch, or None."""
-    splits = exact_splits(settings.effective_batch, settings.world_size)
-    return min((split for split in splits if settings.batch < split[0] <= largest), default=None)
+def larger_split(split: tuple[int, int], largest: int) -> tuple[int, int] | None:
+    """The next larger B up to `largest`, and its A with the same product, or None."""
+    splits = exact_splits(split[0] * split[1])
+    return min((found for found in splits if split[0] < found[0] <= largest), default=None)
 
 
 class OomGuard:
@@ -52,6 +51,8 @@ class OomGuard:
         """The update in progress, for the reports."""
         self.phase = "unknown"
         """What is in progress: data, forward, backward, optimizer, evaluation or save."""
+        self.failed = False
+        """Whether an attempt on this rank has failed; reset it before the next ones."""
 
     def attempt(self, work: Callable[[], Found], *, batch: int, accumulation: int | None) -> Found | None:
         """Return what `work` returns, or None if memory ran out in it.
@@ -71,6 +72,7 @@ class OomGuard:
             self._report(error, survived=survived, batch=batch, accumulation=accumulation)
             if not self._retries:
                 raise
+            self.failed = True
             if not survived:
                 self._fatal = error
         return None
@@ -212,6 +214,8 @@ class AutoBatch:
         memory.reset()
         self.retries = memory.retries()
         """The allocator's retries at the last call of `new_retries`; None if not known."""
+        self.pressed_here = False
+        """What `new_retries` returned last: which rank has caused the pressure."""
         self._not_counted = 0
 
     @property
@@ -228,7 +232,8 @@ class AutoBatch:
         """Whether the allocator had to free its cache since the last call."""
         before, self.retries = self.retries, self._memory.retries()
         others, self._not_counted = self._not_counted, 0
-        return before is not None and self.retries is not None and self.retries > before + others
+        self.pressed_here = before is not None and self.retries is not None and self.retries > before + others
+        return self.pressed_here
 
     @contextmanager
     def outside_updates(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -179,15 +180,15 @@ class _Maker:
 
     def _parts(self, plan: UpdatePlan) -> list[list[Key]]:
         """The samples of this rank's micro-batches."""
-        batch, ranks = self._settings.batch, self._settings.world_size
-        own = plan.micro_batches(batch, ranks, self._rank)
+        splits = self._settings.splits
+        own = plan.micro_batches(splits, self._rank)
         if not self._settings.packing:
             return own
         # Micro-batches that run at the same time are neighbours, so they are of similar length.
-        of_all = list(zip(*(plan.micro_batches(batch, ranks, rank) for rank in range(ranks)), strict=True))
-        sizes = [len(keys) for step in of_all for keys in step]
+        of_each = [plan.micro_batches(splits, rank) for rank in range(len(splits))]
+        sizes = [len(keys) for step in zip_longest(*of_each, fillvalue=[]) for keys in step]
         groups = grouped(plan.keys, self._samples.lengths(plan.keys), sizes, balanced=self._packed)
-        return groups[self._rank :: ranks]
+        return groups[self._rank :: len(splits)][: len(own)]
 
 
 _WORTH_PACKING = 0.1

@@ -23,6 +23,7 @@ from accelerate.tracking import GeneralTracker
 from memtop.presets import Settings, SettingsError
 from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, check, differing, not_live
+from memtop.presets.schema import ranks_text
 from memtop.train import BadInputError
 from memtop.train.exchange import Ranks
 
@@ -314,4 +315,6 @@ def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
 
 def _text(value: Any) -> str:
     """The value as it is written after --set."""
+    if isinstance(value, list | tuple):
+        return ranks_text(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

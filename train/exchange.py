@@ -48,11 +48,12 @@ class Ranks:
     def __init__(self, accelerator: Accelerator) -> None:
         self._several = accelerator.num_processes > 1
         self._group = _host_group(torch.distributed.group.WORLD) if self._several else None
-        self._numbers = torch.zeros(_SLOTS, dtype=torch.float64)
+        self._rank, self._world = accelerator.process_index, accelerator.num_processes
+        self._numbers = torch.zeros(max(_SLOTS, self._world), dtype=torch.float64)
         self._here = torch.zeros(1)
 
     def sums(self, *values: float) -> list[float]:
-        """The sum over the ranks of each of up to eight values."""
+        """The sum over the ranks of each of up to eight values, or as many as there are ranks."""
         return self._reduce(values, torch.distributed.ReduceOp.SUM)
 
     def add_up(self, numbers: torch.Tensor) -> None:
@@ -66,6 +67,10 @@ class Ranks:
     def most(self, value: float) -> float:
         """The largest value of any rank."""
         return self._reduce((value,), torch.distributed.ReduceOp.MAX)[0]
+
+    def each(self, flag: bool) -> list[bool]:
+        """The flag of each rank."""
+        return [found > 0 for found in self.sums(*(flag and rank == self._rank for rank in range(self._world)))]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

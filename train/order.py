@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Protocol
@@ -157,13 +158,23 @@ class UpdatePlan(msgspec.Struct, frozen=True):
     def ids(self) -> list[int]:
         return [key[0] for key in self.keys]
 
-    def micro_batches(self, batch: int, world_size: int, rank: int) -> list[list[Key]]:
-        """This rank's micro-batches.
+    def micro_batches(self, splits: Sequence[tuple[int, int]], rank: int) -> list[list[Key]]:
+        """This rank's micro-batches, at least one. `splits`: B and A of each rank.
 
-        All ranks get the same number; in a short last update some may be empty.
+        If all ranks have the same split, they get the same number of micro-batches. In a short last
+        update some may be empty.
         """
-        whole = batch * world_size
-        return [self.keys[start + rank * batch : start + (rank + 1) * batch] for start in range(0, len(self.keys), whole)]
+        shares = [batch * accumulation for batch, accumulation in splits]
+        even = len(set(splits)) == 1
+        # The samples are dealt in rounds, in which each rank gets some in proportion to its share.
+        unit = splits[0][1] if even else math.gcd(*shares)
+        each = [share // unit for share in shares]
+        first, whole = sum(each[:rank]), sum(each)
+        rounds = [self.keys[start + first : start + first + each[rank]] for start in range(0, len(self.keys), whole)]
+        if even:
+            return rounds
+        own, size = [key for keys in rounds for key in keys], splits[rank][0]
+        return [own[start : start + size] for start in range(0, max(1, len(own)), size)]
 
 
 def grouped(keys: Sequence[Key], lengths: Sequence[int], sizes: Sequence[int], *, balanced: bool) -> list[list[Key]]:

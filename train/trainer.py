@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import msgspec
 import torch
 
 from memtop.presets import Settings, SettingsError
-from memtop.presets.fields import LIVE
+from memtop.presets.comparison import edits_text
+from memtop.presets.fields import LIVE, SPLIT
 from memtop.presets.host_memory import HostPlan, host_plan
+from memtop.presets.schema import with_splits
 from memtop.train import BadInputError, TrainingError
 from memtop.train.agent.memory import free_cache
 from memtop.train.auto_batch import (
@@ -95,7 +98,7 @@ class Trainer:
         self._memory = memory or open_device_memory(self._accelerator.device)
         self._auto_batch = AutoBatch(self._memory, patience)
         self._search = BatchSearch(engine, samples, pad, self._guard, self._auto_batch, self._memory, channel)
-        self._largest_batch = settings.batch
+        self._largest = settings.splits
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
         on_cpu = self._accelerator.device.type == "cpu"
@@ -163,6 +166,8 @@ class Trainer:
     def _run(self, control: Control) -> str:
         self._engine.objective.train()
         if not (self.settings.auto_batch and self._use_found(self._search.find(self.settings))):
+            # On this device there is no search; a restart on another one may search.
+            self.settings = msgspec.structs.replace(self.settings, auto_batch=False)
             self._start_batches()
         self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
@@ -203,7 +208,7 @@ class Trainer:
         while (gradients := self._compute_gradients(plan)) is None:
             self._engine.drop_gradients()
             free_cache()
-            self._shrink("allocation failure")
+            self._shrink("allocation failure", here=self._guard.failed)
             # The batches start again at this update, with the smaller split.
             self._batches.next_update()
         end = plan.position + len(plan.keys)
@@ -217,7 +222,7 @@ class Trainer:
             raise TrainingError(f"{fault} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
-        if self._auto_batch.updated(self.settings.batch, pressed=gradients.pressed):
+        if self._auto_batch.updated(self._split[0], pressed=gradients.pressed):
             self._channel.report("pressure", update=plan.number, allocation_retries=self._auto_batch.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         self._report(plan, values, tokens=gradients.tokens, padding_fraction=gradients.padding, sample_digest=digest)
@@ -229,7 +234,8 @@ class Trainer:
         small all-reduce reports to every rank whether any of them failed; if so, all give up this
         attempt together.
         """
-        split = {"batch": self.settings.batch, "accumulation": self.settings.accumulation}
+        self._guard.failed = False
+        split = dict(zip(("batch", "accumulation"), self._split, strict=True))
         # The random state depends on the position alone, so a resumed or re-split run draws the
         # same numbers.
         torch.manual_seed((self.settings.seed * 1_000_003 + plan.position) * 64 + self._accelerator.process_index)
@@ -304,15 +310,28 @@ class Trainer:
             loss, rate = values["loss"], values["learning_rate"]
             print(f"update {plan.number}  loss {loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
 
-    def _shrink(self, reason: str) -> None:
-        """Continue with the next smaller micro-batch; raise the failure if there is none."""
-        split = smaller_split(self.settings)
-        if split is None:
-            self._guard.give_up(f"update {self.position.updates + 1}")
-        else:
-            self._auto_batch.failed(self.settings.batch)
+    @property
+    def _split(self) -> tuple[int, int]:
+        """B and A of this rank."""
+        return self.settings.splits[self._accelerator.process_index]
+
+    def _shrink(self, reason: str, *, here: bool) -> None:
+        """Continue with the next smaller micro-batch on those ranks where `here` is true.
+
+        Every rank keeps its samples. Raise the failure if a rank has no smaller micro-batch.
+        """
+        splits = list(self.settings.splits)
+        hit = [rank for rank, flag in enumerate(self._ranks.each(here)) if flag]
+        for rank in hit:
+            smaller = smaller_split(splits[rank])
+            if smaller is None:
+                self._guard.give_up(f"update {self.position.updates + 1}")
+            else:
+                splits[rank] = smaller
+        if hit:
+            self._auto_batch.failed(self._split[0])
             self._search.forget()
-            self._change(reason, batch=split[0], accumulation=split[1])
+            self._change_splits(reason, splits)
 
     def _adapt_batch(self) -> None:
         """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
@@ -321,24 +340,33 @@ class Trainer:
         if self._use_found(self._search.after_update(self.settings)):
             return
         if self._auto_batch.pressed:
-            if smaller_split(self.settings) is not None:
-                self._shrink("pressure")
+            self._shrink("pressure", here=self._auto_batch.pressed_here and smaller_split(self._split) is not None)
             return
-        split = larger_split(self.settings, self._largest_batch) if self._auto_batch.due else None
-        if split is None:
+        splits = self.settings.splits
+        larger = [larger_split(split, most) for split, (most, _) in zip(splits, self._largest, strict=True)]
+        if not self._auto_batch.due or not any(larger):
             return
-        # The rank with the least free memory decides for all.
-        if self._ranks.most(self._auto_batch.share(split[0])) < SAFE_FRACTION:
-            self._change("grown back", batch=split[0], accumulation=split[1])
+        own = larger[self._accelerator.process_index]
+        # Each rank decides for itself: its samples stay the same.
+        fits = self._ranks.each(own is not None and self._auto_batch.share(own[0]) < SAFE_FRACTION)
+        if any(fits):
+            found = [new if new and fit else old for old, new, fit in zip(splits, larger, fits, strict=True)]
+            self._change_splits("grown back", found)
         else:
             self._auto_batch.refused()
+
+    def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]], **more: Any) -> None:
+        after = with_splits(self.settings, splits)
+        names = SPLIT if after.rank_splits != self.settings.rank_splits else SPLIT[:2]
+        self._change(reason, **{name: getattr(after, name) for name in names}, **more)
 
     def _use_found(self, split: tuple[int, int] | None) -> bool:
         """Use a split that the search has found, now and after a restart; False without one."""
         if split is None:
             return False
-        self._largest_batch = split[0]
-        self._change("batch search", batch=split[0], accumulation=split[1], auto_batch=False)
+        splits = [split] * self.settings.world_size
+        self._largest = tuple(splits)
+        self._change_splits("batch search", splits, auto_batch=False)
         return True
 
     def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
@@ -349,8 +377,8 @@ class Trainer:
                 set_checkpointing(self._engine.model, on=after.gradient_checkpointing)
         except (SettingsError, BadInputError) as error:
             return False, str(error), {}
-        if after.batch != self.settings.batch or values.get("batch") is not None:
-            self._largest_batch = after.batch
+        if after.splits != self.settings.splits or values.get("batch") is not None:
+            self._largest = after.splits
         before, update = self.settings, self.position.updates + 1
         changes = {name: getattr(after, name) for name in LIVE if getattr(after, name) != getattr(before, name)}
         if not changes:
@@ -371,11 +399,11 @@ class Trainer:
             self._host = msgspec.structs.replace(self._host, workers=workers)
         # The cached blocks have the old split's sizes, and the peak so far is the old split's.
         self._memory.reset()
-        if changes.keys() & {"batch", "accumulation"}:
+        if changes.keys() & set(SPLIT):
             self._auto_batch.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
             self._auto_batch.changed(forget=True)
-        if changes.keys() & {"batch", "accumulation", "workers"}:
+        if changes.keys() & {*SPLIT, "workers"}:
             self._start_batches()
         update = self.position.updates + 1
         self._channel.report("settings", update=update, changes=changes, reason=reason, total_updates=self.total_updates)
@@ -408,7 +436,8 @@ class Trainer:
 
     @property
     def _evaluation_batch(self) -> int:
-        return self.settings.eval_batch or self.settings.batch
+        # The smallest batch of any rank fits on all of them.
+        return self.settings.eval_batch or min(batch for batch, _ in self.settings.splits)
 
     def save(self, *, best: bool = False, end: bool = False, commands: tuple[int, ...] = (), background: bool = False) -> None:
         """Save the state and answer the commands. All ranks call this together.
@@ -455,5 +484,4 @@ class Trainer:
 
 
 def _described(before: Settings, changes: dict[str, Any]) -> str:
-    pairs = [(name, getattr(before, name), value) for name, value in changes.items()]
-    return ", ".join(f"{name} {old} -> {value}" for name, old, value in pairs if value != old)
+    return edits_text(before, msgspec.structs.replace(before, **changes), changes)

@@ -214,7 +214,7 @@ def _cell(column: ConfigurationColumn, text: str) -> str:
 
 
 def split_words(settings: Settings | None) -> str:
-    return units.UNKNOWN if settings is None else f"{settings.batch} x {settings.accumulation} x {settings.world_size}"
+    return units.UNKNOWN if settings is None else settings.split_text
 
 
 def peak_words(peak: Peak | None) -> str:

@@ -97,7 +97,7 @@ class PresetDialog(Dialog[str]):
             "▸" if chosen else " ",
             "–" if preset.key is None else str(preset.key),
             preset.name,
-            f"{after.batch} x {after.accumulation} x {after.world_size}",
+            after.split_text,
             str(after.effective_batch),
             "is on now" if now else look.switch,
             str(after.seq_len),

@@ -22,7 +22,7 @@ from memtop.supervisor.wire import Change, RunState
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import outlook_of
-from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, restart_plan, where_it_resumes
+from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, number_text, restart_plan, where_it_resumes
 from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
 
@@ -57,7 +57,7 @@ class RestartDialog(Dialog[RestartRequest]):
                 for field in NUMBER_FIELDS:
                     with Vertical(classes="field"):
                         yield Label(field)
-                        yield Input(str(getattr(self._settings, field)), id=field, compact=True, tooltip=FIELDS[field].unit)
+                        yield Input(number_text(self._settings, field), id=field, compact=True, tooltip=FIELDS[field].unit)
                 with Vertical(classes="field"):
                     yield Label("preset")
                     options = [(name, name) for name in self._presets]
@@ -93,7 +93,7 @@ class RestartDialog(Dialog[RestartRequest]):
             after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe), self._failed())
         with self.prevent(Input.Changed):
             for field in NUMBER_FIELDS:
-                self.query_one(f"#{field}", Input).value = str(getattr(after, field))
+                self.query_one(f"#{field}", Input).value = number_text(after, field)
         self._judge()
 
     @on(Input.Submitted)

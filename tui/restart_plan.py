@@ -33,23 +33,29 @@ def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: S
     `texts` holds the text of the number fields, `preset` the selected preset, and `failed` the
     settings with which the run has run out of memory.
     """
-    numbers: dict[str, int] = {}
+    values: dict[str, str] = {}
     for field in NUMBER_FIELDS:
         text = texts[field].strip().replace(" ", "")
+        each = field == "batch" and ("," in text or "x" in text)
         # int() would accept "1_0" and digits of other scripts.
-        if not (text.isascii() and text.removeprefix("-").isdigit()):
+        if not each and not (text.isascii() and text.removeprefix("-").isdigit()):
             return _wrong(field, f"{field} {text!r}: must be a whole number")
-        numbers[field] = int(text)
+        values[field] = text if each else str(int(text))
     try:
         base = edit_settings(before, preset=preset if preset != before.preset else None, failed=failed)
-        after = edit_settings(base, assignments={name: str(value) for name, value in numbers.items()})
+        changes = {name: text for name, text in values.items() if text != number_text(base, name)}
+        after = edit_settings(base, assignments=changes)
     except SettingsError as error:
         return _wrong(error.field, str(error))
-    changes = {name: str(value) for name, value in numbers.items() if value != getattr(base, name)}
     change = Change(preset=preset if preset != before.preset else None, assignments=changes)
     found = risk(after, failed)
     warning = () if found is None else (f"! {found}",)
     return RestartPlan(change, after, None, None, (*_consequences(before, after), *warning))
+
+
+def number_text(settings: Settings, field: str) -> str:
+    """The text of a number field; of the batch, one size for each process if they differ."""
+    return settings.batch_text if field == "batch" else str(getattr(settings, field))
 
 
 def _wrong(field: str, problem: str) -> RestartPlan:

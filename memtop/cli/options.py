@@ -35,12 +35,18 @@ class _Whole(click.ParamType[int]):
 
 
 class _Batch(_Whole):
-    """A whole number, or the word `auto`."""
+    """A whole number, one for each process (`3,1` or `2x12,1x8`), or the word `auto`."""
 
-    name = "number or auto"
+    name = "number, numbers or auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:  # type: ignore[override]
-        return AUTO if value == AUTO else super().convert(value, param, ctx)
+        if value == AUTO:
+            return AUTO
+        if isinstance(value, str) and ("," in value or "x" in value):
+            for word in value.replace("x", ",").split(","):
+                super().convert(word, param, ctx)
+            return value
+        return super().convert(value, param, ctx)
 
 
 class _Seconds(click.ParamType[float]):
@@ -62,9 +68,10 @@ runs_dir_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
 detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
+_BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: of each process; auto: the largest that fits"
 _EDITS = (
     click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),
-    click.option("--batch", type=_Batch(), metavar="B|auto", help=f"{FIELDS['batch'].unit}; auto: the largest that fits"),
+    click.option("--batch", type=_Batch(), metavar="B|B,B|auto", help=_BATCH_HELP),
     click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
     click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),
     click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any other setting; repeatable"),

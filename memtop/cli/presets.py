@@ -90,7 +90,7 @@ def _base(recipe: str) -> Settings:
 
 def _describe(s: Settings) -> str:
     method = "" if s.lora is None else f", {s.method} r {s.lora.r}"
-    return f"{s.batch} x {s.accumulation} x {s.world_size} = {s.effective_batch}, T {s.seq_len}, {s.zero}{method}"
+    return f"{s.split_text} = {s.effective_batch}, T {s.seq_len}, {s.zero}{method}"
 
 
 def _row(look: Outlook) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _row(look: Outlook) -> dict[str, Any]:
 def _lines(look: Outlook) -> Iterator[str]:
     kept = look.kept
     key = "-" if look.preset.key is None else str(look.preset.key)
-    split = f"{kept.batch} x {kept.accumulation} x {kept.world_size}"
+    split = kept.split_text
     yield (
         f"{key}  {look.preset.name:<16} {split:<10} = {look.effective_text:<26} T {kept.seq_len:<5}"
         f" {kept.tokens_per_update:>6} tokens  {kept.zero.short:<16} {look.switch}; whole: {look.switch_whole}"

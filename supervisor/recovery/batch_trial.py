@@ -47,7 +47,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 def larger_splits(settings: Settings) -> list[Split]:
     """The splits with a larger micro-batch and exactly the same effective batch, the smallest
-    first."""
+    first. None if the processes have batches of their own: those are a person's choice, or the
+    result of a lack of memory."""
+    if settings.rank_splits:
+        return []
     pairs = exact_splits(settings.effective_batch, settings.world_size)
     return [Split(batch=b, accumulation=a) for b, a in reversed(pairs) if b > settings.batch]
 
@@ -102,7 +105,10 @@ def next_split(settings: Settings, forecast: ForecastOf, failed: Collection[int]
         elif len(refused) < 2:
             refused.append(reason)
     if not larger_splits(settings):
-        refused.append(f"batch {settings.batch}: it is already the whole effective batch of each process")
+        why = "it is already the whole effective batch of each process"
+        if settings.rank_splits:
+            why = "the processes have batches of their own; a larger one is yours to give"
+        refused.append(f"batch {settings.batch_text}: {why}")
     return allowed, refused
 
 
@@ -187,6 +193,8 @@ def refusal(
         return f"a trial must not change training; {describe_split(before, after)}"
     if after.batch <= before.batch:
         return None
+    if after.rank_splits:
+        return f"batch {after.batch_text}: a trial changes the batch of all processes; restart with it"
     split = Split(batch=after.batch, accumulation=after.accumulation)
     return split_refusal(before, split, forecast(after.batch), failed)
 
@@ -194,6 +202,8 @@ def refusal(
 def title_of(before: Settings, after: Settings) -> str:
     """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them.
     Empty if nothing changes."""
+    if before.rank_splits or after.rank_splits:
+        return ", ".join(changes(before, after))
     split = [
         f"{name} {getattr(before, name)} -> {getattr(after, name)}"
         for name in ("batch", "accumulation")

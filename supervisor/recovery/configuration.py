@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.fields import LIVE, differing, memory_shape, not_live
+from memtop.presets.fields import LIVE, SPLIT, differing, memory_shape, not_live
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
@@ -130,9 +130,6 @@ def _base(settings: Settings, number: int | None, rows: Sequence[Configuration])
     return replace(earlier, target_samples=settings.target_samples, epochs=settings.epochs)
 
 
-_SPLIT = ("batch", "accumulation")
-
-
 def live_values(before: Settings | None, after: Settings | None, also: Collection[str] = ()) -> dict[str, object]:
     """The values that the running program must set; UsageError, with the reason, if the change
     takes a restart.
@@ -150,6 +147,8 @@ def live_values(before: Settings | None, after: Settings | None, also: Collectio
         raise UsageError(f"{', '.join(fixed)}: {why}; restart it instead")
     if fields:
         fields += [name for name in also if name in LIVE and name not in fields]
-    if set(_SPLIT) & set(fields):
-        fields = [*_SPLIT, *(name for name in fields if name not in _SPLIT)]
+    if set(SPLIT) & set(fields):
+        # A batch without `rank_splits` is that of every process.
+        split = SPLIT if after.rank_splits else SPLIT[:2]
+        fields = [*split, *(name for name in fields if name not in SPLIT)]
     return {name: getattr(after, name) for name in fields}

@@ -13,9 +13,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memtop.presets.comparison import edits_text
 from memtop.presets.files import load_presets
 from memtop.presets.parameters import MOMENT_BYTES, TRAINED_BYTES, adapter_parameters, model_parameters, smaller_model
-from memtop.presets.schema import Preset, Settings, exact_splits
+from memtop.presets.schema import Preset, Settings, capped, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import EDGE_FROM
@@ -133,20 +134,20 @@ def smaller_split(situation: Situation) -> Rung:
     settings = situation.settings
     if settings.batch == 1:
         return "smaller batch: the micro-batch is already 1"
-    below = [split for split in exact_splits(settings.effective_batch, settings.world_size) if split[0] < settings.batch]
-    untried = [(b, a) for b, a in below if not situation.tried(replace(settings, batch=b, accumulation=a))]
+    sizes = {b for batch, accumulation in settings.splits for b, _ in exact_splits(batch * accumulation) if b < settings.batch}
+    smaller = [capped(settings, most) for most in sorted(sizes)]
+    untried = {(one.batch, one.accumulation): one for one in smaller if not situation.tried(one)}
     if not untried:
         return "smaller batch: every smaller exact split has failed before"
-    found = _first_that_fits(situation, untried)
+    found = _first_that_fits(situation, sorted(untried, reverse=True))
     if isinstance(found, str):
         return found
-    batch, accumulation = found
+    after = untried[found]
     return situation.rung(
         "smaller_batch",
-        _why_smaller(situation, batch),
-        {"batch": str(batch), "accumulation": str(accumulation)},
-        title=f"batch {settings.batch} -> {batch}, accumulation {settings.accumulation} -> {accumulation}: "
-        f"effective batch stays {settings.effective_batch}",
+        _why_smaller(situation, after.batch),
+        {"batch": after.batch_text, "accumulation": str(after.accumulation)},
+        title=f"{edits_text(settings, after, ('batch', 'accumulation'))}: effective batch stays {settings.effective_batch}",
         speed=0.9,
     )
 

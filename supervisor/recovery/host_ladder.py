@@ -201,6 +201,8 @@ def fewer_processes(situation: Situation) -> Rung:
     settings = situation.settings
     if settings.world_size == 1:
         return None
+    if settings.rank_splits:
+        return "fewer processes: each has a batch of its own, which names its GPU"
     fewer = settings.world_size // 2 if settings.world_size % 2 == 0 else 1
     accumulation = settings.accumulation * settings.world_size // fewer
     command = train_command(settings, {"accumulation": str(accumulation)}, "--gpus", f"free:{fewer}")

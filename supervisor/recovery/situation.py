@@ -233,7 +233,7 @@ def restart_command(run: str, assignments: Mapping[str, str], preset: str | None
 
 def train_command(settings: Settings, assignments: Mapping[str, str], *extra: str) -> str:
     """A new run with these settings and assignments; `NEW` stands for its name."""
-    own = {name: str(getattr(settings, name)) for name in OPTIONS}
+    own = {name: str(getattr(settings, name)) for name in OPTIONS} | {"batch": settings.batch_text}
     data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
     path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
     values = {**own, **data, **path, **assignments}

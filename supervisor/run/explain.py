@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.comparison import describe_split, risk
+from memtop.presets.comparison import describe_split, edits_text, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PHASES, Diagnosis
@@ -90,8 +90,7 @@ def decided(decision: Decision) -> str:
 def settings_text(before: Settings, after: Settings, report: SettingsChanged) -> str:
     """What the running program has changed, and why."""
     names = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
-    edits = ", ".join(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in names) or "nothing"
-    return f"{report.reason or 'changed'} at update {report.update}: {edits}"
+    return f"{report.reason or 'changed'} at update {report.update}: {edits_text(before, after, names) or 'nothing'}"
 
 
 def not_saved(end: End | None) -> str | None:
@@ -210,8 +209,8 @@ def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
     return f"; ! {found}" if found else ""
 
 
-def _split(settings: Settings) -> tuple[int, int, int]:
-    return settings.batch, settings.accumulation, settings.world_size
+def _split(settings: Settings) -> tuple[tuple[int, int], ...]:
+    return settings.splits
 
 
 def bands(machine: MachineSnapshot) -> Iterator[tuple[str, Band, str]]:

@@ -207,7 +207,8 @@ def _guarded(state: TrialState, facts: RunFacts, transition: Callable[[], Result
 
 
 def _agrees(values: dict[str, Any], settings: Settings) -> bool:
-    return all(getattr(settings, name, None) == value for name, value in values.items())
+    known = msgspec.json.decode(msgspec.json.encode(settings))
+    return all(known.get(name) == value for name, value in values.items())
 
 
 def _edited(state: TrialState, facts: RunFacts) -> TrialState:
@@ -423,7 +424,7 @@ def undo_remedy(state: TrialState, run: str) -> Remedy:
         why="The settings before the trial have trained in this run.",
         keeps_math=True,
         resumable="resumes",
-        assignments={"batch": str(state.before.batch), "accumulation": str(state.before.accumulation)},
+        assignments={"batch": state.before.batch_text, "accumulation": str(state.before.accumulation)},
         forecast_unknown="the run has trained with it",
         command=f"memtop restart {run}",
     )

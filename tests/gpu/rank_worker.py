@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from tests.train.failing import Failing, Failure, Scripted, distance, following, measured, small, splits_of
+from tests.train.failing import Failing, Failure, Scripted, distance, following, measured, rank_splits_of, small
 
 UPDATES = 16
 # In the first forward pass, and in the backward pass of the last micro-batch.
@@ -38,7 +38,7 @@ def main() -> None:
     training.run()
     seconds = time.perf_counter() - started
     assert failing.left == 0
-    calm = following(folder / "calm", training.settings, splits_of(training.channel))
+    calm = following(folder / "calm", training.settings, rank_splits_of(training.settings, training.channel))
     if rank:
         # Only the first rank gets commands.
         calm.channel.commands.clear()
@@ -46,7 +46,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "device": str(training.engine.accelerator.device),
         "seconds": seconds,
-        "splits": sorted(splits_of(training.channel).items()),
+        "splits": sorted(rank_splits_of(training.settings, training.channel).items()),
         "failures": [(report["update"], report["phase"], report["survived"]) for report in training.channel.of("oom")],
         "losses": training.losses,
         "distance": distance(training.weights(), calm.weights()),

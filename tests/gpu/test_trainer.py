@@ -190,7 +190,7 @@ def test_a_micro_batch_that_does_not_fit_shrinks_and_grows_back(
     assert splits[UPDATES] == (BATCH, 1)
     assert all(report["survived"] for report in channel.of("oom"))
 
-    calm = following(tmp_path / "calm", settings, splits)
+    calm = following(tmp_path / "calm", settings, {update: (split,) for update, split in splits.items()})
     calm.run()
     small = fresh(tmp_path / "small", edit(settings, BATCH // 2))
     small.run()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
+from memtop.presets.schema import with_splits
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.recovery.batch_trial import (
     ForecastOf,
@@ -26,6 +27,7 @@ from memtop.supervisor.recovery.batch_trial import (
     upper_bound,
     verdict,
 )
+from memtop.supervisor.recovery.configuration import configuration_key, settings_key
 from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
 from memtop.supervisor.wire import Change
 
@@ -163,3 +165,21 @@ def test_the_first_proposal_that_can_be_tried_is() -> None:
         proposed(replace(advice, proposals=(typed, asks)))
     with pytest.raises(MemtopError, match="not been measured for long enough"):
         proposed(None)
+
+
+def test_no_larger_batch_is_tried_where_processes_have_their_own() -> None:
+    uneven = with_splits(replace(FIRST, world_size=2), [(3, 4), (1, 4)])
+    allowed, refused = next_split(uneven, lambda batch: None)
+    assert allowed is None
+    assert refused == ["batch 3,1: the processes have batches of their own; a larger one is yours to give"]
+    even = replace(FIRST, batch=2, accumulation=4, world_size=2)
+    why = refusal(even, uneven, lambda batch: None, ())
+    assert why == "batch 3,1: a trial changes the batch of all processes; restart with it"
+    assert title_of(uneven, even) == "split 3+1 x 4 -> 2 x 4 x 2"
+
+
+def test_peaks_of_processes_with_batches_of_their_own_have_a_line_of_their_own() -> None:
+    even, uneven = (with_splits(replace(FIRST, world_size=2), splits) for splits in ([(2, 4)] * 2, [(3, 4), (1, 4)]))
+    later = with_splits(uneven, [(3, 8), (1, 8)])
+    assert settings_key(even) != settings_key(uneven) == settings_key(later)
+    assert configuration_key(even) != configuration_key(uneven) == configuration_key(later)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from memtop.presets.schema import Lora, Zero
+from memtop.presets.schema import Lora, Zero, with_splits
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.configuration import applied
 from memtop.supervisor.recovery.remedies import remedies
-from memtop.supervisor.recovery.situation import HostFacts, situation_of
+from memtop.supervisor.recovery.situation import HostFacts, situation_of, train_command
 from tests.recovery.support import (
     CARD,
     GIB,
@@ -52,6 +52,16 @@ def test_the_allocators_own_options_stay() -> None:
         found = climb(T5_OOM, replace(T5, **where), allocator="" if where else "max_split_size_mb:128,expandable_segments:True")
         assert "allocator" not in ids(found)
         assert why_not(found, "expandable_segments is already set in").endswith("the settings" if where else "the environment")
+
+
+def test_a_smaller_batch_leaves_each_process_its_share() -> None:
+    uneven = with_splits(replace(T5, world_size=2), [(6, 4), (2, 4)])
+    found = named(climb(T5_OOM, uneven), "smaller_batch")
+    assert found.assignments == {"batch": "3x8,2x4", "accumulation": "8"}
+    assert found.title == "split 6+2 x 4 -> 3 x 8 + 2 x 4: effective batch stays 32"
+    assert found.command == "memtop restart RUN --batch 3x8,2x4 --accum 8"
+    assert applied(uneven, found).splits == ((3, 8), (2, 4))
+    assert "--batch 6,2 --accum 4" in train_command(uneven, {})
 
 
 def test_the_allocator_comes_later_without_fragmentation() -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from memtop.presets.schema import Zero
+from memtop.presets.schema import Zero, with_splits
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.advice import table
 from memtop.supervisor.recovery.configuration import applied
@@ -87,6 +87,13 @@ def test_levels_one_after_the_other() -> None:
     last = climb(KILLED, replace(GPU_RUN, host_level="extreme", workers=0, pin_memory=False, world_size=1))
     assert ids(last) == ["swap"]
     assert len(last.left_out) == 4
+
+
+def test_processes_with_batches_of_their_own_are_not_halved() -> None:
+    uneven = with_splits(replace(GPU_RUN, world_size=2), [(3, 2), (1, 2)])
+    found = climb(KILLED, uneven)
+    assert "processes" not in ids(found)
+    assert why_not(found, "fewer processes") == "fewer processes: each has a batch of its own, which names its GPU"
 
 
 def test_half_the_processes_keep_the_effective_batch() -> None:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from memtop.train import batches, checkpoint, engine, run
 from memtop.train.exchange import RING, GradientSum, plan_buckets
 from tests.train import support
-from tests.train.failing import TOO_MUCH, Scripted, following, fresh, measured, small, splits_of
+from tests.train.failing import TOO_MUCH, Scripted, following, fresh, measured, rank_splits_of, small
 from tests.train.support import Training
 from tests.train.survive_worker import outcome_of
 from tests.train.test_survive import tensors
@@ -355,7 +355,7 @@ def main() -> None:
     check_parts(rank)
     overflow = overflowing(folder / "overflow", rank)
     training, counts = placed(folder, rank)
-    calm = following(folder / "calm", training.settings, splits_of(training.channel))
+    calm = following(folder / "calm", training.settings, rank_splits_of(training.settings, training.channel))
     if rank:
         # Only the first rank gets commands.
         calm.channel.commands.clear()

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 import torch
+from accelerate import PartialState
 
 from memtop.presets import Settings
+from memtop.presets.schema import with_splits
 from memtop.train.trainer import Trainer
 from tests.train.support import TINY, Recorder, Training
 
@@ -55,7 +57,8 @@ class Failing:
     def _forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        update, accumulation = self._trainer.position.updates + 1, self._trainer.settings.accumulation
+        update, splits = self._trainer.position.updates + 1, self._trainer.settings.splits
+        accumulation = splits[PartialState().process_index][1]
         self._micro = self._micro + 1 if update == self._update else 0
         self._update = update
         failure = self._waiting.get(update)
@@ -90,7 +93,7 @@ class Scripted:
 
     def peak_bytes(self) -> int | None:
         assert self.trainer is not None
-        return 100 + 10 * self.trainer.settings.batch
+        return 100 + 10 * self.trainer.settings.splits[PartialState().process_index][0]
 
     def held_bytes(self) -> int | None:
         return 100
@@ -105,6 +108,29 @@ class Scripted:
 
     def reset(self) -> None:
         """Do nothing: the peak depends only on the batch."""
+
+
+class Filled(Scripted):
+    """Device memory whose peak grows with the largest micro-batch since the last reset."""
+
+    largest = 0
+
+    def follow(self, training: Training, *, fails_from: int) -> None:
+        """Measure this training. Micro-batches from `fails_from` on do not fit."""
+
+        def filled(module: torch.nn.Module, args: Any, values: Any) -> None:
+            self.largest = max(self.largest, len(values["input_ids"]))
+            if self.largest >= fails_from:
+                torch.empty(TOO_MUCH)
+
+        self.trainer = training.trainer
+        training.model.register_forward_pre_hook(filled, with_kwargs=True)
+
+    def peak_bytes(self) -> int | None:
+        return 100 + 10 * self.largest
+
+    def reset(self) -> None:
+        self.largest = 0
 
 
 DROPOUT = {"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
@@ -136,14 +162,26 @@ def splits_of(channel: Recorder) -> dict[int, tuple[int, int]]:
     return {step["update"]: (step["batch"], step["accumulation"]) for step in channel.of("step")}
 
 
-def following(folder: Path, settings: Settings, splits: dict[int, tuple[int, int]]) -> Training:
-    """A training that changes to these splits by commands, each before its update."""
+def rank_splits_of(settings: Settings, channel: Recorder) -> dict[int, tuple[tuple[int, int], ...]]:
+    """The split of each update on each rank."""
+    changed = {report["update"]: report["changes"] for report in channel.of("settings")}
+    found = {}
+    for step in channel.of("step"):
+        settings = msgspec.structs.replace(settings, **changed.get(step["update"], {}))
+        found[step["update"]] = settings.splits
+    return found
+
+
+def following(folder: Path, settings: Settings, splits: dict[int, tuple[tuple[int, int], ...]]) -> Training:
+    """A training that changes to these splits of the ranks by commands, each before its update."""
     now = splits[1]
-    training = fresh(folder, msgspec.structs.replace(settings, batch=now[0], accumulation=now[1]))
+    training = fresh(folder, with_splits(settings, now))
     for update, split in splits.items():
         if split != now:
             now = split
-            training.channel.commands[update - 1] = [(update, "change", {"batch": now[0], "accumulation": now[1]})]
+            after = with_splits(settings, now)
+            values = {"batch": after.batch_text, "accumulation": after.accumulation}
+            training.channel.commands[update - 1] = [(update, "change", values)]
     return training
 
 

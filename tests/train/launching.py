@@ -1,5 +1,4 @@
-"""Starts trainings as memtop does: one process, torchrun, or accelerate with DeepSpeed on the
-CPU. Starts workers of two ranks."""
+"""Starts trainings as memtop does: one process, or torchrun. Starts workers of two ranks."""
 
 from __future__ import annotations
 

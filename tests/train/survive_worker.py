@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 
+from memtop.presets import Settings
+from memtop.presets.schema import with_splits
 from memtop.train import TrainingError
-from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, small, splits_of
+from tests.train.failing import Failing, Failure, Filled, Scripted, drawn, following, fresh, measured, rank_splits_of, small
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out
 
@@ -54,7 +58,7 @@ def outcome_of(training: Training) -> dict[str, Any]:
     return {
         "losses": training.losses,
         "digests": training.digests,
-        "splits": sorted(splits_of(training.channel).items()),
+        "splits": sorted(rank_splits_of(training.settings, training.channel).items()),
         "oom": [(record["update"], record["phase"], record["survived"]) for record in training.channel.of("oom")],
         "settings": [(r["update"], r["changes"], r["reason"]) for r in training.channel.of("settings")],
         "answers": training.channel.answers,
@@ -64,40 +68,79 @@ def outcome_of(training: Training) -> dict[str, Any]:
 
 
 def one_rank_is_full(folder: Path, rank: int) -> Training:
-    """Both ranks shrink; only one of them has the memory to grow back."""
+    """Both ranks shrink; only the second one has the memory to grow back."""
     settings = small(dropout=0.1, batch=8, accumulation=1, world_size=2, target_samples=16 * 12)
     training = measured(folder, settings, Scripted(limit=1_000_000 if rank else 200), patience=2)
-    Failing(training, [Failure(2, 0.0, False)] if rank else [])
+    Failing(training, [Failure(2, 0.0, False)])
     training.run()
     return training
 
 
-class Filled(Scripted):
-    """Device memory whose peak grows with the largest micro-batch since the last reset."""
+def pressed(folder: Path, rank: int) -> Training:
+    """The allocator of the second rank has to free its cache in two updates."""
+    settings = small(dropout=0.1, batch=8, accumulation=1, world_size=2, target_samples=16 * 5)
+    training = measured(folder, settings, Scripted(retrying={2, 3} if rank else ()), patience=100)
+    training.run()
+    return training
 
-    largest = 0
 
-    def peak_bytes(self) -> int | None:
-        return 100 + 10 * self.largest
+VECTORS = {
+    "2,2": ((2, 3), (2, 3)),
+    "3,1": ((3, 3), (1, 3)),
+    "1,3": ((1, 3), (3, 3)),
+    "1x9,3x1": ((1, 9), (3, 1)),
+    "6,6": ((6, 1), (6, 1)),
+}
+STOP_AFTER = 2
 
-    def reset(self) -> None:
-        self.largest = 0
+
+def shared_unevenly(folder: Path, rank: int) -> dict[str, Any]:
+    """The same training with several splits, and one that changes its split at restarts; the
+    samples are not a multiple of the effective batch.
+
+    The gradients of each update are saved by the first rank.
+    """
+    settings = small(dropout=0.0, world_size=2, target_samples=12 * 5 + 2, packing=False)
+    found = {name: uneven(folder / name, with_splits(settings, splits), rank) for name, splits in VECTORS.items()}
+    parts = []
+    for name in ("3,1", "1x9,3x1", "2,2"):
+        parts.append(uneven(folder / "restarted", with_splits(settings, VECTORS[name]), rank, stop=name != "2,2"))
+    found["restarted"] = {"digests": [digest for part in parts for digest in part["digests"]]}
+    padded = msgspec.structs.replace(settings, packing=True)
+    found["padded"] = uneven(folder / "padded", with_splits(padded, VECTORS["1x9,3x1"]), rank)
+    return found
+
+
+def uneven(folder: Path, settings: Settings, rank: int, *, stop: bool = False) -> dict[str, Any]:
+    training = fresh(folder, settings)
+    gradients: list[torch.Tensor] = []
+    passes: list[int] = []
+
+    def note(*_: Any) -> None:
+        gradients.append(torch.cat([p.grad.double().flatten() for p in training.model.parameters() if p.grad is not None]))
+
+    training.optimizer.register_step_pre_hook(note)
+    training.model.register_forward_pre_hook(lambda *_: passes.append(training.trainer.position.updates))
+    if stop and rank == 0:
+        training.channel.commands[STOP_AFTER] = [(1, "stop", {})]
+    begin = training.trainer.position.updates
+    training.run()
+    if rank == 0:
+        before = torch.load(folder / "gradients.pt") if begin else []
+        torch.save([*before, *gradients], folder / "gradients.pt")
+    return {"digests": training.digests, "passes": [passes.count(update) for update in range(begin, begin + len(gradients))]}
 
 
 def searched(folder: Path, rank: int) -> Training:
     """`--batch auto`: everything fits on the second rank, batch 4 on the first, and its memory runs
     out at batch 8.
     """
+    # What a search remembers.
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     settings = small(dropout=0.1, batch=2, accumulation=8, world_size=2, target_samples=32 * 3, auto_batch=True, packing=False)
     gauge = Filled(limit=1_000_000 if rank else 100_000)
     training = measured(folder, settings, gauge, patience=100)
-
-    def filled(module: torch.nn.Module, args: Any, values: Any) -> None:
-        gauge.largest = max(gauge.largest, len(values["input_ids"]))
-        if rank == 0 and gauge.largest >= 8:
-            torch.empty(2**46)
-
-    training.model.register_forward_pre_hook(filled, with_kwargs=True)
+    gauge.follow(training, fails_from=1_000 if rank else 8)
     training.run()
     return training
 
@@ -187,7 +230,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     first = disturbed(folder / "disturbed", 0.1, FAILURES, UPDATES)
     found["disturbed"] = outcome_of(first)
-    calm = following(folder / "calm", first.settings, splits_of(first.channel))
+    calm = following(folder / "calm", first.settings, rank_splits_of(first.settings, first.channel))
     if rank:
         # Only the first rank gets commands.
         calm.channel.commands.clear()
@@ -199,6 +242,8 @@ def main() -> None:
         if rank == 0:
             torch.save(training.weights(), folder / f"{name}.pt")
     found["full"] = outcome_of(one_rank_is_full(folder / "full", rank))
+    found["pressed"] = outcome_of(pressed(folder / "pressed", rank))
+    found["uneven"] = shared_unevenly(folder / "uneven", rank)
     training = searched(folder / "searched", rank)
     found["searched"] = {**outcome_of(training), "searches": training.channel.of("batch_search")}
     found["evaluated"] = outcome_of(evaluated(folder / "evaluated", rank))

@@ -178,6 +178,14 @@ def test_the_training_is_the_one_with_the_found_batch(tmp_path: Path, card: Card
         assert torch.equal(training.weights()[name], weight), name
 
 
+def test_a_buffer_that_passes_change_is_restored(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of())
+    training.model.register_buffer("passes", torch.zeros(1))
+    training.model.register_forward_pre_hook(lambda module, args: module.passes.add_(1) and None)
+    training.run()
+    assert float(training.model.passes) == 2 * 6
+
+
 def test_the_person_sees_what_was_tried(tmp_path: Path, card: Card, capsys: pytest.CaptureFixture[str]) -> None:
     training = on_card(tmp_path, card, settings_of())
     training.run()
@@ -307,9 +315,27 @@ def test_an_edit_ends_the_checks(tmp_path: Path, card: Card) -> None:
 
 def test_where_memory_cannot_be_measured_the_given_batch_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = fresh(tmp_path, settings_of())
+    training.channel.commands[1] = [(1, "change", {"eval_batch": 2})]
     training.run()
+    assert [(ok, text) for _, ok, text in training.channel.answers] == [(True, "from update 2 on: eval_batch 0 -> 2")]
     assert set(splits_of(training.channel).values()) == {(4, 12)}
     text = "batch auto: not available: the memory of this device cannot be measured; training with 4 x 12"
     assert [warning["message"] for warning in training.channel.of("warning")] == [text]
     assert f"memtop: {text}\n" in capsys.readouterr().out
-    assert training.channel.of("settings") == []
+    assert [change["changes"] for change in training.channel.of("settings")] == [{"eval_batch": 2}]
+
+
+def test_a_restart_searches_again_if_asked_and_keeps_its_samples(tmp_path: Path, card: Card) -> None:
+    settings = settings_of(target_samples=48 * 4, save_every=2)
+    first = on_card(tmp_path, card, msgspec.structs.replace(settings, target_samples=96, auto_batch=False))
+    moments = bytes_of_first_step(first.optimizer)
+    first.run()
+    resumed = on_card(tmp_path, card, settings)
+    card.held = HELD + moments
+    assert bytes_of_first_step(resumed.optimizer) == 0, "the moments were saved"
+    resumed.run()
+    assert splits_of(resumed.channel) == {3: (8, 6), 4: (8, 6)}
+    assert resumed.channel.of("settings")[0]["update"] == 3
+    whole = on_card(tmp_path / "whole", card, msgspec.structs.replace(settings, auto_batch=False))
+    whole.run()
+    assert resumed.digests == whole.digests[2:]

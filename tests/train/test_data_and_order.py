@@ -20,7 +20,7 @@ from memtop.train.data.samples import PackedText, collate
 from memtop.train.data.tokens import BEGIN, END, PAD, VOCABULARY, ByteTokens, TokenStore
 from memtop.train.objective import IGNORED, counted_positions
 from memtop.train.optimizers import learning_rate
-from memtop.train.order import SampleOrder, Table, plan_updates, sample_digest
+from memtop.train.order import Key, SampleOrder, Table, plan_updates, sample_digest
 from memtop.train.state_files import Cut
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -90,12 +90,37 @@ def test_every_split_sees_the_same_samples_per_update(split: tuple[int, int, int
     plans = list(plan_updates(rows(21, 5), updates=0, position=0, target=43, effective_batch=8))
     assert [len(plan.keys) for plan in plans] == [8, 8, 8, 8, 8, 3]
     for plan in plans:
-        per_rank = [plan.micro_batches(batch, world, rank) for rank in range(world)]
+        per_rank = [plan.micro_batches([(batch, accumulation)] * world, rank) for rank in range(world)]
         assert len({len(mine) for mine in per_rank}) == 1, "all ranks must have the same number of steps"
         assert len(per_rank[0]) <= accumulation
         assert all(len(keys) <= batch for mine in per_rank for keys in mine)
         assert sorted(key for mine in per_rank for keys in mine for key in keys) == sorted(plan.keys)
     assert [i for plan in plans for i in plan.ids] == ids(rows(21, 5), 0, 43)
+
+
+@pytest.mark.parametrize("splits", [((3, 2), (1, 2)), ((1, 6), (1, 2)), ((2, 2), (1, 4)), ((1, 1), (5, 1), (2, 1))])
+def test_ranks_with_splits_of_their_own_share_each_update(splits: tuple[tuple[int, int], ...]) -> None:
+    whole = sum(b * a for b, a in splits)
+    plans = list(plan_updates(rows(21, 5), updates=0, position=0, target=43, effective_batch=whole))
+    for plan in plans:
+        per_rank = [plan.micro_batches(splits, rank) for rank in range(len(splits))]
+        for mine, (batch, accumulation) in zip(per_rank, splits, strict=True):
+            assert 1 <= len(mine) <= accumulation
+            assert all(len(keys) <= batch for keys in mine)
+            if len(plan.keys) == whole:
+                assert [len(keys) for keys in mine] == [batch] * accumulation
+        assert sorted(key for mine in per_rank for keys in mine for key in keys) == sorted(plan.keys)
+    assert [i for plan in plans for i in plan.ids] == ids(rows(21, 5), 0, 43)
+
+
+def test_a_smaller_micro_batch_leaves_each_rank_its_samples() -> None:
+    (plan,) = plan_updates(rows(21, 5), updates=0, position=0, target=16, effective_batch=16)
+
+    def of(*splits: tuple[int, int]) -> list[list[Key]]:
+        return [[key for keys in plan.micro_batches(splits, rank) for key in keys] for rank in range(len(splits))]
+
+    assert of((3, 4), (1, 4)) == of((1, 12), (1, 4)) == of((6, 2), (4, 1))
+    assert of((2, 4), (1, 8)) == of((4, 2), (8, 1))
 
 
 def test_a_resumed_run_plans_the_rest_of_the_same_updates() -> None:

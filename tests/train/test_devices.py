@@ -49,7 +49,6 @@ print(json.dumps([str(device) for device in (accelerator.device, accelerator.sta
 
 
 LAUNCHED = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
@@ -57,7 +56,7 @@ LAUNCHED = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-"""What `accelerate launch` sets for one process under DeepSpeed."""
+"""What torchrun sets for one process."""
 
 
 def opened(folder: Path, **changes: Any) -> list[str]:

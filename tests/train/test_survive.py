@@ -33,7 +33,7 @@ from tests.train.failing import (
     small,
     splits_of,
 )
-from tests.train.support import Training, edited
+from tests.train.support import Training
 from tests.train.test_evaluation import held_out
 
 UPDATES, FAILURES = (200, 30) if LONG else (100, 15)
@@ -64,7 +64,7 @@ def test_many_failures_end_with_the_weights_of_a_run_with_the_same_splits(tmp_pa
     assert {record["phase"] for record in training.channel.of("oom")} == {"forward", "backward"}
     splits = splits_of(training.channel)
     assert len(set(splits.values())) >= 3, "otherwise this test proves little"
-    calm = following(tmp_path / "calm", training.settings, splits)
+    calm = following(tmp_path / "calm", training.settings, {update: (split,) for update, split in splits.items()})
     calm.run()
     assert splits_of(calm.channel) == splits
     assert calm.losses == training.losses
@@ -256,18 +256,14 @@ def test_an_evaluation_that_fits_at_no_batch_ends_the_training(tmp_path: Path) -
     [(8, 4, (4, 8)), (6, 2, (3, 4)), (7, 3, (3, 7)), (5, 1, (1, 5)), (1, 9, None), (9, 1, (3, 3))],
 )
 def test_the_next_smaller_split_keeps_the_effective_batch(batch: int, accumulation: int, smaller: object) -> None:
-    settings = edited(batch=batch, accumulation=accumulation)
-    assert smaller_split(settings) == smaller
-    wide = edited(batch=batch, accumulation=accumulation, world_size=3)
-    assert smaller_split(wide) == smaller
+    assert smaller_split((batch, accumulation)) == smaller
 
 
 def test_the_next_larger_split_never_exceeds_the_request() -> None:
-    settings = edited(batch=2, accumulation=12)
-    assert larger_split(settings, 24) == (3, 8)
-    assert larger_split(settings, 3) == (3, 8)
-    assert larger_split(settings, 2) is None
-    assert larger_split(edited(batch=3, accumulation=4), 5) == (4, 3)
+    assert larger_split((2, 12), 24) == (3, 8)
+    assert larger_split((2, 12), 3) == (3, 8)
+    assert larger_split((2, 12), 2) is None
+    assert larger_split((3, 4), 5) == (4, 3)
 
 
 class OutOfMemoryError(RuntimeError):

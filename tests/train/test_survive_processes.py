@@ -38,10 +38,13 @@ def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) ->
     assert min(len(first["oom"]), len(second["oom"])) > FAILURES / 4, "both of them fail"
     assert all(survived for _, _, survived in failures)
     assert {phase for _, phase, _ in failures} == {"forward", "backward"}
-    # A rank without a failure of its own shrinks as well.
+    # Each rank knows the split of all.
     for name in ("weights", "losses", "digests", "splits", "settings"):
         assert first[name] == second[name], name
-    assert len({tuple(split) for _, split in first["splits"]}) >= 3
+    changes = [(before, after) for (_, before), (_, after) in zip(first["splits"], first["splits"][1:], strict=False)]
+    alone = [sum(old != new for old, new in zip(before, after, strict=True)) for before, after in changes]
+    assert alone.count(1) > FAILURES, "a rank shrinks and grows alone"
+    assert len({json.dumps(split) for _, split in first["splits"]}) >= 3
 
 
 def test_two_ranks_end_like_a_run_with_the_same_splits(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -61,16 +64,43 @@ def test_two_ranks_without_dropout_end_like_the_undisturbed_run_up_to_rounding(
     assert distance(disturbed, undisturbed) < 1e-5
 
 
-def test_the_fullest_rank_decides_whether_the_batch_grows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_each_rank_grows_back_when_it_has_the_memory(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for result in ranks[1]:
-        assert result["full"]["settings"] == [[2, {"batch": 4, "accumulation": 2}, "allocation failure"]]
+        assert result["full"]["settings"] == [
+            [2, {"batch": 4, "accumulation": 2}, "allocation failure"],
+            [4, {"batch": 8, "accumulation": 2, "rank_splits": [[4, 2], [8, 1]]}, "grown back"],
+        ]
+
+
+def test_pressure_on_one_rank_makes_its_micro_batch_smaller(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for result in ranks[1]:
+        changes = {"batch": 8, "accumulation": 2, "rank_splits": [[8, 1], [4, 2]]}
+        assert result["pressed"]["settings"] == [[4, changes, "pressure"]]
+
+
+def test_splits_of_their_own_change_neither_samples_nor_gradients(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, both = ranks
+    found = {name: torch.load(folder / "uneven" / name / "gradients.pt") for name in both[0]["uneven"]}
+    even, digests = found["2,2"], both[0]["uneven"]["2,2"]["digests"]
+    assert len(even) == len(digests) == 6
+    for name, gradients in found.items():
+        assert [result["uneven"][name]["digests"] for result in both] == [digests, digests], name
+        assert len(gradients) == len(even), name
+        for one, other in zip(gradients, even, strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-6, name
+
+
+def test_each_rank_runs_its_own_number_of_micro_batches(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    passes = {name: [result["uneven"][name]["passes"] for result in ranks[1]] for name in ("3,1", "1x9,3x1", "padded")}
+    assert passes["3,1"] == [[3] * 5 + [1]] * 2, "in the short update, too, each rank runs one"
+    assert passes["1x9,3x1"] == passes["padded"] == [[9] * 5 + [2], [1] * 6]
 
 
 def test_the_fullest_rank_decides_which_batch_is_found(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (result["searched"] for result in ranks[1])
     for name in ("weights", "losses", "digests", "splits", "settings"):
         assert first[name] == second[name], name
-    assert {tuple(split) for _, split in first["splits"]} == {(4, 4)}
+    assert all(split == [[4, 4], [4, 4]] for _, split in first["splits"])
     shares = []
     for found in (first, second):
         (search,) = found["searches"]
@@ -109,7 +139,7 @@ def test_no_rank_waits_for_one_without_memory_for_missing_gradients(ranks: tuple
     first, second = (result["gaps"] for result in ranks[1])
     assert first["oom"] == []
     assert second["oom"] == [[2, "backward", True], [2, "backward", True]]
-    assert [batch for _, (batch, _) in first["splits"]] == [4, 1, 1, 1]
+    assert [split for _, split in first["splits"]] == [[[4, 1], [4, 1]], *[[[4, 1], [1, 4]]] * 3]
     for name in ("weights", "losses", "digests", "splits", "settings"):
         assert first[name] == second[name], name
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from memtop.presets.schema import Zero
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.zero import zero_config
 from tests.forking import run
 from tests.train.launching import ROOT, environment
@@ -93,3 +94,30 @@ def test_deepspeed_finds_the_free_memory_of_a_gpu_that_is_chosen_by_uuid() -> No
     done = run(command, imported=("deepspeed",), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout.splitlines()[-1]) == 3 << 30
+
+
+OTHER_DEFAULTS = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+gpu_ids: '5'
+deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}
+num_machines: 1
+num_processes: 3
+use_cpu: false
+"""
+SHOWS = """
+import json, os
+print(json.dumps({name: value for name, value in os.environ.items() if name in NAMES or name.startswith("ACCELERATE_")}))
+"""
+
+
+def test_the_users_defaults_for_accelerate_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate/default_config.yaml").write_text(OTHER_DEFAULTS)
+    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE")
+    (tmp_path / "rank.py").write_text(SHOWS.replace("NAMES", repr(names)))
+    surroundings = environment() | {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-8c1e"}
+    command = [sys.executable, *launcher(edited(zero=Zero(stage=2))), str(tmp_path / "rank.py")]
+    done = run(command, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == dict(zip(names, ("GPU-8c1e", "0", "1"), strict=True))

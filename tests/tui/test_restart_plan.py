@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Zero
 from memtop.supervisor.wire import Change, Checkpoint
-from memtop.tui.restart_plan import restart_plan, where_it_resumes
+from memtop.tui.restart_plan import number_text, restart_plan, where_it_resumes
 from tests.tui.support import NOW, SETTINGS, run_state
 
 SAME = {"batch": "8", "accumulation": "4", "seq_len": "128"}
@@ -25,6 +25,19 @@ def test_an_exact_split_leaves_training_unchanged() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "standard")
     assert plan.change == Change(assignments={"batch": "4", "accumulation": "8"})
     assert plan.lines == ("effective batch 32 -> 32: training is unchanged",)
+
+
+def test_each_process_may_have_its_own_batch_and_keeps_it() -> None:
+    two = replace(SETTINGS, world_size=2)
+    plan = restart_plan(two, {**SAME, "batch": "12, 4"}, "standard")
+    assert plan.change == Change(assignments={"batch": "12,4"})
+    assert plan.after is not None
+    assert plan.after.rank_splits == ((12, 4), (4, 4))
+    shown = {field: number_text(plan.after, field) for field in SAME}
+    assert shown == {**SAME, "batch": "12,4"}
+    again = restart_plan(plan.after, shown, "standard")
+    assert (again.change, again.after) == (Change(), plan.after)
+    assert restart_plan(SETTINGS, {**SAME, "batch": "3,1"}, "standard").wrong_field == "batch"
 
 
 def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:

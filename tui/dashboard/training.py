@@ -101,7 +101,7 @@ def _settings_words(run: RunState, wide: bool) -> Line:
     settings = run.settings
     if settings is None:
         return fact("", PurePath(run.command[0]).name) if run.command and wide else ()
-    arithmetic = f"{settings.batch} x {settings.accumulation} x {settings.world_size} = {settings.effective_batch}"
+    arithmetic = f"{settings.split_text} = {settings.effective_batch}"
     parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
     return join([fact("preset", settings.preset), *parts] if wide else parts)
 

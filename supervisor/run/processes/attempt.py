@@ -373,16 +373,11 @@ def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | 
 
 
 def launcher(settings: Settings) -> tuple[str, ...]:
-    """The launcher module and its arguments, for this strategy and number of processes."""
-    if settings.zero.stage:
-        # The trainer writes the DeepSpeed configuration, because it knows the model's width:
-        # attempts/NNNN/deepspeed.json.
-        processes = ("--num_processes", str(settings.world_size), "--num_machines", "1")
-        # Port 0 means any free port, so that several runs can share a machine.
-        rest = ("--dynamo_backend", "no", "--mixed_precision", "no", "--main_process_port", "0")
-        return ("-m", "accelerate.commands.launch", "--use_deepspeed", *processes, *rest)
-    if settings.world_size == 1:
+    """The launcher module and its arguments, for this strategy and number of processes.
+
+    It is torchrun also under ZeRO: `accelerate launch` reads the user's own configuration file,
+    which may name other GPUs or DeepSpeed settings.
+    """
+    if settings.world_size == 1 and not settings.zero.stage:
         return ()
-    # Use torchrun, which `accelerate launch` also starts for several GPUs. accelerate has no plain
-    # CPU ranks.
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))

@@ -90,8 +90,8 @@ def allocator_environment(wanted: str, inherited: Mapping[str, str]) -> dict[str
 def threads_environment(processes: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """The number of threads for each of these training processes. The user's choice comes first.
 
-    `accelerate launch` and torchrun would give each process one thread. The optimizer's step on
-    offloaded tensors then takes many times longer. A single process would get a thread for every
+    torchrun would give each of several processes one thread. The optimizer's step on offloaded
+    tensors then takes many times longer. A single process would get a thread for every
     core of the machine, more than a container may use.
     """
     if inherited.get("OMP_NUM_THREADS") or inherited.get("MKL_NUM_THREADS"):
