@@ -8,6 +8,7 @@ the all-reduces, and allocates nothing for that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -75,6 +76,7 @@ class Engine(Protocol):
 
     def step(self, rate: float) -> torch.Tensor | float | None:
         """Do one optimizer step over the sum of all ranks' gradients; return its norm, if known.
+        It is inf or nan if a gradient is.
 
         The norm stays on the device: reading it would wait for the step.
         """
@@ -96,6 +98,16 @@ class Engine(Protocol):
 
     def set_loss_scale(self, saved: LossScale) -> None:
         """Continue with a saved scale; does nothing without fp16."""
+
+
+def fault_of(engine: Engine, loss: float, norm: float | None) -> str | None:
+    """What is not finite after an update, so that its weights must not be saved; else None."""
+    if not math.isfinite(loss):
+        return f"loss is {loss}"
+    if norm is None or math.isfinite(norm) or engine.loss_scale() is not None:
+        # With a scale for fp16 losses, an overflow leaves out the step.
+        return None
+    return f"gradient norm is {norm}"
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -151,6 +163,10 @@ class PlainEngine:
         norm: torch.Tensor | None = None
         if self._settings.clip_norm > 0:
             norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self._settings.clip_norm)
+        elif self.accelerator.scaler is None:
+            # Shows whether the gradients are finite. A scaler looks itself.
+            gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
         for group in self.bare_optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()

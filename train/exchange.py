@@ -21,6 +21,7 @@ BUCKET_BYTES = 16 << 20
 RING = 2
 """Buckets in memory: so many all-reduces of small gradients run at one time."""
 _SLOTS = 8
+_ALIGNMENT = 512
 
 Value = TypeVar("Value")
 _Contents = tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]
@@ -181,6 +182,8 @@ class GradientSum:
             for number in bucket.numbers:
                 self._buckets_of[number].append(at)
         size = max((bucket.size_bytes for bucket in self._plan), default=0)
+        # The second row begins at an address that every dtype and every fast kernel takes.
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
         ring = torch.zeros(min(RING, len(self._plan)), size, dtype=torch.uint8, device=accelerator.device)
         self._ring = deque(ring.unbind())
         self._holders = torch.zeros(2, len(self._parameters), dtype=torch.int64)

@@ -67,7 +67,18 @@ class Objective(torch.nn.Module):
         if free is not None and not self._has_own_gradient:
             # The logits in 32 bits and their softmax exist too, and for autograd their gradients.
             free //= 8
+        elif free is not None:
+            free = max(0, free - self._gradient_bytes(like))
         return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like))
+
+    def _gradient_bytes(self, like: torch.Tensor) -> int:
+        """What the fp32 gradient of the head's weight takes beside the logits."""
+        weight: Any = self.head.weight
+        if not weight.requires_grad:
+            return 0
+        # Otherwise a product exists beside the sum of the products before.
+        in_place = _HAS_FP32_PRODUCTS or _compute_dtype(like) not in _16_BITS
+        return (4 if in_place else 8) * int(getattr(weight, "ds_numel", weight.numel()))
 
     def forward(
         self,
@@ -294,12 +305,13 @@ class _LossInPieces(torch.autograd.Function):
                 total += (losses * counted).sum()
                 scale = scale * counted
                 if hidden_gradient is not None:
-                    torch.mul(gradient @ matrix, scale, out=hidden_gradient[part])
+                    torch.mul(_product(gradient, matrix), scale, out=hidden_gradient[part])
                 if need_weight:
-                    weight_gradient = _add_product(weight_gradient, gradient.T, (piece * scale).to(kind))
+                    weight_gradient = _product(gradient.T, (piece * scale).to(kind), weight_gradient)
                 if need_bias:
-                    found = (gradient.float().T @ scale).squeeze(1)
-                    bias_gradient = found if bias_gradient is None else bias_gradient.add_(found)
+                    # The factors are exact in 16 bits.
+                    bias_gradient = _product(gradient.T, scale.to(kind), bias_gradient)
+        bias_gradient = None if bias_gradient is None else bias_gradient.squeeze(1)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -334,16 +346,22 @@ def _gradient(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
     return losses, logits, 1 / larger
 
 
-def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two matrices, added to the fp32 total."""
+def _product(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """The product of two matrices, added to the fp32 total if there is one.
+
+    In fp32, unless bf16 holds it too: fp16 does not hold a sum over a piece, or over a vocabulary
+    of large weights.
+    """
     if left.dtype not in _16_BITS:
         return left @ right if total is None else total.addmm_(left, right)
-    if not left.is_cpu and hasattr(torch.ops.aten.mm, "dtype"):
-        # On GPUs, from torch 2.8 on: fp32 from matrices in 16 bits.
-        product = torch.mm(left, right, out_dtype=torch.float32)
-    elif left.dtype == torch.float16:
-        # The sum over a piece may be larger than fp16 holds.
-        product = left.float() @ right.float()
-    else:
-        product = left @ right
+    if not left.is_cpu and _HAS_FP32_PRODUCTS:
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        # Without a second matrix of the total's size.
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    product = left.float() @ right.float() if left.dtype == torch.float16 else left @ right
     return product.float() if total is None else total.add_(product)
+
+
+_HAS_FP32_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
+"""Whether GPUs can multiply matrices in 16 bits to one in fp32: from torch 2.8 on."""

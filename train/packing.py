@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.func import functional_call
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memtop.presets import Settings
 from memtop.train.agent.failures import is_lack_of_memory
+from memtop.train.agent.memory import free_cache
 from memtop.train.exchange import Ranks
 
 ATTENTION = "memtop_packed"
@@ -28,6 +30,7 @@ _CAUSAL = {"full_attention", "sliding_attention"}
 # For models that are sharded while they are built, which cannot run before DeepSpeed wraps them:
 # architectures that pass the test in `_mixes_samples`.
 _PASSED = {"llama", "mistral", "qwen2", "qwen3"}
+_DTYPE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOLERANCE = {"no": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
 
@@ -139,7 +142,7 @@ def use_packing(settings: Settings, model: torch.nn.Module, accelerator: Acceler
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         reason = None if base.config.model_type in _PASSED else f"{base.config.model_type} cannot be tested while it is sharded"
     else:
-        reason = _mixes_samples(model, accelerator)
+        reason = _mixes_samples_in_the_run(model, accelerator)
     # One way for all ranks: it decides which samples a rank gets.
     if Ranks(accelerator).any(reason is not None):
         base.set_attn_implementation("sdpa")
@@ -172,13 +175,44 @@ def _unfit(settings: Settings, base: Any) -> str | None:
     return None
 
 
-def _mixes_samples(model: torch.nn.Module, accelerator: Accelerator) -> str | None:
+def _mixes_samples_in_the_run(model: torch.nn.Module, accelerator: Accelerator) -> str | None:
+    """As `_mixes_samples`, on the device and in the precision of the run.
+
+    Under ZeRO the model is still on the CPU, in fp32.
+    """
+    device, own = accelerator.device, next(model.parameters()).device
+    if own.type == device.type:
+        return _mixes_samples(model, accelerator, own, model)
+    try:
+        reason = _mixes_samples(model, accelerator, device, _copied(model, device, _DTYPE[accelerator.mixed_precision]))
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+    else:
+        free_cache()
+        return reason
+    # The whole model does not fit: each rank will hold only a part of it.
+    free_cache()
+    return _mixes_samples(model, accelerator, own, model)
+
+
+def _copied(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+    """The model with copies of its tensors, as DeepSpeed will make them."""
+    copies = {
+        name: tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    return lambda **inputs: functional_call(model, copies, kwargs=inputs)
+
+
+def _mixes_samples(
+    model: torch.nn.Module, accelerator: Accelerator, device: torch.device, call: Callable[..., Any]
+) -> str | None:
     """Why this model cannot take several samples in a row, found by running two samples; or None.
 
-    The second must give the same as in a row of its own, whatever the first one is.
+    The second must give the same as in a row of its own, whatever the first one is. `call` runs
+    the model on the device.
     """
-    device = next(model.parameters()).device
-    call: Any = model
     tolerance = _TOLERANCE[accelerator.mixed_precision]
     row = {name: value.to(device) if torch.is_tensor(value) else value for name, value in packed_row((4, 3)).items()}
     ids = torch.arange(1, 8, device=device).unsqueeze(0)

@@ -115,14 +115,26 @@ class HostCopy:
         if not self._blocks:
             self._pinned = self._pin and needed <= free * _MOST_PINNED
         try:
-            while len(self._blocks) * _BLOCK_BYTES < needed:
-                self._blocks.append(self._new_block())
+            self._allocate(needed)
         except (MemoryError, OSError, RuntimeError) as error:
             self._blocks.clear()
             if not is_lack_of_memory(error):
                 raise
             return f"{why}, which the system refuses"
         return None
+
+    def _allocate(self, needed: int) -> None:
+        try:
+            while len(self._blocks) * _BLOCK_BYTES < needed:
+                self._blocks.append(self._new_block())
+        except RuntimeError:
+            if not self._pinned:
+                raise
+            # Some systems limit page-locked memory, or have none. Take ordinary memory from now on.
+            self._blocks.clear()
+            self._pin = self._pinned = False
+            _free_page_locked()
+            self._allocate(needed)
 
     def prepare(self, needed: int) -> None:
         """Allocate this memory and write to it: the system provides it only then."""
@@ -166,6 +178,15 @@ class HostCopy:
         # Forked loader workers would keep the old content when the next copy overwrites it.
         memory.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _free_page_locked() -> None:
+    """Give the page-locked memory that torch keeps for its next use back to the system."""
+    # torch has another name for it in each of its versions, and none in the oldest ones.
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if (free := getattr(module, name, None)) is not None:
+            free()
+            return
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -323,6 +344,8 @@ class StateSaver:
         if not first and not self._engine.sharded:
             return None
         tensors = self._engine.saved_tensors()
+        if self._engine.sharded:
+            tensors = self._together(tensors)
         try:
             if not first:
                 return None
@@ -343,6 +366,16 @@ class StateSaver:
             if self._engine.sharded:
                 for _ in tensors:
                     pass
+
+    def _together(self, tensors: SavedTensors) -> SavedTensors:
+        """The tensors, each gathered when all ranks are ready for it.
+
+        The ranks wait on the CPU while the first one writes a tensor. A gather on the GPU that
+        waited for a slow disk would exceed NCCL's time limit.
+        """
+        for found in tensors:
+            yield found
+            self._ranks.wait()
 
     def _can_copy(self, needed: int) -> bool:
         if self._prepared is not None:

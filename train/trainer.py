@@ -38,7 +38,7 @@ from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan, t
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
-from memtop.train.engine import Engine
+from memtop.train.engine import Engine, fault_of
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
 from memtop.train.model import set_checkpointing
@@ -201,8 +201,8 @@ class Trainer:
         """Do one update over the samples of `plan`. All ranks call this together.
 
         If memory runs out before the optimizer step, the update is repeated with a smaller
-        micro-batch and more accumulation, so the result is the same. TrainingError if the loss is
-        not finite.
+        micro-batch and more accumulation, so the result is the same. TrainingError if the loss or
+        a gradient is not finite.
         """
         self._guard.update = plan.number
         while (gradients := self._compute_gradients(plan)) is None:
@@ -218,8 +218,8 @@ class Trainer:
             norm = self._engine.step(rate)
         digest = sample_digest(plan.ids)
         loss, norm = self._read_results(norm)
-        if not math.isfinite(loss):
-            raise TrainingError(f"loss is {loss} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
+        if (fault := fault_of(self._engine, loss, norm)) is not None:
+            raise TrainingError(f"{fault} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
         if self._auto_batch.updated(self._split[0], pressed=gradients.pressed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -212,7 +213,10 @@ class ZeroEngine:
             group["lr"] = rate
         self._engine.step()
         norm: torch.Tensor | float | None = self._engine.get_global_grad_norm()
-        return norm
+        # DeepSpeed says -1 if a gradient is inf or nan.
+        if torch.is_tensor(norm):
+            return norm.masked_fill(norm < 0, math.nan)
+        return math.nan if norm is not None and norm < 0 else norm
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

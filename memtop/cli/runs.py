@@ -133,7 +133,10 @@ def _configuration_line(row: dict[str, Any]) -> str:
     """One configuration (a period with the same settings), with the number for `memtop
     rollback`."""
     settings, peak = row["settings"], row["peak"]
-    parts = [f"{settings['batch']} x {settings['accumulation']}, T {settings['seq_len']}" if settings else "own program"]
+    parts = ["own program"]
+    if settings:
+        splits = settings["rank_splits"] or [(settings["batch"], settings["accumulation"])]
+        parts = [f"{' + '.join(f'{b} x {a}' for b, a in splits)}, T {settings['seq_len']}"]
     if row["since_update"] is not None:
         parts.append(f"from update {row['since_update']}")
     if peak is not None:

@@ -193,6 +193,8 @@ def refusal(
         return f"a trial must not change training; {describe_split(before, after)}"
     if after.batch <= before.batch:
         return None
+    if after.rank_splits:
+        return f"batch {after.batch_text}: a trial changes the batch of all processes; restart with it"
     split = Split(batch=after.batch, accumulation=after.accumulation)
     return split_refusal(before, split, forecast(after.batch), failed)
 

@@ -173,6 +173,8 @@ def test_no_larger_batch_is_tried_where_processes_have_their_own() -> None:
     assert allowed is None
     assert refused == ["batch 3,1: the processes have batches of their own; a larger one is yours to give"]
     even = replace(FIRST, batch=2, accumulation=4, world_size=2)
+    why = refusal(even, uneven, lambda batch: None, ())
+    assert why == "batch 3,1: a trial changes the batch of all processes; restart with it"
     assert title_of(uneven, even) == "split 3+1 x 4 -> 2 x 4 x 2"
 
 

@@ -76,6 +76,14 @@ def one_rank_is_full(folder: Path, rank: int) -> Training:
     return training
 
 
+def pressed(folder: Path, rank: int) -> Training:
+    """The allocator of the second rank has to free its cache in two updates."""
+    settings = small(dropout=0.1, batch=8, accumulation=1, world_size=2, target_samples=16 * 5)
+    training = measured(folder, settings, Scripted(retrying={2, 3} if rank else ()), patience=100)
+    training.run()
+    return training
+
+
 VECTORS = {
     "2,2": ((2, 3), (2, 3)),
     "3,1": ((3, 3), (1, 3)),
@@ -234,6 +242,7 @@ def main() -> None:
         if rank == 0:
             torch.save(training.weights(), folder / f"{name}.pt")
     found["full"] = outcome_of(one_rank_is_full(folder / "full", rank))
+    found["pressed"] = outcome_of(pressed(folder / "pressed", rank))
     found["uneven"] = shared_unevenly(folder / "uneven", rank)
     training = searched(folder / "searched", rank)
     found["searched"] = {**outcome_of(training), "searches": training.channel.of("batch_search")}

@@ -340,6 +340,58 @@ def test_only_a_small_part_of_host_memory_is_page_locked(monkeypatch: pytest.Mon
     assert Stream.waits == (1 if pinned else 0), "a copy to page-locked memory has ended only then"
 
 
+def test_page_locked_memory_that_is_refused_is_replaced_by_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, freed = list[int](), list[bool]()
+    empty = torch.empty
+
+    def allocate(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        given.append(size)
+        if len(given) == 3:
+            raise torch.AcceleratorError("CUDA error: operation not supported")
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(state_saver, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append(True))
+    copy = HostCopy(pin=True)
+    tensor = torch.arange(1000.0)
+    for _ in range(2):
+        assert copy.reserve(300 << 20) is None
+        found = dict(copy.of(iter([("x", {"weight": tensor})])))["x"]["weight"]
+        assert b"".join(found.pieces) == b"".join(stored(tensor).pieces)
+        monkeypatch.setattr(state_saver, "available_bytes", lambda: 1 << 20)
+        copy.release()
+        monkeypatch.setattr(state_saver, "available_bytes", lambda: 8 << 30)
+    # Later saves do not ask for it again.
+    assert (len(given), len(freed)) == (3, 1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_gather_a_sharded_tensor_only_when_all_are_ready_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """While the first rank writes, the others wait on the CPU: NCCL has a time limit."""
+    training = Training(tmp_path / "unused")
+    engine = training.engine
+    events: list[str] = []
+
+    def gathered() -> Any:
+        for name, tensors in own():
+            events.append("gather")
+            yield name, tensors
+
+    own, engine.saved_tensors, engine.sharded = engine.saved_tensors, gathered, True
+    monkeypatch.setattr(type(engine.accelerator), "is_main_process", first)
+    monkeypatch.setattr(Ranks, "wait", lambda ranks: events.append("meet"))
+    ranks = Ranks(engine.accelerator)
+    saver = StateSaver(tmp_path / "state", engine, Recorder(), ranks, DiskWait(), 0, pin_memory=False)
+    progress = SavedProgress(updates=1, samples_seen=8, epoch=0.1, cuts=(Cut(0, 16),), target_samples=80, evaluation_loss=None)
+    saver.begin(progress, training.settings, copy=False)
+    saver.finish()
+    assert newest_update(tmp_path / "state") == (1 if first else None)
+    assert events == ["gather", "meet"] * len(list(engine.model.parameters()))
+
+
 def test_the_memory_of_the_copy_is_given_back_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 8 << 30
     monkeypatch.setattr(state_saver, "available_bytes", lambda: free)

@@ -118,6 +118,32 @@ def test_on_a_gpu_sums_run_beside_the_backward_pass_and_after_the_gradients(monk
     assert queues.noted == [*begun, "backward: the host is here", "backward: wait for exchange"]
 
 
+def test_each_row_of_the_ring_holds_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An odd number of bf16 values leaves no place where fp32 values may begin."""
+    Queues(monkeypatch)
+    accelerator: Any = SimpleNamespace(num_processes=2, process_index=0, device=torch.device("cuda:0"))
+    model = torch.nn.Module()
+    for number, (size, dtype) in enumerate([(1, torch.float32), (2, torch.float32), (3, torch.bfloat16), (4, torch.bfloat16)]):
+        model.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(size, dtype=dtype)))
+    exchange = GradientSum(accelerator, model, bucket_bytes=256)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    places: list[int] = []
+    summed = torch.distributed.all_reduce
+
+    def noted(tensor: torch.Tensor, **options: Any) -> Any:
+        places.append(tensor.data_ptr() % 16)
+        return summed(tensor, **options)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", noted)
+    for _ in range(2):
+        exchange.begin()
+        places.clear()
+        exchange.end()
+        assert places == [0, 0]
+        exchange.discard()
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return two_ranks("exchange_worker", tmp_path_factory.mktemp("exchange"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,25 @@ def test_a_resumed_run_has_the_loss_scale_of_an_uninterrupted_one(tmp_path: Path
     assert undisturbed.losses[STOP:] == second.losses
     for name, weight in undisturbed.weights().items():
         assert torch.equal(second.weights()[name], weight), name
+
+
+def test_an_overflow_leaves_out_the_step_and_the_training_goes_on(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(clip_norm=1.0, save_every=1))
+    parameter = next(iter(training.model.parameters()))
+    parameter.register_hook(lambda gradient: gradient * (math.inf if training.trainer.position.updates == 2 else 1))
+    assert training.run() == "finished"
+    norms = [step["gradient_norm"] for step in training.channel.of("step")]
+    assert [math.isfinite(norm) for norm in norms] == [True, True, False, *[True] * 7]
+    assert all(weight.isfinite().all() for weight in training.weights().values())
+
+
+@pytest.mark.parametrize("told", [-1.0, torch.tensor(-1.0)])
+def test_deepspeeds_sign_for_a_gradient_that_is_not_finite_is_no_norm(told: Any) -> None:
+    engine, _ = under_zero()
+    engine.objective.step = lambda: None
+    engine.objective.get_global_grad_norm = lambda: told
+    engine.objective.optimizer.param_groups = []
+    assert math.isnan(float(engine.step(1e-3)))
 
 
 def under_zero() -> tuple[Any, Any]:

@@ -295,9 +295,9 @@ def test_on_a_gpu_products_of_16_bits_give_the_weights_gradient_in_32(monkeypatc
         ids = torch.zeros((8, 256), dtype=torch.int64)
         with Watch() as seen:
             Objective(model)(ids, ids).backward()
-    products = [dtypes for name, dtypes in seen.calls if name == "aten.mm.dtype"]
-    # 2 GiB / 4 hold the logits of 512 tokens.
-    assert products == [(torch.float32,)] * 4
+    products = {name: [d for n, d in seen.calls if n == name] for name in ("aten.mm.dtype", "aten.addmm.dtype_out")}
+    # 2 GiB / 4 hold the logits of 512 tokens. All pieces add to one gradient of the weight.
+    assert products == {"aten.mm.dtype": [(torch.float32,)] * 5, "aten.addmm.dtype_out": [(torch.float32,)] * 3}
     assert seen.largest == 152_000 * 512
     # The softmax in 32 bits exists for a part of them.
     assert seen.largest_bytes == 152_000 * 512 * 2
@@ -306,6 +306,64 @@ def test_on_a_gpu_products_of_16_bits_give_the_weights_gradient_in_32(monkeypatc
         Objective(model)(ids, ids)
     # An evaluation has the logits in 32 bits, too.
     assert seen.largest_bytes == 152_000 * 128 * 4
+
+
+def test_pieces_leave_room_for_the_gradient_of_the_heads_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "free_bytes", lambda device: 2 * GIB)
+    with torch.device("meta"):
+        model: Any = model_of("llama", {**SMALL, "hidden_size": 896, "vocab_size": 152_000}).to(torch.bfloat16)
+        model.lm_head.weight.ds_id = 0
+        of_trained = Objective(model).chunk
+        model.lm_head.weight.requires_grad_(False)
+        assert (of_trained, Objective(model).chunk) == (256, 512)
+
+
+def with_bias(model: Any) -> torch.nn.Module:
+    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features, device=model.device, dtype=model.dtype)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    found: torch.nn.Module = model
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_head_with_a_trained_bias(dtype: torch.dtype) -> None:
+    model = with_bias(model_of("llama", SMALL)).to(dtype)
+    _, found, _ = loss_and_gradients(model, 7, seq2seq=False)
+    _, expected, _ = loss_and_gradients(model.double(), 0, seq2seq=False)
+    assert "lm_head.bias" in found
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for name, gradient in expected.items():
+        assert (found[name].double() - gradient).norm() <= tolerance * gradient.norm(), name
+
+
+def test_the_gradient_of_a_bias_takes_no_logits_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "free_bytes", lambda device: 2 * GIB)
+    with torch.device("meta"):
+        model: Any = with_bias(model_of("llama", {**SMALL, "vocab_size": 152_000}).to(torch.bfloat16))
+        model.lm_head.weight.ds_id = 0
+        ids = torch.zeros((4, 256), dtype=torch.int64)
+        with Watch() as seen:
+            Objective(model)(ids, ids).backward()
+    assert seen.largest_bytes == 152_000 * 512 * 2
+    assert model.lm_head.bias.grad.shape == (152_000,)
+
+
+def test_fp16_holds_the_gradients_behind_a_head_of_large_weights() -> None:
+    model: Any = model_of("llama", SMALL).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60 / model.lm_head.weight.std())
+    ids, labels = batch(seq2seq=False)
+
+    def gradient_of(model: Any, chunk: int) -> torch.Tensor:
+        model.zero_grad()
+        (Objective(model, chunk=chunk)(ids, labels) / 50).backward()
+        found: torch.Tensor = model.model.norm.weight.grad
+        return found.double()
+
+    found = gradient_of(model.half(), 7)
+    exact = gradient_of(model.double(), 0)
+    assert (found - exact).norm() <= 0.02 * exact.norm()
 
 
 def test_the_loss_of_a_padded_batch_is_the_sum_of_its_samples() -> None:

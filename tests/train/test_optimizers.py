@@ -19,7 +19,7 @@ from tests.train.support import TINY, Training, edited
 pytestmark = pytest.mark.timeout(1200)
 
 
-def trained(kind: Optimizer, steps: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained(kind: Optimizer, steps: int = 4) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     """A small model after some steps: one matrix large enough for 8-bit states (4096 elements), and
     a vector.
     """
@@ -49,6 +49,23 @@ def test_restored_moments_equal_the_saved_ones(kind: Optimizer) -> None:
         assert again.keys() == saved.keys()
         for name, tensor in saved.items():
             torch.testing.assert_close(again[name], tensor, rtol=1e-6, atol=1e-12, msg=name)
+
+
+def test_a_save_allocates_nothing_for_moments_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained("adamw")
+    unused = fresh("adamw", model)
+    made: list[tuple[int, ...]] = []
+    zeros = torch.zeros
+
+    def noted(shape: torch.Size) -> torch.Tensor:
+        made.append(tuple(shape))
+        return zeros(shape)
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    for given, expected in ((optimizer, []), (unused, [(80, 64)] * 2)):
+        made.clear()
+        assert read_moments(given, model.weight).keys() == {"step", *MOMENTS}
+        assert made == expected
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adafactor", "cpu_adam"])

@@ -31,6 +31,7 @@ from memtop.train.order import Key, SampleOrder, grouped
 from memtop.train.packing import is_prepared, packed_row, use_packing, varlen, varlen_fits
 from memtop.train.state_files import Cut
 from tests.train.support import TINY, Training, edited, samples
+from tests.train.waits import CARD, CardAccelerator, Waits
 
 PAD = 0
 COMMON = {
@@ -102,6 +103,29 @@ def test_packed_samples_give_the_gradients_of_padded_ones(kind: str, chunk: int)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_model_that_is_still_on_the_cpu_is_tested_on_the_device_of_the_run(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is under ZeRO. A model that is too large for the device is tested where it is."""
+    model: Any = model_of()
+    ran_on: list[torch.device] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        ran_on.append(inputs[0].device)
+        if inputs[0].device == CARD and not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.lm_head.register_forward_pre_hook(note)
+    # torch knows no autocast for the stand-in's device.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    with Waits():
+        assert use_packing(TINY, model, CardAccelerator()) is None
+    cpu = torch.device("cpu")
+    assert ran_on == ([CARD] * 3 if fits else [CARD, cpu, cpu, cpu])
+    assert {parameter.device for parameter in model.parameters()} == {cpu}
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -72,6 +72,12 @@ def test_each_rank_grows_back_when_it_has_the_memory(ranks: tuple[Path, list[dic
         ]
 
 
+def test_pressure_on_one_rank_makes_its_micro_batch_smaller(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for result in ranks[1]:
+        changes = {"batch": 8, "accumulation": 2, "rank_splits": [[8, 1], [4, 2]]}
+        assert result["pressed"]["settings"] == [[4, changes, "pressure"]]
+
+
 def test_splits_of_their_own_change_neither_samples_nor_gradients(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, both = ranks
     found = {name: torch.load(folder / "uneven" / name / "gradients.pt") for name in both[0]["uneven"]}

@@ -5,6 +5,7 @@ behind.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -107,6 +108,18 @@ def test_a_loss_of_nan_stops_without_saving(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="loss is nan at update 1"):
         training.run()
     assert newest_complete(tmp_path / "state") is None
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_stops_without_saving(tmp_path: Path, clip_norm: float) -> None:
+    training = Training(tmp_path / "state", edited(clip_norm=clip_norm, save_every=1))
+    parameter = next(iter(training.model.parameters()))
+    parameter.register_hook(lambda gradient: gradient * (math.inf if training.trainer.position.updates == 2 else 1))
+    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 3; stopped, the last saved checkpoint"):
+        training.run()
+    assert len(training.losses) == 2
+    found = newest_complete(tmp_path / "state") or pytest.fail("no state")
+    assert found[1].updates == 2
 
 
 def test_a_finished_run_that_is_resumed_has_nothing_to_do(tmp_path: Path) -> None:
