@@ -22,6 +22,8 @@ from tests.forking import run
 from tests.train.launching import environment
 
 ROOT = Path(__file__).resolve().parents[1]
+LONG = 500
+"""Seconds after which something hangs. A busy machine takes a fraction of it."""
 COMMON = {"device": "cpu", "versions": {"torch": "1"}}
 LINES = "import json; print('log'); print(json.dumps({'a': 1})); print(json.dumps({'a': 2}))"
 DOCUMENT = "import json; print(json.dumps({'b': [1, 2]}, indent=2))"
@@ -37,7 +39,7 @@ def part(*code: str) -> Part:
 
 def test_every_json_line_and_document_of_a_part_is_a_result(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    assert run_part(part(LINES, DOCUMENT), file, COMMON, 60) == "done"
+    assert run_part(part(LINES, DOCUMENT), file, COMMON, LONG) == "done"
     found = rows(file)
     assert [row.get("a", row.get("b")) for row in found] == [1, 2, None, [1, 2], None, None]
     assert [row["exit_status"] for row in found if "command" in row] == [0, 0]
@@ -63,9 +65,17 @@ def test_a_result_is_in_the_file_at_once_and_a_part_ends_at_its_limit(tmp_path: 
     assert Results(file, {}).ended("cpu") == set(), "it is repeated at the next call"
 
 
+def test_results_are_whole_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    Results(file, COMMON).append({"part": "machine", "ended": "done"})
+    with file.open("a") as cut:
+        cut.write(json.dumps({"part": "waits", "device": "cpu", "ended": "done"})[:-3])
+    assert Results(file, {}).ended("cpu") == {"machine"}
+
+
 def test_a_failure_is_recorded_with_the_end_of_its_log(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    assert run_part(part("import sys; sys.exit('no such thing')", LINES), file, COMMON, 60) == "failed"
+    assert run_part(part("import sys; sys.exit('no such thing')", LINES), file, COMMON, LONG) == "failed"
     last = rows(file)[-1]
     assert (last["ended"], last["exit_statuses"]) == ("failed", [1, 0])
     assert "no such thing" in last["end_of_log"]
@@ -81,7 +91,7 @@ def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
     # pytest finds its root by the first file.
     command = ("-m", "pytest", "-q", "-p", "bench.first_half_hour", f"--rootdir={tmp_path}", "-c", os.devnull, str(tests))
     some = Part("trainer", 1, "about", (command,))
-    assert run_part(some, file, COMMON, 60) == "failed"
+    assert run_part(some, file, COMMON, LONG) == "failed"
     one, two, three, counted, _, _ = rows(file)
     assert (one["outcome"], one["bytes"], two["outcome"]) == ("passed", 5, "failed")
     assert "assert 1 == 2" in two["reason"]
@@ -90,7 +100,7 @@ def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
     # As if the machine had been taken away before the last test.
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]))
-    assert run_part(some, file, COMMON, 60) == "done"
+    assert run_part(some, file, COMMON, LONG) == "done"
     assert [row["test"] for row in rows(file) if "test" in row] == [one["test"], two["test"], three["test"]]
     # A part that has ended is repeated as a whole.
     assert Results(file, {}).unfinished("trainer", "cpu") == []
@@ -98,11 +108,11 @@ def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
 
 def test_an_interrupted_part_goes_on_with_what_has_no_result(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    run_part(part(LINES, DOCUMENT), file, COMMON, 60)
+    run_part(part(LINES, DOCUMENT), file, COMMON, LONG)
     lines = file.read_text().splitlines(keepends=True)
     # The second command was under way.
     file.write_text("".join(lines[:3]))
-    assert run_part(part(LINES, DOCUMENT), file, COMMON, 60) == "done"
+    assert run_part(part(LINES, DOCUMENT), file, COMMON, LONG) == "done"
     assert [row.get("a", row.get("b")) for row in rows(file)] == [1, 2, None, [1, 2], None, None]
     before = [{"recipe": "first-run", "preset": "low"}, {"test": "a"}]
     assert without(("-m", "bench.recipes_and_presets"), before) == ["--skip", "first-run/low"]
@@ -115,7 +125,7 @@ def test_a_part_with_results_is_skipped(tmp_path: Path) -> None:
         Results(file, {"part": name, **COMMON}).append({"ended": "done"})
     command = [sys.executable, "-m", "bench.first_half_hour", "--device", "cpu", "--results", str(file)]
     before = file.read_text()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LONG)
     assert done.stderr.count(": has results") == len(parts("cpu"))
     assert file.read_text() == before
 
@@ -144,7 +154,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
 
 def printed_by(*words: str) -> dict[str, Any]:
     """The JSON of the last line that a benchmark prints."""
-    done = run([sys.executable, "-m", *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    done = run([sys.executable, "-m", *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -173,8 +183,6 @@ def test_the_verdict_compares_medians_with_what_is_promised() -> None:
 
 def test_waits_are_counted_and_the_updates_profiled() -> None:
     found = printed_by("bench.waits", "--device", "cpu", "--case", "causal")
-    # Torch warns of waits for a GPU only.
-    assert found["waits_per_update"] == 0
     assert found["calls"]["aten::_local_scalar_dense"] >= 1
     assert 0 < found["busy_fraction"] <= 1
     assert found["update_seconds"] > 0
@@ -183,7 +191,7 @@ def test_waits_are_counted_and_the_updates_profiled() -> None:
 def test_the_tests_for_a_gpu_run_in_the_rehearsal(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     some = ("tests/gpu/test_trainer.py", "-k", "shrinks and not bf16")
-    assert run_part(Part("trainer", 1, "about", (checks(*some),)), file, COMMON, 250) == "done"
+    assert run_part(Part("trainer", 1, "about", (checks(*some),)), file, COMMON, LONG) == "done"
     assert [(row["outcome"], row.get("reason")) for row in rows(file) if "test" in row] == [
         ("skipped", "fp16 needs a GPU"),
         ("passed", None),
@@ -222,11 +230,3 @@ def test_the_stripped_wheel_keeps_one_library_for_gpus(tmp_path: Path) -> None:
         assert [line.split(",")[0] for line in file.read(record).decode().splitlines()] == [names[0], names[2]]
     with pytest.raises(SystemExit, match=r"--cuda 999: .* has .*cuda130"):
         wheels.strip(wheel, "999")
-
-
-def test_results_are_whole_json_lines(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    Results(file, COMMON).append({"part": "machine", "ended": "done"})
-    with file.open("a") as cut:
-        cut.write(json.dumps({"part": "waits", "device": "cpu", "ended": "done"})[:-3])
-    assert Results(file, {}).ended("cpu") == {"machine"}

@@ -216,7 +216,9 @@ def test_a_found_batch_is_shown(dead: RunFolder, capsys: pytest.CaptureFixture[s
     state = RunState(name="a", folder=str(dead.path), state=Phase.FAILED, created=1.0, settings=SETTINGS, batch_search=text)
     write_json(dead.state_path, StateFile(run=state, socket="none"))
     assert run(["show", str(dead.path)]) == 0
-    assert f"  {text}\n" in capsys.readouterr().out
+    assert f"  search      {text}\n" in capsys.readouterr().out
+    assert run(["show", str(dead.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_search"] == text
 
 
 def test_a_run_on_a_read_only_disk(runs: Runs, small_disk: Path, read_only_disk: Callable[[], None]) -> None:

@@ -82,7 +82,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         if state.choice is not None:
             yield f"  chosen      {state.choice}"
         if state.batch_search is not None:
-            yield f"  {state.batch_search}"
+            yield f"  search      {state.batch_search}"
     else:
         yield f"  program     {' '.join(state.command)}"
     yield f"  checkpoint  {_checkpoint(state)}"
@@ -149,11 +149,11 @@ def _configuration_line(row: dict[str, Any]) -> str:
 
 
 def _measured(state: RunState) -> dict[str, Any]:
-    """What was measured: the memory it uses now (null if it does not run), and each rank's newest
-    update."""
+    """What was measured: the memory it uses now (null if it does not run), each rank's newest
+    update, and what a search for the batch found."""
     now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
     names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "padding_fraction", "step_seconds", "split", "ranks")
-    more = ("gpu_base_bytes", "started", "ended", "log_path", "warnings")
+    more = ("gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
     rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, *more)}
     return now | rest
 

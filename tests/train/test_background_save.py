@@ -110,7 +110,8 @@ def test_the_pause_ends_before_the_save(tmp_path: Path, writing: Writing) -> Non
     assert writing.threads == [*["memtop-save"] * 3, "MainThread"]
     first, last = channel.of("checkpoint")[0], channel.of("checkpoint")[-1]
     assert first["pause_seconds"] < first["seconds"]
-    assert last["pause_seconds"] == pytest.approx(last["seconds"], abs=0.5)
+    # The last one is written inside the pause.
+    assert last["pause_seconds"] >= last["seconds"]
 
 
 def test_memory_for_the_copy_is_allocated_during_the_update_before_the_save(

@@ -263,13 +263,11 @@ def test_the_next_start_remembers_and_tries_nothing(tmp_path: Path, card: Card) 
 def test_a_remembered_batch_must_fit_into_what_is_free_now(tmp_path: Path, card: Card) -> None:
     settings = settings_of(target_samples=48 * 4)
     on_card(tmp_path / "first", card, settings).run()
-    card.total = 750_000
     for path in (tmp_path / "cache/memtop/batches").iterdir():
         # As if others used 250,000 bytes of the same GPU.
         remembered = json.loads(path.read_bytes())
         remembered["peaks"] = {size: peak + 250_000 for size, peak in remembered["peaks"].items()}
         path.write_text(json.dumps(remembered))
-    card.total = 1_000_000
     second = on_card(tmp_path / "second", card, settings)
     second.run()
     assert second.channel.of("batch_search")[0]["remembered"]

@@ -218,9 +218,9 @@ def fitting(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
 
 
 def test_cuda_that_cannot_start_beside_a_gpu_is_named(fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "the driver has an NVIDIA H100, but CUDA cannot start: No CUDA GPUs are available; run memtop doctor"
+    reason = "the driver has a GPU (NVIDIA H100), but CUDA cannot start: No CUDA GPUs are available; run memtop doctor"
     assert choose_device(replaced("auto")).warning == f"device auto: trains on the CPU: {reason}"
-    with pytest.raises(BadInputError, match=f"^device cuda: {reason}$"):
+    with pytest.raises(BadInputError, match=f"^device cuda: {re.escape(reason)}$"):
         choose_device(replaced("cuda"))
     # The driver was updated, and the machine has not been started again.
     monkeypatch.setattr("pynvml.nvmlInit", raises(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
