@@ -24,6 +24,7 @@ from tests.train.launching import environment
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 500
 """Seconds after which something hangs. A busy machine takes a fraction of it."""
+pytestmark = pytest.mark.timeout(2 * LONG)
 COMMON = {"device": "cpu", "versions": {"torch": "1"}}
 LINES = "import json; print('log'); print(json.dumps({'a': 1})); print(json.dumps({'a': 2}))"
 DOCUMENT = "import json; print(json.dumps({'b': [1, 2]}, indent=2))"
@@ -58,7 +59,7 @@ def test_a_result_is_in_the_file_at_once_and_a_part_ends_at_its_limit(tmp_path: 
         "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('{\"a\": 2}', flush=True)\n"
     )
     file.touch()
-    assert run_part(part(code), file, COMMON, 3) == "limit"
+    assert run_part(part(code), file, COMMON, 8) == "limit"
     found = rows(file)
     assert [row.get("a") for row in found] == [1, 2, None]
     assert (found[-1]["ended"], found[-1]["exit_statuses"]) == ("limit", [None])
