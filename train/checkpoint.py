@@ -93,6 +93,7 @@ def manifest_of(engine: Engine, progress: SavedProgress, settings: Settings) -> 
         seq_len=settings.seq_len,
         optimizer=settings.optimizer,
         precision=engine.accelerator.mixed_precision,
+        on_gpu=engine.accelerator.device.type == "cuda",
         loss_scale=engine.loss_scale(),
         saved_at=time.time(),
         settings=msgspec.to_builtins(settings),

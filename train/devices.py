@@ -1,8 +1,9 @@
-"""Which device this process trains on, and why not on a GPU."""
+"""Which device this process trains on, why not on a GPU, and what a GPU cannot do."""
 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import msgspec
@@ -10,32 +11,57 @@ import pynvml
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from accelerate.utils import check_cuda_p2p_ib_support
 
 from memtop.presets import Settings
 from memtop.presets.gpu_support import Gpu, TorchBuild, why_unusable
 from memtop.train import BadInputError
+from memtop.train.agent.failures import is_allocation_failure
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CPU_INSTEAD = "or give --set device=cpu to train on the CPU"
 
 
 class Device(msgspec.Struct, frozen=True):
     """The kind of device that the settings mean on this machine."""
 
     on_gpu: bool
+    wanted: bool = True
+    """Whether a GPU would be used if torch could use one."""
     problem: str | None = None
     """Why the GPU of this machine is not used although the settings allow it."""
 
+    @property
+    def warning(self) -> str | None:
+        """What the user must know: the training is slow."""
+        return self.problem and f"device auto: trains on the CPU: {self.problem}"
+
 
 def choose_device(settings: Settings) -> Device:
-    """The device for these settings; BadInputError if they ask for a GPU that torch cannot use."""
+    """The device for these settings.
+
+    BadInputError if they ask for a GPU that torch cannot use, or if CUDA cannot start on a GPU that
+    was chosen for this process.
+    """
     if settings.device == "cpu":
-        return Device(on_gpu=False)
+        return Device(on_gpu=False, wanted=False)
     available = torch.cuda.is_available()
-    problem = _problem_of_the_used_gpu() if available else _problem_of_a_hidden_gpu()
+    problem, fault = (_problem_of_the_used_gpu(), False) if available else _problem_of_a_hidden_gpu()
     if problem is None and available:
         return Device(on_gpu=True)
     if settings.device == "cuda":
         reason = problem or "torch sees no CUDA device; give --set device=auto or cpu"
         raise BadInputError(f"device cuda: {reason}")
-    return Device(False, problem and f"device auto: trains on the CPU: {problem}")
+    if fault and os.environ.get(_VISIBLE):
+        raise BadInputError(f"device auto: {problem}, {_CPU_INSTEAD}")
+    return Device(on_gpu=False, problem=problem)
+
+
+def check_resumed(chosen: Device, *, was_on_gpu: bool) -> None:
+    """BadInputError if a training that was on a GPU would continue on the CPU unasked."""
+    if was_on_gpu and chosen.wanted and not chosen.on_gpu:
+        reason = chosen.problem or "torch sees no GPU here; run memtop doctor"
+        raise BadInputError(f"device auto: the saved state was trained on a GPU: {reason}, {_CPU_INSTEAD}")
 
 
 def _build() -> TorchBuild:
@@ -57,25 +83,69 @@ def _problem_of_the_used_gpu() -> str | None:
     return why_unusable(build, Gpu(name=torch.cuda.get_device_name(index), capability=(major, minor)))
 
 
-def _problem_of_a_hidden_gpu() -> str | None:
-    """Why torch sees no GPU although the NVIDIA driver has one; None if there is none to see."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return None  # the user has hidden the GPUs
+def _problem_of_a_hidden_gpu() -> tuple[str | None, bool]:
+    """Why torch sees no GPU, and whether it should: its build fits the driver's GPU.
+
+    None if there is no GPU to see.
+    """
+    visible = os.environ.get(_VISIBLE, "0").strip()
+    if visible in ("", "-1"):
+        return None, False  # the user has hidden the GPUs
+    build = _build()
     try:
-        pynvml.nvmlInit()
-        try:
-            if not pynvml.nvmlDeviceGetCount():
-                return None
-            first = pynvml.nvmlDeviceGetHandleByIndex(0)
-            cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-            gpu = Gpu(name=_text(pynvml.nvmlDeviceGetName(first)), capability=pynvml.nvmlDeviceGetCudaComputeCapability(first))
-            driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        # No driver, or one that does not answer: there is nothing to say about a GPU.
-        return None
-    return why_unusable(_build(), gpu, driver_version=driver, driver_cuda=(cuda // 1000, cuda % 1000 // 10))
+        driver = _read_driver()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
+        # Most such machines have no GPU. Only a chosen one is missing then.
+        if build.cuda is None or not visible.startswith(("GPU-", "MIG-")):
+            return None, False
+        seen = f"the NVIDIA driver cannot be asked ({error})"
+    except pynvml.NVMLError as error:
+        if build.cuda is None:
+            return None, False
+        seen = f"the NVIDIA driver does not answer ({error})"
+    else:
+        if driver is None:
+            return None, False
+        unfit = why_unusable(build, driver.gpu, driver_version=driver.version, driver_cuda=driver.cuda)
+        if unfit is not None:
+            return unfit, False
+        seen = f"the driver has an {driver.gpu.name}"
+    named = f" with {_VISIBLE}={visible}" if _VISIBLE in os.environ else ""
+    return f"{seen}, but CUDA cannot start{named}: {_why_cuda_fails()}; run memtop doctor", True
+
+
+class _Driver(msgspec.Struct, frozen=True):
+    gpu: Gpu
+    """The first one."""
+    version: str
+    cuda: tuple[int, int]
+
+
+def _read_driver() -> _Driver | None:
+    """The NVIDIA driver and its first GPU; None if it has none. NVMLError if it does not answer."""
+    pynvml.nvmlInit()
+    try:
+        if not pynvml.nvmlDeviceGetCount():
+            return None
+        first = pynvml.nvmlDeviceGetHandleByIndex(0)
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        return _Driver(
+            gpu=Gpu(name=_text(pynvml.nvmlDeviceGetName(first)), capability=pynvml.nvmlDeviceGetCudaComputeCapability(first)),
+            version=_text(pynvml.nvmlSystemGetDriverVersion()),
+            cuda=(cuda // 1000, cuda % 1000 // 10),
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _why_cuda_fails() -> str:
+    """The first line of torch's own reason."""
+    cuda: Any = torch.cuda
+    try:
+        cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0].rstrip(".")
+    return "torch counts no GPU"
 
 
 def _text(found: Any) -> str:
@@ -100,3 +170,48 @@ def device_uuid(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def disable_missing_transfers() -> None:
+    """Tell NCCL what some GPUs cannot do, as `accelerate launch` does. The user's choice comes
+    first.
+
+    The cards of the RTX 40 series have no direct transfers with older drivers. Without these
+    variables, accelerate refuses every machine with two of them, also for one process.
+    """
+    if not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")
+
+
+def allocate_first(device: torch.device) -> str | None:
+    """Allocate memory on the GPU for the first time. Return why an allocator option was switched
+    off, or None.
+
+    Expandable segments require the driver's virtual memory management, which some virtual GPUs and
+    WSL do not have. torch then fails at the first allocation.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        without = re.sub(r"expandable_segments:\w+", "expandable_segments:False", options)
+        if is_allocation_failure(error) or without == options:
+            raise
+        # torch resets options that are left out.
+        _set_allocator(without)
+        torch.empty(1, device=device)
+        reason = str(error).partition("\n")[0]
+        return f"allocator: this GPU has no expandable segments ({reason}); the training goes on without them"
+    return None
+
+
+def _set_allocator(options: str) -> None:
+    core: Any = torch._C
+    if hasattr(core, "_accelerator_setAllocatorSettings"):
+        core._accelerator_setAllocatorSettings(options)
+    else:
+        # torch up to 2.8.
+        torch.cuda.memory._set_allocator_settings(options)

@@ -22,7 +22,14 @@ from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
-from memtop.train.devices import choose_device, device_uuid, give_index
+from memtop.train.devices import (
+    allocate_first,
+    check_resumed,
+    choose_device,
+    device_uuid,
+    disable_missing_transfers,
+    give_index,
+)
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.exchange import Ranks
 from memtop.train.model import blaming_config, build_model, compile_layers, tokens_and_config
@@ -74,13 +81,14 @@ def _train(
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
     accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
     notify = _Notifier(channel, accelerator.is_main_process)
-    if chosen.problem is not None:
-        notify(chosen.problem)
+    for warning in filter(None, (chosen.warning, allocate_first(accelerator.device))):
+        notify(warning)
     record = MemoryRecorder(channel, accelerator)
     record("before model load")
     control = Control(channel, accelerator)
     control.catch_signals()
     found = find_state(state_dir, accelerator) if resume else None
+    check_resumed(chosen, was_on_gpu=found is not None and found[1].on_gpu)
     engine, position = open_engine(settings, accelerator, config, found, tell=partial(notify, warning=False))
     record("after model load")
     host = agree_on_host_plan(settings, accelerator)
@@ -255,6 +263,8 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     if on_gpu and precision == "fp32":
         # Matrix products on tensor cores (TF32): fp32's range, with 10 bits after the point.
         torch.set_float32_matmul_precision("high")
+    if on_gpu:
+        disable_missing_transfers()
     if settings.zero.stage:
         accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:

@@ -81,6 +81,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The optimizer that the moments belong to."""
     precision: str
     """The precision that the training used: "no" (fp32), "bf16" or "fp16"."""
+    on_gpu: bool = False
+    """Whether it trained on a GPU."""
     loss_scale: LossScale | None = None
     """The scale of fp16 losses; None without fp16."""
     evaluation_loss: float | None = None

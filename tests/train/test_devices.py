@@ -4,19 +4,22 @@ it. Single processes have it as a real Accelerator gives it."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import pynvml
 import pytest
 import torch
 
 from memtop.presets.gpu_support import Gpu, TorchBuild, has_kernels, why_unusable
 from memtop.presets.schema import Zero
 from memtop.train import BadInputError
-from memtop.train.devices import choose_device
+from memtop.train.devices import allocate_first, choose_device
+from memtop.train.run import train
 from tests.forking import run
 from tests.train.launching import ROOT, environment
 from tests.train.support import TINY, edited
@@ -167,7 +170,8 @@ def test_a_cpu_torch_beside_a_gpu_is_refused_or_named(driver: SimpleNamespace, m
     chosen = choose_device(replaced("auto"))
     assert not chosen.on_gpu
     assert chosen.problem is not None
-    assert chosen.problem.startswith(f"device auto: trains on the CPU: {reason}")
+    assert chosen.problem.startswith(reason)
+    assert chosen.warning == f"device auto: trains on the CPU: {chosen.problem}"
     assert choose_device(replaced("cpu")).problem is None
     assert driver.closed == 2
     # The user does not want it to be seen.
@@ -194,6 +198,123 @@ def test_a_gpu_without_kernels_is_named_before_it_is_used(monkeypatch: pytest.Mo
     with pytest.raises(BadInputError, match=r"^device cuda: torch .* has no kernels for the Tesla V100"):
         choose_device(replaced("cuda"))
     assert not choose_device(replaced("auto")).on_gpu
+
+
+CUDA_ERROR = "CUDA driver error: operation not supported"
+
+
+def refuses(*args: Any) -> None:
+    raise RuntimeError("No CUDA GPUs are available.\nMore words.")
+
+
+@pytest.fixture
+def fitting(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A torch that fits the driver, and CUDA that cannot start."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", refuses)
+    return driver
+
+
+def test_cuda_that_cannot_start_beside_a_gpu_is_named(fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the driver has an NVIDIA H100, but CUDA cannot start: No CUDA GPUs are available; run memtop doctor"
+    assert choose_device(replaced("auto")).warning == f"device auto: trains on the CPU: {reason}"
+    with pytest.raises(BadInputError, match=f"^device cuda: {reason}$"):
+        choose_device(replaced("cuda"))
+    # The driver was updated, and the machine has not been started again.
+    monkeypatch.setattr("pynvml.nvmlInit", raises(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
+    problem = choose_device(replaced("auto")).problem
+    assert problem is not None
+    assert "the NVIDIA driver does not answer (RM has detected an NVML/RM version mismatch" in problem
+
+
+def test_a_chosen_gpu_on_which_cuda_cannot_start_is_an_error(fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8c1e")
+    failed = (
+        r"^device auto: .* CUDA cannot start with CUDA_VISIBLE_DEVICES=GPU-8c1e: No CUDA GPUs are available; "
+        r"run memtop doctor, or give --set device=cpu to train on the CPU$"
+    )
+    with pytest.raises(BadInputError, match=failed):
+        choose_device(replaced("auto"))
+    assert not choose_device(replaced("cpu")).on_gpu
+    # Its driver is gone.
+    monkeypatch.setattr("pynvml.nvmlInit", raises(pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
+    with pytest.raises(BadInputError, match=failed):
+        choose_device(replaced("auto"))
+    # A number is also set where there is no GPU at all.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert choose_device(replaced("auto")).problem is None
+
+
+def raises(error: Exception) -> Any:
+    def failing(*args: Any) -> None:
+        raise error
+
+    return failing
+
+
+def test_a_training_on_a_gpu_continues_on_the_cpu_only_if_asked(tmp_path: Path) -> None:
+    state = tmp_path / "train_latest_state"
+    settings = tmp_path / "settings.json"
+    settings.write_bytes(msgspec.json.encode(edited(device="auto", target_samples=8)))
+    train(settings, state, resume=True)
+    manifest = json.loads((state / "manifest.json").read_text())
+    assert manifest["on_gpu"] is False
+    (state / "manifest.json").write_text(json.dumps(manifest | {"on_gpu": True}))
+    with pytest.raises(BadInputError, match=r"^device auto: the saved state was trained on a GPU: .* --set device=cpu"):
+        train(settings, state, resume=True)
+    settings.write_bytes(msgspec.json.encode(edited(device="cpu", target_samples=16)))
+    assert train(settings, state, resume=True) == "finished"
+
+
+SMI = """#!/bin/sh
+case "$*" in
+*driver_version*) echo 535.183.01; echo 535.183.01 ;;
+*) echo "2, NVIDIA GeForce RTX 4090"; echo "2, NVIDIA GeForce RTX 4090" ;;
+esac
+"""
+
+
+def test_two_rtx_40_cards_with_an_older_driver_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert opened(tmp_path, device="auto") == ["cuda:1"] * 3
+
+
+def test_expandable_segments_are_switched_off_where_the_gpu_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "max_split_size_mb:64,expandable_segments:True"
+    device, core = torch.device("cuda", 0), cast(Any, torch._C)
+    empty, before = torch.empty, core._accelerator_getAllocatorSettings()
+    failure: Exception = RuntimeError(CUDA_ERROR + "\nMore words.")
+
+    def allocated(*sizes: int, device: torch.device) -> torch.Tensor:
+        if "expandable_segments:True" in core._accelerator_getAllocatorSettings():
+            raise failure
+        return empty(*sizes)
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
+    try:
+        core._accelerator_setAllocatorSettings(options)
+        warning = allocate_first(device)
+        assert warning == f"allocator: this GPU has no expandable segments ({CUDA_ERROR}); the training goes on without them"
+        # torch keeps only the options that it is told.
+        assert core._accelerator_getAllocatorSettings() == options.replace("True", "False")
+        assert allocate_first(device) is None
+        # A full GPU says nothing about the option.
+        core._accelerator_setAllocatorSettings(options)
+        failure = torch.OutOfMemoryError("CUDA out of memory.")
+        with pytest.raises(torch.OutOfMemoryError):
+            allocate_first(device)
+        # Without the option, something else is wrong.
+        failure = RuntimeError(CUDA_ERROR)
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+        with pytest.raises(RuntimeError, match=CUDA_ERROR):
+            allocate_first(device)
+    finally:
+        core._accelerator_setAllocatorSettings(before)
 
 
 def replaced(device: str) -> Any:
