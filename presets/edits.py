@@ -22,6 +22,7 @@ from memtop.presets.fields import (
     SettingsError,
     check,
     check_bounds,
+    check_one_for_each,
     did_you_mean,
     row_of,
     value_of,
@@ -262,14 +263,22 @@ def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
     says it for each process; a batch alone is that of all.
     """
     each = given.get("rank_splits") or given.get("batch", "")
+    if given.get("rank_splits") and "batch" in given:
+        raise SettingsError("batch", given["batch"], "rank_splits gives it already; leave one of them out")
     if "x" in each:
         pairs = [_numbers(each, word, "x", 2) for word in each.split(",")]
-        return with_splits(settings, [(batch, accumulation) for batch, accumulation in pairs])
+        most = max(accumulation for _, accumulation in pairs)
+        # The form gives both: the batch as it is shown, and the largest accumulation.
+        if given.get("accumulation", str(most)) != str(most):
+            why = f"batch {each} gives it already; leave it out, or give {most}"
+            raise SettingsError("accumulation", given["accumulation"], why)
+        return _of_each(settings, each, [(batch, accumulation) for batch, accumulation in pairs])
     hints = get_type_hints(Settings, include_extras=True)
     values = {name: typed(name, hints[name], text) for name, text in given.items() if name == "accumulation"}
     if "," in each:
         accumulation = values.get("accumulation", settings.accumulation)
-        return with_splits(settings, [(batch, accumulation) for batch in _numbers(each, each, ",", each.count(",") + 1)])
+        sizes = _numbers(each, each, ",", each.count(",") + 1)
+        return _of_each(settings, each, [(batch, accumulation) for batch in sizes])
     if given.get("rank_splits"):
         raise SettingsError("rank_splits", repr(each), _EACH)
     if "batch" in given or "rank_splits" in given:
@@ -281,6 +290,12 @@ def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
             raise SettingsError("accumulation", values["accumulation"], why)
         return with_splits(settings, [(batch, values["accumulation"]) for batch, _ in settings.rank_splits])
     return replace(settings, **values)
+
+
+def _of_each(settings: Settings, text: str, splits: list[tuple[int, int]]) -> Settings:
+    """The settings with one split for each process; SettingsError for another number of them."""
+    check_one_for_each(text, len(splits), settings.world_size)
+    return with_splits(settings, splits)
 
 
 def _numbers(text: str, part: str, separator: str, count: int) -> list[int]:

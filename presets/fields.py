@@ -381,14 +381,20 @@ def _check_counts(settings: Settings) -> None:
         )
 
 
+def check_one_for_each(text: str, sizes: int, processes: int) -> None:
+    """SettingsError if this batch, with one size for each process, does not fit the processes."""
+    if sizes != processes:
+        has = "1 process" if processes == 1 else f"{processes} processes"
+        gives = "1 size" if sizes == 1 else f"{sizes} sizes"
+        raise SettingsError("batch", text, f"gives {gives}, the run has {has}; give one for each, or one for all")
+
+
 def _check_rank_splits(settings: Settings) -> None:
     splits = settings.rank_splits
     if not splits:
         return
-    text, processes = settings.batch_text, settings.world_size
-    if len(splits) != processes:
-        has = "1 process" if processes == 1 else f"{processes} processes"
-        raise SettingsError("batch", text, f"gives {len(splits)} sizes, the run has {has}; give one for each, or one for all")
+    text = settings.batch_text
+    check_one_for_each(text, len(splits), settings.world_size)
     if settings.zero.stage:
         why = "needs the same micro-batch and as many of them on all processes; give one size, or --preset standard"
         raise SettingsError("batch", text, f"{settings.zero} {why}")

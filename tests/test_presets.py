@@ -184,6 +184,14 @@ def test_later_edits_of_a_split_with_batches_of_their_own() -> None:
     [
         (BASE, {"batch": "3,1"}, "batch 3,1: gives 2 sizes, the run has 1 process; give one for each, or one for all"),
         (TWO, {"batch": "3,2,1"}, "batch 3,2,1: gives 3 sizes, the run has 2 processes; give one for each"),
+        (TWO, {"batch": "4,4,4"}, "batch 4,4,4: gives 3 sizes, the run has 2 processes; give one for each"),
+        (TWO, {"batch": "2x8"}, "batch 2x8: gives 1 size, the run has 2 processes; give one for each"),
+        (
+            TWO,
+            {"batch": "3x8,1x16", "accumulation": "4"},
+            "accumulation 4: batch 3x8,1x16 gives it already; leave one of them out",
+        ),
+        (TWO, {"rank_splits": "2x3,1x4", "batch": "8"}, "batch 8: rank_splits gives it already; leave one of them out"),
         (TWO, {"batch": "3,"}, "batch '3,': gives no size for each process; write B,B or BxA,BxA"),
         (TWO, {"batch": "2x3,1"}, "batch '2x3,1': gives no size for each process"),
         (TWO, {"rank_splits": "7"}, "rank_splits '7': gives no size for each process"),
