@@ -5,9 +5,8 @@ machine can do, the most important ones first.
                                     [--again PART] [--minutes N] [--list]
 
 Every result is one JSON line with versions, GPU and date. It is appended to the file at once, so
-that a machine which is taken away takes no result with it. A part that ended is not
-repeated. Of a part that was interrupted, what has a result (a command, a test, a pair of recipe and
-preset) is not repeated; so call it again.
+that a machine which is taken away takes no result with it. After an interruption, call it again: it
+skips what has a result (a part that ended, a command, a test, a pair of recipe and preset).
 A part ends after 10 minutes at the latest, and all of them after `--minutes`.
 
 `--device cpu` is the rehearsal: it runs the same parts with tiny models, so that no minute on a

@@ -209,7 +209,14 @@ def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypa
         found = train.plan_for("pretrain-causal", None, Change(), gpus)
         assert found.pinned == "MIG-3"
         assert "9.50 GiB of GPU memory free" in str(found.choice)
-        assert "trains on GPU 0, MIG 3, the emptiest of 2" in str(found.choice)
+        others = "" if gpus else "; --gpus chooses others"
+        assert str(found.choice).endswith(f". trains on GPU 0, MIG 3, the emptiest of 2{others}")
+
+
+def test_a_gpu_without_a_uuid_is_pinned_by_its_index(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(replace(gpu, uuid=None) for gpu in machine(5.0, 13.0).gpus)
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=gpus))
+    assert train.plan_for("pretrain-causal", None, Change(), None).pinned == "1"
 
 
 def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
@@ -389,5 +396,5 @@ def test_sizes_of_the_processes_are_whole_numbers(text: str, word: str) -> None:
 def test_a_batch_that_memtop_finds_is_given_by_a_word() -> None:
     assert assignments_of((), batch="auto", accumulation=None) == {"auto_batch": "true"}
     assert assignments_of((), batch=4, accumulation=None) == {"batch": "4"}
-    with pytest.raises(UsageError, match=r"^--accum 8: follows from --batch auto; leave it out$"):
+    with pytest.raises(UsageError, match=r"^--accum 8: --batch auto finds the accumulation, too; leave it out$"):
         assignments_of((), batch="auto", accumulation=8)

@@ -256,7 +256,7 @@ class GradientSum:
             self._launch(self._anything)
 
     def __call__(self) -> None:
-        """Replace each gradient by its sum over the ranks.
+        """End the exchange: each gradient is its sum over the ranks.
 
         Parameters without a gradient on any rank stay without.
         """
@@ -285,9 +285,7 @@ class GradientSum:
     def missing(self) -> int:
         """The number of parameters without a gradient on this rank; 0 with one process.
 
-        May run out of memory.
-
-        Notes which ones they are, for `share_missing`.
+        Notes which ones they are, for `share_missing`. May run out of memory.
         """
         if not self._several:
             return 0

@@ -394,7 +394,7 @@ class StateSaver:
         return None
 
     def _reported(self, save: _Save, write: Future[_Written]) -> tuple[bool, str]:
-        """Wait for the write, report its result, and return as `save` does."""
+        """Wait for the write, report its result; return whether it succeeded, and a message."""
         try:
             written = write.result()
         except NoSpaceError as error:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.host_memory import host_plan
+from memtop.presets.parameters import TRAINED_BYTES
 from memtop.presets.schema import Zero
 from memtop.train.batches import agree_on_host_plan, available_bytes
 from memtop.train.compile_lock import await_compiled
@@ -27,8 +28,6 @@ from memtop.train.state_files import LossScale
 # collective for a few layers, where a bucket of the width squared would mean one for each matrix.
 # The largest one takes 100 MB.
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 12_500_000, 50_000_000
-# fp32 weight, gradient and two moments.
-_OFFLOADED_BYTES = 16
 
 
 def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _finish_config(accelerator: Accelerator, settings: Settings, model: torch.nn
     if offload is not None:
         # Page-locked memory cannot be swapped out, so the rest of the machine must have enough.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in trained_parameters(model).values())
-        offload["pin_memory"] = agree_on_host_plan(settings, accelerator, taken=_OFFLOADED_BYTES * elements).pin_memory
+        offload["pin_memory"] = agree_on_host_plan(settings, accelerator, taken=TRAINED_BYTES * elements).pin_memory
     folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
     if folder and accelerator.is_main_process:
         (Path(folder) / "deepspeed.json").write_text(json.dumps(config, indent=1))

@@ -124,7 +124,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     """Which of several GPUs that is, for people."""
     pinned: str | None = None
-    """What the program gets as CUDA_VISIBLE_DEVICES, if memtop chose: a UUID."""
+    """What the program gets as CUDA_VISIBLE_DEVICES, if memtop chose: a UUID, or the
+    GPU's index if the driver gives none."""
     problem: Unusable | None = None
     """Why the installed torch cannot compute there."""
 
@@ -164,9 +165,11 @@ def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuil
     if not usable:
         return Place(problem=next(iter(problems.values()), None))
     best = max(usable, key=_room)
-    pinned = best.uuid if len(devices) > 1 else None
-    note = f"on {best.name}, the emptiest of {len(usable)}" if len(usable) > 1 else f"on {best.name}" if pinned else ""
-    return Place(free_bytes=best.free_bytes, note=note if pinned else "", pinned=pinned)
+    if len(devices) == 1:
+        return Place(free_bytes=best.free_bytes)
+    others = f", the emptiest of {len(usable)}" if len(usable) > 1 else ""
+    pinned = best.uuid or str(best.gpu.index)
+    return Place(free_bytes=best.free_bytes, note=f"on {best.name}{others}", pinned=pinned)
 
 
 def _devices(machine: MachineSnapshot, gpus: list[str] | None) -> list[_Device]:

@@ -68,7 +68,7 @@ runs_dir_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
 detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
-_BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: of each process; auto: the largest that fits"
+_BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: one for each process; auto: the largest that fits"
 _EDITS = (
     click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),
     click.option("--batch", type=_Batch(), metavar="B|B,B|auto", help=_BATCH_HELP),
@@ -93,7 +93,7 @@ def assignments_of(texts: Sequence[str], **numbers: int | str | None) -> dict[st
     options = {name: str(number) for name, number in numbers.items() if number is not None}
     if options.get("batch") == AUTO:
         if "accumulation" in options:
-            raise UsageError(f"--accum {options['accumulation']}: follows from --batch auto; leave it out")
+            raise UsageError(f"--accum {options['accumulation']}: --batch auto finds the accumulation, too; leave it out")
         options = {name: text for name, text in options.items() if name != "batch"} | {"auto_batch": "true"}
     pairs = {}
     for text in texts:

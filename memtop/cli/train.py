@@ -149,7 +149,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: Settings | None = None
     pinned: str | None = None
-    """The UUID of the GPU that memtop chose."""
+    """The GPU or MIG instance that memtop chose: its UUID, or its index if that is not known."""
     choice: str | None = None
     """What memtop chose because nobody did, and why."""
 
@@ -186,7 +186,7 @@ def plan_for(
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     told = [f"{reason}; --preset NAME chooses another"] if reason else []
     if place.pinned:
-        told.append(f"trains {place.note}; --gpus chooses others")
+        told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     for words in told:
         print_message(f"memtop: {words}")
     return NewRun(settings=settings, pinned=place.pinned, choice=". ".join(told) or None)
