@@ -3,7 +3,7 @@
 Imports nothing else of memtop.
 """
 
-from memtop.presets.choosing import choose_by_memory, choose_preset
+from memtop.presets.choosing import choose_preset
 from memtop.presets.comparison import compatibility
 from memtop.presets.edits import apply_preset, edit_settings, resolve, take_whole
 from memtop.presets.fields import SettingsError
@@ -17,7 +17,6 @@ __all__ = [
     "Settings",
     "SettingsError",
     "apply_preset",
-    "choose_by_memory",
     "choose_preset",
     "compatibility",
     "edit_settings",

@@ -14,7 +14,6 @@ from memtop.presets import (
     Settings,
     SettingsError,
     apply_preset,
-    choose_by_memory,
     compatibility,
     edit_settings,
     load_presets,
@@ -23,6 +22,7 @@ from memtop.presets import (
     resolve,
     take_whole,
 )
+from memtop.presets.choosing import choose_by_memory
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import check

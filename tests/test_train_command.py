@@ -295,7 +295,7 @@ def test_a_torch_that_cannot_use_the_gpu_is_one_line_before_anything_is_loaded(
     found = train.plan_for("pretrain-causal", None, Change(), None)
     assert found.pinned is None
     problem, choice = capsys.readouterr().err.splitlines()
-    assert problem.startswith(f"memtop: trains on the CPU: {words}")
+    assert problem.startswith(f"memtop: device auto: trains on the CPU: {words}")
     assert "preset standard: the free GPU memory is not known" in choice, "not chosen by the memory of that GPU"
     with pytest.raises(UsageError) as refused:
         train.plan_for("pretrain-causal", None, Change(), ["0"])

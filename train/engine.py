@@ -155,7 +155,7 @@ class PlainEngine:
         return self._sum_gradients.fill_missing()
 
     def drop_gradients(self) -> None:
-        self._sum_gradients.discard()
+        self._sum_gradients.finish()
         self.bare_optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> torch.Tensor | float | None:

@@ -263,14 +263,14 @@ class GradientSum:
         if not self._several:
             return
         partial_sums = self._partial
-        self.discard()
+        self.finish()
         for number, rank in partial_sums:
             gradient = self._parameters[number].grad
             assert gradient is not None
             torch.distributed.broadcast(_flat(gradient), src=rank)
 
-    def discard(self) -> None:
-        """End the exchange; its sums are in the gradients, or of no use if a rank failed."""
+    def finish(self) -> None:
+        """Wait for the exchange. The sums are in the gradients; if a rank failed, drop them."""
         if not self._several:
             return
         while self._flights:

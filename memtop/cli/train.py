@@ -207,7 +207,7 @@ def _place(edits: Change, gpus: list[str] | None) -> Place:
         raise UsageError(f"--gpus {','.join(gpus)}: {found.problem}")
     if device == "cuda":
         raise UsageError(f"device cuda: {found.problem}")
-    print_message(f"memtop: trains on the CPU: {found.problem}")
+    print_message(f"memtop: device auto: trains on the CPU: {found.problem}")
     return gpu_choice.Place()
 
 

@@ -129,7 +129,7 @@ def check_connected(rank: int) -> None:
         else:
             exchange.begin()
             exchange.end()
-        exchange.discard()
+        exchange.finish()
         rounds.append(list(exchanged))
     patch.undo()
     assert at_start[0] == max(rounds[0]) == 2048
@@ -189,7 +189,7 @@ def check_parts(rank: int) -> None:
     with pytest.raises(RuntimeError, match="changed after it was exchanged"):
         exchanged(reentrant=True)
     exchange.abandon()
-    exchange.discard()
+    exchange.finish()
 
 
 def overflowing(folder: Path, rank: int) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def waits(folder: Path) -> dict[str, Any]:
         exchange.end()
     else:
         exchange.abandon()
-    exchange.discard()
+    exchange.finish()
     return {"updates": found[1].updates, "workers": workers}
 
 

@@ -105,7 +105,7 @@ def test_on_a_gpu_sums_run_beside_the_backward_pass_and_after_the_gradients(monk
     exchange.begin()
     exchange.end()
     queues.note("the host is here")
-    exchange.discard()
+    exchange.finish()
     large = ["exchange: wait for backward", "exchange: sum {}", "exchange: wait for the sum"]
     small = [
         "exchange: wait for backward",
@@ -141,7 +141,7 @@ def test_each_row_of_the_ring_holds_each_dtype(monkeypatch: pytest.MonkeyPatch) 
         places.clear()
         exchange.end()
         assert places == [0, 0]
-        exchange.discard()
+        exchange.finish()
 
 
 @pytest.fixture(scope="module")
