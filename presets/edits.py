@@ -263,16 +263,15 @@ def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
     says it for each process; a batch alone is that of all.
     """
     each = given.get("rank_splits") or given.get("batch", "")
-    if given.get("rank_splits") and "batch" in given:
-        raise SettingsError("batch", given["batch"], "rank_splits gives it already; leave one of them out")
     if "x" in each:
         pairs = [_numbers(each, word, "x", 2) for word in each.split(",")]
-        most = max(accumulation for _, accumulation in pairs)
-        # The form gives both: the batch as it is shown, and the largest accumulation.
-        if given.get("accumulation", str(most)) != str(most):
-            why = f"batch {each} gives it already; leave it out, or give {most}"
-            raise SettingsError("accumulation", given["accumulation"], why)
-        return _of_each(settings, each, [(batch, accumulation) for batch, accumulation in pairs])
+        splits = [(batch, accumulation) for batch, accumulation in pairs]
+        # The form and a live edit give the largest ones, too.
+        if given.get("rank_splits") and given.get("batch"):
+            _refuse_another("batch", given["batch"], max(batch for batch, _ in splits), each)
+        if given.get("accumulation"):
+            _refuse_another("accumulation", given["accumulation"], max(accumulation for _, accumulation in splits), each)
+        return _of_each(settings, each, splits)
     hints = get_type_hints(Settings, include_extras=True)
     values = {name: typed(name, hints[name], text) for name, text in given.items() if name == "accumulation"}
     if "," in each:
@@ -290,6 +289,12 @@ def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
             raise SettingsError("accumulation", values["accumulation"], why)
         return with_splits(settings, [(batch, values["accumulation"]) for batch, _ in settings.rank_splits])
     return replace(settings, **values)
+
+
+def _refuse_another(name: str, given: str, most: int, each: str) -> None:
+    """SettingsError if this is not the largest one of the splits `each`."""
+    if given != str(most):
+        raise SettingsError(name, given, f"{each} gives it already; leave it out, or give {most}")
 
 
 def _of_each(settings: Settings, text: str, splits: list[tuple[int, int]]) -> Settings:

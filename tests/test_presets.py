@@ -189,9 +189,9 @@ def test_later_edits_of_a_split_with_batches_of_their_own() -> None:
         (
             TWO,
             {"batch": "3x8,1x16", "accumulation": "4"},
-            "accumulation 4: batch 3x8,1x16 gives it already; leave it out, or give 16",
+            "accumulation 4: 3x8,1x16 gives it already; leave it out, or give 16",
         ),
-        (TWO, {"rank_splits": "2x3,1x4", "batch": "8"}, "batch 8: rank_splits gives it already; leave one of them out"),
+        (TWO, {"rank_splits": "2x3,1x4", "batch": "8"}, "batch 8: 2x3,1x4 gives it already; leave it out, or give 2"),
         (TWO, {"batch": "3,"}, "batch '3,': gives no size for each process; write B,B or BxA,BxA"),
         (TWO, {"batch": "2x3,1"}, "batch '2x3,1': gives no size for each process"),
         (TWO, {"rank_splits": "7"}, "rank_splits '7': gives no size for each process"),

@@ -46,7 +46,6 @@ COMMON = {
     "eos_token_id": 2,
 }
 GPT2 = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-ACCELERATOR = Accelerator(cpu=True)
 
 
 def model_of(kind: str = "llama", **values: Any) -> torch.nn.Module:
@@ -97,7 +96,7 @@ def test_packed_samples_give_the_gradients_of_padded_ones(kind: str, chunk: int)
     model = model_of(kind)
     batch = dialogues(5, 17, 2, 9)
     loss, expected = gradients(model, batch, packed=False, chunk=chunk)
-    assert use_packing(TINY, model, ACCELERATOR) is None
+    assert use_packing(TINY, model, Accelerator(cpu=True)) is None
     packed_loss, found = gradients(model, batch, packed=True, chunk=chunk)
     assert packed_loss == pytest.approx(loss, rel=1e-6)
     assert found.keys() == expected.keys()
@@ -134,7 +133,7 @@ def test_so_it_is_with_adapters_checkpointing_and_in_16_bits(lora: bool, precisi
     model = with_lora(model_of("qwen2")) if lora else model_of("qwen2")
     batch = dialogues(5, 17, 2, 9)
     loss, expected = gradients(model, batch, packed=False, precision=precision)
-    assert use_packing(TINY, model, ACCELERATOR) is None
+    assert use_packing(TINY, model, Accelerator(cpu=True)) is None
     set_checkpointing(model, on=True)
     packed_loss, found = gradients(model, batch, packed=True, precision=precision)
     exact = precision == "fp32"
@@ -147,7 +146,7 @@ def test_so_it_is_with_adapters_checkpointing_and_in_16_bits(lora: bool, precisi
 
 def test_a_sample_changes_nothing_in_the_others_of_its_row() -> None:
     model = model_of().eval()
-    assert use_packing(TINY, model, ACCELERATOR) is None
+    assert use_packing(TINY, model, Accelerator(cpu=True)) is None
     row = packed_row((6, 4, 5))
     ids = torch.arange(3, 18).unsqueeze(0)
     logits = model(input_ids=ids, use_cache=False, **row).logits
@@ -192,7 +191,7 @@ def test_a_model_that_would_mix_samples_is_left_as_it_is(
 ) -> None:
     model: Any = model_of(kind, **values)
     before = model.config._attn_implementation
-    reason = use_packing(settings, model, ACCELERATOR)
+    reason = use_packing(settings, model, Accelerator(cpu=True))
     assert reason is not None
     assert words in reason
     assert model.config._attn_implementation == before
@@ -200,7 +199,7 @@ def test_a_model_that_would_mix_samples_is_left_as_it_is(
 
 
 def test_a_window_as_long_as_t_is_none() -> None:
-    assert use_packing(TINY, model_of("mistral", sliding_window=16), ACCELERATOR) is None
+    assert use_packing(TINY, model_of("mistral", sliding_window=16), Accelerator(cpu=True)) is None
 
 
 # The kernel of a GPU.
@@ -254,7 +253,7 @@ def test_the_kernel_gets_what_it_takes_and_gives_the_same(kernel: list[dict[str,
     model = model_of("qwen2")
     batch = dialogues(5, 17, 2, 9)
     loss, expected = gradients(model, batch, packed=False, precision="bf16")
-    assert use_packing(TINY, model, ACCELERATOR) is None
+    assert use_packing(TINY, model, Accelerator(cpu=True)) is None
     assert kernel == [], "in fp32 the kernel does not fit"
     packed_loss, found = gradients(model, batch, packed=True, precision="bf16")
     assert len(kernel) == 2, "once in each layer"
