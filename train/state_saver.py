@@ -8,6 +8,7 @@ and at its end.
 from __future__ import annotations
 
 import mmap
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 
 from memtop.presets import Settings
@@ -91,6 +93,14 @@ class DiskWait:
         return True
 
 
+def _free_bytes() -> int | None:
+    """Free host memory, within what this process may still address; None if not known."""
+    free, limit = available_bytes(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    if free is None or limit == resource.RLIM_INFINITY:
+        return free
+    return max(0, min(free, limit - int(psutil.Process().memory_info().vms)))
+
+
 class HostCopy:
     """A copy of the state in host memory. Its memory is kept for the next save.
 
@@ -105,7 +115,7 @@ class HostCopy:
 
     def reserve(self, needed: int) -> str | None:
         """Allocate this many bytes; return why that is not possible, or None."""
-        free, held = available_bytes(), len(self._blocks) * _BLOCK_BYTES
+        free, held = _free_bytes(), len(self._blocks) * _BLOCK_BYTES
         if free is None:
             return "how much host memory is free is not known"
         spare = max(_SPARE_BYTES, needed)
@@ -145,7 +155,7 @@ class HostCopy:
 
     def release(self) -> None:
         """Give the memory back unless as much again is free. torch keeps page-locked memory."""
-        free = available_bytes()
+        free = _free_bytes()
         if not self._pinned and (free is None or free < len(self._blocks) * _BLOCK_BYTES):
             self._blocks.clear()
 

@@ -16,7 +16,7 @@ from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.data import open_data
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.order import SampleOrder, plan_updates, sample_digest
-from memtop.train.state_files import Cut, newest_complete
+from memtop.train.state_files import Cut, newest_complete, newest_update
 from tests.train.support import edited
 from tests.train.test_processes import reports, trainer
 
@@ -65,7 +65,8 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
         settings = settings_of(*split)
         process = trainer(tmp_path, settings, start=launcher(settings))
         # After at least one more save, and usually between two.
-        kill_everything_at(process, random.randrange(saved + SAVE_EVERY + 1, saved + EACH), tmp_path, settings.world_size)
+        update = random.randrange(saved + SAVE_EVERY + 1, saved + EACH)
+        kill_everything_at(process, update, tmp_path, settings.world_size, saved)
         found = newest_complete(tmp_path / "state")
         assert found is not None
         assert found[1].updates % SAVE_EVERY == 0
@@ -94,10 +95,15 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
     assert done == saved + EACH
 
 
-def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path, world: int) -> None:
+def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path, world: int, saved: int) -> None:
+    """Kill a training at this update, or at the first one after it with a state newer than
+    `saved`: a state is written while the training goes on.
+    """
     assert process.stdout is not None
+    reached = False
     for line in process.stdout:
-        if line.startswith(f"update {update} "):
+        reached = reached or line.startswith(f"update {update} ")
+        if reached and (newest_update(folder / "state") or 0) > saved:
             break
     # The launcher first, so that it cannot end the ranks in an orderly way.
     os.kill(process.pid, signal.SIGKILL)
