@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -185,6 +187,17 @@ def test_without_host_memory_for_the_copy_training_stops_for_the_save(
     assert len(warnings) == 1, "it is said once"
     assert warnings[0].startswith("training stops while a state is saved: ")
     assert words in warnings[0]
+
+
+def test_the_copy_takes_no_addresses_that_a_limited_training_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing
+) -> None:
+    taken = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (taken + (64 << 20), resource.RLIM_INFINITY))
+    training = Training(tmp_path / "state")
+    assert training.run() == "finished"
+    assert writing.threads == ["MainThread"] * 4
+    assert "leaves 512 MiB free, but " in training.channel.of("warning")[0]["message"]
 
 
 def test_memory_that_the_system_refuses_is_no_failure(
