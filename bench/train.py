@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.common import Peak, one_gpu, report, spread
+from bench.common import Peak, device_options, one_gpu, printed_by, ratios, report, spread, versions
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
@@ -245,11 +244,8 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
 
 def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
     """Measure one arm in a separate process."""
-    command = [sys.executable, "-m", "bench.train", "--arm", arm, "--case", case, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | one_gpu())
-    if done.returncode != 0:
-        raise RuntimeError(f"{arm}, {case}: {done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = printed_by("-m", "bench.train", "--arm", arm, "--case", case, *options, environment=os.environ | one_gpu())
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     print(f"{case} {arm}: {found['samples_per_second']:.1f} samples/s, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
     return found
 
@@ -272,18 +268,18 @@ def compare(case: str, settings: Settings, given: argparse.Namespace, options: l
         "vocabulary": settings.model["config"]["vocab_size"],
         "updates_measured": settings.target_samples // settings.effective_batch - WARM_UP,
         **{arm: {name: spread([run[name] for run in runs]) for name in MEASURED} for arm, runs in found.items()},
-        **({} if given.only else beside(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
+        **({} if given.only else over_hugging_face(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
         "peak_is_exact": all(run["peak_is_exact"] for runs in found.values() for run in runs),
     }
 
 
-def beside(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def over_hugging_face(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     """memtop divided by Hugging Face, from pairs of neighbours."""
-    ratios = {name: spread([mine[name] / other[name] for mine, other in pairs]) for name in MEASURED}
+    found = {name: ratios([mine[name] for mine, _ in pairs], [other[name] for _, other in pairs]) for name in MEASURED}
     least, most = PROMISED[case]
-    speed, growth = (ratios[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
+    speed, growth = (found[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
     return {
-        "memtop_over_hugging_face": ratios,
+        "memtop_over_hugging_face": found,
         "verdict": {
             "samples_per_second_ratio": speed,
             "at_least": least,
@@ -308,12 +304,10 @@ def loss_difference(losses: list[float], logged: list[float]) -> float | None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    device_options(parser)
     parser.add_argument("--accumulation", type=int, default=0, help="0: the case's own")
     parser.add_argument("--updates", type=int, default=0, help="measured updates; 0: the case's own")
     parser.add_argument("--rounds", type=int, default=2, help="each is A B B A")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: those for a CPU")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of memtop alone")
     parser.add_argument("--model", help="a folder with the model, for one arm")
@@ -337,9 +331,9 @@ def main() -> None:
     names = ("device", "precision", "accumulation", "updates", "threads")
     options = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
     options += [word for pair in given.set for word in ("--set", pair)]
-    versions = {name: __import__(name).__version__ for name in ("torch", "transformers", "accelerate")}
     results = {case: compare(case, settings[case], given, options) for case in cases}
-    report("train", {**{name: getattr(given, name) for name in (*names, "set")}, "versions": versions, **results})
+    given_values = {name: getattr(given, name) for name in (*names, "set")}
+    report("train", {**given_values, "versions": versions("torch", "transformers", "accelerate"), **results})
 
 
 if __name__ == "__main__":
