@@ -37,7 +37,7 @@ _EXAMINED = 20_000
 """Rows whose length is looked up to find the longest."""
 _CHECKS = 2
 """Updates after which the measured peak is checked: the first one allocates the moments, and the
-second is the first to compute gradients beside them."""
+second is the first to compute gradients while they exist."""
 _SHAPING = (
     *("model", "data", "task", "method", "lora", "precision", "seq_len", "gradient_checkpointing", "optimizer"),
     *("loss_chunk", "packing", "compile", "bf16_residual", "allocator", "effective_batch", "world_size"),
