@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
-from memtop.presets.edits import assign
 from memtop.presets.checks import check
+from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, differing, not_live
 from memtop.presets.schema import ranks_text
 from memtop.train import BadInputError
