@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from memtop.presets.fields import SettingsError
+from memtop.presets.checks import SettingsError
 from memtop.presets.files import load_presets
 from memtop.presets.parameters import MOMENT_BYTES, ModelSize, model_size
 from memtop.presets.schema import Preset, Settings

@@ -15,18 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.fields import (
-    FIELDS,
-    MOST_UPDATES,
-    SPLIT,
-    SettingsError,
-    check,
-    check_bounds,
-    check_one_for_each,
-    did_you_mean,
-    row_of,
-    value_of,
-)
+from memtop.presets.checks import SettingsError, check, check_bounds, check_one_for_each, did_you_mean
+from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
 from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, capped, split_below, with_splits
 

@@ -22,7 +22,7 @@ import transformers
 from memtop.presets import Settings, user_cache
 from memtop.presets.schema import exact_splits
 from memtop.train.agent.memory import free_cache
-from memtop.train.auto_batch import SAFE_FRACTION, AutoBatch, DeviceMemory, OomGuard
+from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard
 from memtop.train.batches import Batch, completed, to_device
 from memtop.train.channel import Channel
 from memtop.train.data.files import digest
@@ -125,7 +125,7 @@ class BatchSearch:
         samples: Samples,
         pad: int,
         guard: OomGuard,
-        auto_batch: AutoBatch,
+        adapter: BatchAdapter,
         memory: DeviceMemory,
         channel: Channel,
     ) -> None:
@@ -133,7 +133,7 @@ class BatchSearch:
         self._samples = samples
         self._pad = pad
         self._guard = guard
-        self._auto_batch = auto_batch
+        self._adapter = adapter
         self._memory = memory
         self._channel = channel
         self._ranks = Ranks(engine.accelerator)
@@ -164,7 +164,7 @@ class BatchSearch:
         if batch is None:
             batch, tried = self._measured(settings, splits)
         self._report((batch, splits[batch]), tried, total, larger=next((size for size in sizes if size > batch), None))
-        self._before = self._auto_batch.peaks
+        self._before = self._adapter.peaks
         self._checks = _CHECKS if remembered or any(one.fits for one in tried) else 0
         return batch, splits[batch]
 
@@ -179,11 +179,11 @@ class BatchSearch:
         if self._checks == _CHECKS - 1:
             # The estimate of the moments becomes a measurement.
             missing = max(0, (self._memory.held_bytes() or 0) - self._held - self._moments)
-            measured = self._auto_batch.peaks
+            measured = self._adapter.peaks
             for size, peak in self._before.items():
                 measured[size] = max(measured.get(size, 0), peak + missing)
-            self._auto_batch.recall(measured)
-        share = self._ranks.most(self._auto_batch.measured_share(settings.batch))
+            self._adapter.recall(measured)
+        share = self._ranks.most(self._adapter.measured_share(settings.batch))
         if math.isinf(share):
             # A person has changed the batch, or something else that shapes the peaks.
             self._checks = 0
@@ -223,7 +223,7 @@ class BatchSearch:
 
     def _forecast(self, size: int) -> float:
         """How full the fullest rank's memory would be (0-1)."""
-        return self._ranks.most(self._auto_batch.share(size))
+        return self._ranks.most(self._adapter.share(size))
 
     def _try(self, size: int, passes: int, batch: Batch, tokens: int) -> Tried:
         def work() -> None:
@@ -234,8 +234,8 @@ class BatchSearch:
         self._memory.reset()
         own = math.inf
         if self._guard.fits(work):
-            self._auto_batch.probed(size, self._moments)
-            own = self._auto_batch.measured_share(size)
+            self._adapter.probed(size, self._moments)
+            own = self._adapter.measured_share(size)
         self._engine.drop_gradients()
         free_cache()
         share = self._ranks.most(own)
@@ -272,18 +272,18 @@ class BatchSearch:
         found = self._read()
         if self._ranks.any(found is None) or found is None:
             return None
-        self._auto_batch.recall(found.peaks)
+        self._adapter.recall(found.peaks)
         largest = -self._ranks.most(-found.batch)
         for size in reversed(sizes):
             if size <= largest and self._known_share(size) < SAFE_FRACTION:
                 return size
-        self._auto_batch.changed(forget=True)
+        self._adapter.changed(forget=True)
         return None
 
     def _known_share(self, size: int) -> float:
         """How full the fullest rank's memory was with this size, or would be if none had it."""
-        measured = self._auto_batch.measured_share(size)
-        return self._ranks.most(self._auto_batch.share(size) if math.isinf(measured) else measured)
+        measured = self._adapter.measured_share(size)
+        return self._ranks.most(self._adapter.share(size) if math.isinf(measured) else measured)
 
     def _read(self) -> Remembered | None:
         if self._path is None:
@@ -300,7 +300,7 @@ class BatchSearch:
         with self._told("cannot be remembered"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(msgspec.json.encode(Remembered(batch, self._auto_batch.peaks)))
+            temporary.write_bytes(msgspec.json.encode(Remembered(batch, self._adapter.peaks)))
             temporary.replace(self._path)
 
     @contextmanager

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
-from memtop.presets.fields import check
+from memtop.presets.checks import check
 from memtop.presets.host_memory import HostPlan
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure

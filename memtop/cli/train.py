@@ -101,7 +101,7 @@ def train(
     recipe_name = recipe or "first-run"
     if program:
         refuse_for_program(recipe, preset, edits)
-    plan = NewRun() if program else plan_for(recipe_name, preset, edits, gpu_list, fresh=fresh)
+    plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
         name=name or free_name(where, Path(program[0]).stem if program else recipe_name),
@@ -154,7 +154,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     """What memtop chose because nobody did, and why."""
 
 
-def plan_for(
+def new_run(
     recipe_name: str,
     preset_name: str | None,
     edits: Change,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import CudaMemory
+from memtop.train.batch_adapter import CudaMemory
 from memtop.train.batch_search import Tried, longest_sample, next_size
 from memtop.train.objective import IGNORED
 from memtop.train.optimizers import bytes_of_first_step
