@@ -360,12 +360,11 @@ class Trainer:
         names = SPLIT if after.rank_splits != self.settings.rank_splits else SPLIT[:2]
         self._change(reason, **{name: getattr(after, name) for name in names}, **more)
 
-    def _use_found(self, split: tuple[int, int] | None) -> bool:
-        """Use a split that the search has found, now and after a restart; False without one."""
-        if split is None:
+    def _use_found(self, splits: tuple[tuple[int, int], ...] | None) -> bool:
+        """Use splits that the search has found, now and after a restart; False without any."""
+        if splits is None:
             return False
-        splits = [split] * self.settings.world_size
-        self._largest = tuple(splits)
+        self._largest = splits
         self._change_splits("batch search", splits, auto_batch=False)
         return True
 
