@@ -19,7 +19,7 @@ from memtop.presets.host_memory import HostPlan
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.batches import Position, agree_on_host_plan
-from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
+from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.devices import (
@@ -166,8 +166,9 @@ class _Notifier:
         if not self._first:
             return
         if warning:
-            self._channel.report("warning", message=text)
-        print(f"memtop: {text}", flush=True)
+            warn(self._channel, text)
+        else:
+            print(f"memtop: {text}", flush=True)
 
 
 def _host_notes(settings: Settings, host: HostPlan) -> list[str]:
