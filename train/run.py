@@ -260,7 +260,7 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     tracking = tracking or {}
     on_gpu = choose_device(settings).on_gpu
     precision = _precision(settings, on_gpu)
-    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
+    mixed = "no" if precision == "fp32" else precision
     if on_gpu and precision == "fp32":
         # Matrix products on tensor cores (TF32): fp32's range, with 10 bits after the point.
         torch.set_float32_matmul_precision("high")

@@ -19,6 +19,7 @@ import torch
 from memtop.train import TrainingError, host_copy, state_saver
 from memtop.train.checkpoint import NoSpaceError, SavedProgress, write_state
 from memtop.train.exchange import Ranks
+from memtop.train.host_copy import HostCopy
 from memtop.train.state_files import (
     BrokenStateError,
     Cut,
