@@ -14,8 +14,8 @@ from memtop.train.checkpoint import SavedTensors
 from memtop.train.state_files import Stored, bytes_of, stored_dtype
 
 _BLOCK_BYTES = 64 << 20
-# What stays free beside a copy of the state, at least: others need host memory meanwhile, and the
-# run would be in danger. As much as the copy takes stays free, too.
+# What stays free in addition to a copy of the state, at least: others need host memory meanwhile,
+# and the run would be in danger. As much as the copy takes stays free, too.
 _SPARE_BYTES = 512 << 20
 # The share of free host memory that may be page-locked: the system cannot take it back.
 _MOST_PINNED = 0.25

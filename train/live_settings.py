@@ -14,7 +14,7 @@ from memtop.presets.fields import LIVE, SPLIT
 from memtop.presets.host_memory import HostPlan
 from memtop.presets.schema import with_splits
 from memtop.train import BadInputError
-from memtop.train.auto_batch import SAFE_FRACTION, AutoBatch, DeviceMemory, OomGuard, larger_split, smaller_split
+from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard, larger_split, smaller_split
 from memtop.train.batch_search import BatchSearch
 from memtop.train.batches import Batches, Position, agree_on_host_plan
 from memtop.train.channel import Channel, edit_live
@@ -41,7 +41,7 @@ class LiveSettings:
         host: HostPlan,
         guard: OomGuard,
         memory: DeviceMemory,
-        auto_batch: AutoBatch,
+        adapter: BatchAdapter,
         search: BatchSearch,
     ) -> None:
         self.now = settings
@@ -53,7 +53,7 @@ class LiveSettings:
         self._host = host
         self._guard = guard
         self._memory = memory
-        self._auto_batch = auto_batch
+        self._adapter = adapter
         self._search = search
         self._ranks = Ranks(engine.accelerator)
         self._largest = settings.splits
@@ -91,7 +91,7 @@ class LiveSettings:
             else:
                 splits[rank] = smaller
         if hit:
-            self._auto_batch.failed(self.split[0])
+            self._adapter.failed(self.split[0])
             self._search.forget()
             self._change_splits(reason, splits)
 
@@ -99,21 +99,21 @@ class LiveSettings:
         """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
         if not self._engine.retries or self._use_found(self._search.after_update(self.now)):
             return
-        if self._auto_batch.pressed:
-            self.shrink("pressure", here=self._auto_batch.pressed_here and smaller_split(self.split) is not None)
+        if self._adapter.pressed:
+            self.shrink("pressure", here=self._adapter.pressed_here and smaller_split(self.split) is not None)
             return
         splits = self.now.splits
         larger = [larger_split(split, most) for split, (most, _) in zip(splits, self._largest, strict=True)]
-        if not self._auto_batch.due or not any(larger):
+        if not self._adapter.due or not any(larger):
             return
         own = larger[self._engine.accelerator.process_index]
         # Each rank decides for itself: its samples stay the same.
-        fits = self._ranks.each(own is not None and self._auto_batch.share(own[0]) < SAFE_FRACTION)
+        fits = self._ranks.each(own is not None and self._adapter.share(own[0]) < SAFE_FRACTION)
         if any(fits):
             found = [new if new and fit else old for old, new, fit in zip(splits, larger, fits, strict=True)]
             self._change_splits("grown back", found)
         else:
-            self._auto_batch.refused()
+            self._adapter.refused()
 
     def edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
         """Apply a live edit from the next update on; return success, a message, and the details."""
@@ -148,9 +148,9 @@ class LiveSettings:
         # The cached blocks have the old split's sizes, and the peak so far is the old split's.
         self._memory.reset()
         if changes.keys() & set(SPLIT):
-            self._auto_batch.changed(grown=reason == "grown back", forget=reason == "asked")
+            self._adapter.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
-            self._auto_batch.changed(forget=True)
+            self._adapter.changed(forget=True)
         if changes.keys() & {*SPLIT, "workers"}:
             self._start_batches()
         update = self._position.updates + 1
@@ -158,12 +158,12 @@ class LiveSettings:
         if accelerator.is_main_process:
             print(f"memtop: from update {update} on: {edits_text(before, self.now, changes)} ({reason})", flush=True)
 
-    def _use_found(self, split: tuple[int, int] | None) -> bool:
-        """Use a split that the search has found, now and after a restart; False without one."""
-        if split is None:
+    def _use_found(self, splits: tuple[tuple[int, int], ...] | None) -> bool:
+        """Use splits that the search has found, now and after a restart; False without any."""
+        if splits is None:
             return False
-        self._largest = (split,) * self.now.world_size
-        self._change_splits("batch search", self._largest, auto_batch=False)
+        self._largest = splits
+        self._change_splits("batch search", splits, auto_batch=False)
         return True
 
     def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]], **more: Any) -> None:

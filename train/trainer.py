@@ -2,7 +2,7 @@
 
 Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches),
 `objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step),
-`auto_batch.py` (what happens when memory runs out), and `live_settings.py` (what changes between
+`batch_adapter.py` (what happens when memory runs out), and `live_settings.py` (what changes between
 two updates).
 """
 
@@ -19,7 +19,7 @@ from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train import TrainingError
 from memtop.train.agent.memory import free_cache
-from memtop.train.auto_batch import PATIENCE, AutoBatch, DeviceMemory, OomGuard, open_device_memory
+from memtop.train.batch_adapter import PATIENCE, BatchAdapter, DeviceMemory, OomGuard, open_device_memory
 from memtop.train.batch_search import BatchSearch
 from memtop.train.batches import Batch, Batches, Position, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking
@@ -81,7 +81,7 @@ class Trainer:
         self._ranks = Ranks(self._accelerator)
         self._guard = OomGuard(channel, retries=engine.retries)
         memory = memory or open_device_memory(self._accelerator.device)
-        self._auto_batch = AutoBatch(memory, patience)
+        self._adapter = BatchAdapter(memory, patience)
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
         on_cpu = self._accelerator.device.type == "cpu"
@@ -117,8 +117,8 @@ class Trainer:
             host=host,
             guard=self._guard,
             memory=memory,
-            auto_batch=self._auto_batch,
-            search=BatchSearch(engine, samples, pad, self._guard, self._auto_batch, memory, channel),
+            adapter=self._adapter,
+            search=BatchSearch(engine, samples, pad, self._guard, self._adapter, memory, channel),
         )
 
     @property
@@ -220,8 +220,8 @@ class Trainer:
             raise TrainingError(f"{fault} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
-        if self._auto_batch.updated(self._live.split[0], pressed=gradients.pressed):
-            self._channel.report("pressure", update=plan.number, allocation_retries=self._auto_batch.retries)
+        if self._adapter.updated(self._live.split[0], pressed=gradients.pressed):
+            self._channel.report("pressure", update=plan.number, allocation_retries=self._adapter.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         self._report(plan, values, tokens=gradients.tokens, padding_fraction=gradients.padding, sample_digest=digest)
 
@@ -248,7 +248,7 @@ class Trainer:
         found = self._guard.attempt(lambda: self._forward_backward(batches, tokens), **split)
         if found is None:
             self._engine.abandon()
-        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._auto_batch.new_retries())
+        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._adapter.new_retries())
         if not failed and missing:
             self._engine.share_missing()
             allocated = self._guard.attempt(self._engine.fill_missing, **split)
@@ -313,7 +313,7 @@ class Trainer:
         if self._evaluator is None or update % self.settings.eval_every:
             return False
         self._guard.phase = "evaluation"
-        with self._auto_batch.outside_updates():
+        with self._adapter.outside_updates():
             while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
                 if self._evaluation_batch == 1:
                     self._guard.give_up(f"evaluation after update {update}")
@@ -348,7 +348,7 @@ class Trainer:
             evaluation_loss=self._evaluated.loss if self._evaluated else None,
         )
         self._guard.phase = "save"
-        with self._auto_batch.outside_updates():
+        with self._adapter.outside_updates():
             self._saver.begin(
                 progress, self.settings, best=best, waiting=end and self._wait_for_disk, commands=commands, copy=background
             )
