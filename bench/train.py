@@ -6,11 +6,12 @@ python -m bench.train [--device cpu|cuda] [--precision fp32|bf16|fp16] [--accumu
 
 Both arms use the same weights, the same samples in the same order, AdamW with the same constant
 rate, clipping at 1, and the same kernels for attention, optimizer and matrix products; no
-checkpoint, no evaluation, a log line every 4 updates. Each arm runs in a separate process, in turns
-A B B A; a pair is one arm and its neighbour. Their losses are compared, because both must do the
-same training. Memory is the peak after the warm-up, minus what was held once model and data were
-loaded. On a busy machine, compare samples per second of CPU time. `verdict` compares the medians
-with what memtop promises.
+checkpoint, no evaluation, a log line every 4 updates. Each arm runs in a separate process. On a CPU
+the two processes take turns, update by update (A B B A), while the other one waits: the speed of a
+machine changes by several percent within seconds. On a GPU a turn is a whole process. A pair is one
+turn of each arm. Their losses are compared, because both must do the same training. Memory is the
+peak after the warm-up, minus what was held once model and data were loaded. `verdict` compares the
+medians with what memtop promises.
 
 The cases `half_billion` have the shape of Qwen2.5-0.5B (494 M parameters), for a GPU. `--set`
 changes a setting of memtop alone, and `--only memtop` measures nothing else, to compare settings.
@@ -26,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.common import Peak, one_gpu, report, spread
+from bench.common import Peak, device_options, one_gpu, ratios, report, spread, versions
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
@@ -48,6 +51,8 @@ ARMS = ("memtop", "hugging_face")
 MEASURED = ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib")
 WARM_UP = 3
 LOG_EVERY = 4
+TURN = "turn"
+"""An arm prints this line when it waits for its turn."""
 _HALF_BILLION = {
     "batch": "8",
     "accumulation": "1",
@@ -134,34 +139,42 @@ def samples_of(settings: Settings, vocabulary: int) -> PackedText:
 
 class Meter:
     """Measures from the end of the warm-up to the last update; `update_done` is called after
-    each."""
+    each.
 
-    def __init__(self, settings: Settings, device: str) -> None:
-        self._settings = settings
+    With `in_turns` each measured update waits for a line on stdin, and "turn" is printed before.
+    """
+
+    def __init__(self, settings: Settings, device: str, *, in_turns: bool) -> None:
+        self._samples = settings.effective_batch
+        self._in_turns = in_turns
         self._on_gpu = device == "cuda"
         self._last = settings.target_samples // settings.effective_batch
         self._peak = Peak(device)
-        self._started = self._started_cpu = 0.0
-        self.found: dict[str, Any] = {}
+        self._began = (0, 0.0, 0.0)
+        self.found: dict[str, Any] = {"samples_per_second": [], "samples_per_cpu_second": []}
 
     def update_done(self, number: int) -> None:
-        if number not in (WARM_UP, self._last):
+        if number < WARM_UP or not (self._in_turns or number in (WARM_UP, self._last)):
             return
         if self._on_gpu:
             torch.cuda.synchronize()
-        now, cpu = time.perf_counter(), time.process_time()
+        now = (number, time.perf_counter(), time.process_time())
         if number == WARM_UP:
             self._peak.start()
-            self._started, self._started_cpu = time.perf_counter(), time.process_time()
-            return
-        samples = (self._last - WARM_UP) * self._settings.effective_batch
-        self.found = {
-            "samples_per_second": samples / (now - self._started),
-            "samples_per_cpu_second": samples / (cpu - self._started_cpu),
-            "peak_growth_mib": self._peak.growth() / 2**20,
-            "peak_mib": (self._peak.base + self._peak.growth()) / 2**20,
-            "peak_is_exact": self._peak.exact,
-        }
+        else:
+            updates, seconds, cpu_seconds = (end - start for start, end in zip(self._began, now, strict=True))
+            self.found["samples_per_second"].append(updates * self._samples / seconds)
+            self.found["samples_per_cpu_second"].append(updates * self._samples / cpu_seconds)
+        if number == self._last:
+            self.found |= {
+                "peak_growth_mib": self._peak.growth() / 2**20,
+                "peak_mib": (self._peak.base + self._peak.growth()) / 2**20,
+                "peak_is_exact": self._peak.exact,
+            }
+        elif self._in_turns:
+            print(f"\n{TURN}", flush=True)
+            sys.stdin.readline()
+        self._began = (number, time.perf_counter(), time.process_time())
 
 
 class Listening(Unsupervised):
@@ -178,7 +191,7 @@ class Listening(Unsupervised):
             self.meter.update_done(values["update"])
 
 
-def measure_memtop(settings: Settings, device: str) -> dict[str, Any]:
+def measure_memtop(settings: Settings, device: str, *, in_turns: bool) -> dict[str, Any]:
     config = model_config(settings, ByteTokens())
     accelerator = open_accelerator(settings, config)
     channel = Listening()
@@ -187,13 +200,13 @@ def measure_memtop(settings: Settings, device: str) -> dict[str, Any]:
         trainer = Trainer(
             settings, engine, samples_of(settings, config.vocab_size), position, Path(folder) / "state", channel, pad=0
         )
-        channel.meter = Meter(settings, device)
+        channel.meter = Meter(settings, device, in_turns=in_turns)
         # The save at the end is not measured: it comes after the last update.
         trainer.run(Control(channel, accelerator))
     return {**channel.meter.found, "losses": channel.losses}
 
 
-def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
+def measure_hugging_face(settings: Settings, device: str, *, in_turns: bool) -> dict[str, Any]:
     import transformers
 
     mixed = {"fp32": "no"}.get(settings.precision, settings.precision)
@@ -219,8 +232,7 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
             lr_scheduler_type="constant",
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.clip_norm,
-            # As in memtop: torch's default on the CPU, its fused kernel on a GPU.
-            optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
+            optim="adamw_torch_fused",
             bf16=settings.precision == "bf16",
             fp16=settings.precision == "fp16",
             gradient_checkpointing=settings.gradient_checkpointing,
@@ -237,21 +249,49 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
         )
         watching = Watching()
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[watching])
-        watching.meter = Meter(settings, device)
+        watching.meter = Meter(settings, device, in_turns=in_turns)
         trainer.train()
     history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {**watching.meter.found, "logged_losses": history}
 
 
-def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
-    """Measure one arm in a separate process."""
+def run_arm(arm: str, case: str, options: list[str]) -> Generator[None, None, dict[str, Any]]:
+    """Measure one arm in a separate process; yield after each of its turns but the last."""
     command = [sys.executable, "-m", "bench.train", "--arm", arm, "--case", case, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | one_gpu())
-    if done.returncode != 0:
-        raise RuntimeError(f"{arm}, {case}: {done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{case} {arm}: {found['samples_per_second']:.1f} samples/s, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | one_gpu()
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        line = ""
+        for line in child.stdout:
+            if line.strip() == TURN:
+                yield
+                child.stdin.write("\n")
+                child.stdin.flush()
+        if child.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"{arm}, {case}: {errors.read()[-4000:]}")
+    found: dict[str, Any] = json.loads(line)
+    speed, growth = statistics.median(found["samples_per_second"]), found["peak_growth_mib"]
+    print(f"{case} {arm}: {speed:.1f} samples/s, {growth:.0f} MiB", file=sys.stderr)
     return found
+
+
+def in_turns(arms: Sequence[Generator[None, None, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The results of the arms, which go on alternately: A B B A A B ..."""
+    order, found = list(enumerate(arms)), dict[int, dict[str, Any]]()
+    while len(found) < len(arms):
+        for number, arm in order:
+            try:
+                next(arm)
+            except StopIteration as end:
+                found[number] = end.value
+        order.reverse()
+    return [found[number] for number in range(len(arms))]
 
 
 def compare(case: str, settings: Settings, given: argparse.Namespace, options: list[str]) -> dict[str, Any]:
@@ -261,9 +301,10 @@ def compare(case: str, settings: Settings, given: argparse.Namespace, options: l
         if settings.method != "full":
             write_base(settings, folder)
             options = [*options, "--model", folder]
-        for _ in range(given.rounds):
-            for arm in (*arms, *reversed(arms)):
-                found[arm].append(in_child(arm, case, options))
+        for order in (arms, arms[::-1]) * given.rounds:
+            runs = in_turns([run_arm(arm, case, options) for arm in order])
+            for arm, run in zip(order, runs, strict=True):
+                found[arm].append(run)
     return {
         "batch": settings.batch,
         "accumulation": settings.accumulation,
@@ -271,19 +312,28 @@ def compare(case: str, settings: Settings, given: argparse.Namespace, options: l
         "method": settings.method,
         "vocabulary": settings.model["config"]["vocab_size"],
         "updates_measured": settings.target_samples // settings.effective_batch - WARM_UP,
-        **{arm: {name: spread([run[name] for run in runs]) for name in MEASURED} for arm, runs in found.items()},
-        **({} if given.only else beside(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
+        **{
+            arm: {name: spread(list(chain.from_iterable(values_of(run, name) for run in runs))) for name in MEASURED}
+            for arm, runs in found.items()
+        },
+        **({} if given.only else over_hugging_face(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
         "peak_is_exact": all(run["peak_is_exact"] for runs in found.values() for run in runs),
     }
 
 
-def beside(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def over_hugging_face(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     """memtop divided by Hugging Face, from pairs of neighbours."""
-    ratios = {name: spread([mine[name] / other[name] for mine, other in pairs]) for name in MEASURED}
+    found = {
+        name: ratios(
+            list(chain.from_iterable(values_of(mine, name) for mine, _ in pairs)),
+            list(chain.from_iterable(values_of(other, name) for _, other in pairs)),
+        )
+        for name in MEASURED
+    }
     least, most = PROMISED[case]
-    speed, growth = (ratios[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
+    speed, growth = (found[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
     return {
-        "memtop_over_hugging_face": ratios,
+        "memtop_over_hugging_face": found,
         "verdict": {
             "samples_per_second_ratio": speed,
             "at_least": least,
@@ -293,6 +343,12 @@ def beside(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dic
         },
         "largest_loss_difference": max(loss_difference(mine["losses"], other["logged_losses"]) for mine, other in pairs),
     }
+
+
+def values_of(run: dict[str, Any], name: str) -> list[float]:
+    """What a run has measured: one value for each turn, or for all of them."""
+    found = run[name]
+    return found if isinstance(found, list) else [found]
 
 
 def loss_difference(losses: list[float], logged: list[float]) -> float | None:
@@ -308,17 +364,16 @@ def loss_difference(losses: list[float], logged: list[float]) -> float | None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    device_options(parser)
     parser.add_argument("--accumulation", type=int, default=0, help="0: the case's own")
     parser.add_argument("--updates", type=int, default=0, help="measured updates; 0: the case's own")
-    parser.add_argument("--rounds", type=int, default=2, help="each is A B B A")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2, help="each is two processes of each arm")
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: those for a CPU")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of memtop alone")
     parser.add_argument("--model", help="a folder with the model, for one arm")
     parser.add_argument("--only", choices=("memtop",), help="measure this arm alone")
     parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
+    parser.add_argument("--in-turns", action="store_true", help="with --arm: each update waits for a line on stdin")
     return parser.parse_args()
 
 
@@ -332,14 +387,16 @@ def main() -> None:
         if given.arm == "memtop":
             mine = edit_settings(mine, assignments=dict(pair.split("=", 1) for pair in given.set))
         measure = {"memtop": measure_memtop, "hugging_face": measure_hugging_face}[given.arm]
-        print("\n" + json.dumps(measure(mine, given.device)))
+        print("\n" + json.dumps(measure(mine, given.device, in_turns=given.in_turns)))
         return
     names = ("device", "precision", "accumulation", "updates", "threads")
     options = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
     options += [word for pair in given.set for word in ("--set", pair)]
-    versions = {name: __import__(name).__version__ for name in ("torch", "transformers", "accelerate")}
+    if given.device == "cpu" and not given.only:
+        options.append("--in-turns")
     results = {case: compare(case, settings[case], given, options) for case in cases}
-    report("train", {**{name: getattr(given, name) for name in (*names, "set")}, "versions": versions, **results})
+    given_values = {name: getattr(given, name) for name in (*names, "set")}
+    report("train", {**given_values, "versions": versions("torch", "transformers", "accelerate"), **results})
 
 
 if __name__ == "__main__":

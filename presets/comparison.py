@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from memtop.presets.checks import SettingsError, check
 from memtop.presets.edits import apply_preset, take_whole
-from memtop.presets.fields import FIELDS, SPLIT, SettingsError, check, differing, saves_memory, value_of
+from memtop.presets.fields import FIELDS, SPLIT, differing, saves_memory, value_of
 from memtop.presets.schema import Optimizer, Preset, Settings, nearest_splits
 
 Fit = Literal["resumes", "converts", "new run"]

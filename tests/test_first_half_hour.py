@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from packaging.requirements import Requirement
 
 from bench import wheels
 from bench.first_half_hour import Part, Results, checks, parts, run_part, without
-from bench.train import beside, loss_difference
+from bench.train import in_turns, loss_difference, over_hugging_face, values_of
 from bench.waits import idle
 from tests.forking import run
 from tests.train.launching import environment
@@ -166,8 +167,21 @@ def test_both_arms_of_the_comparison_do_the_same_training() -> None:
     assert len(mine["losses"]) == 4
     assert loss_difference(mine["losses"], other["logged_losses"]) == pytest.approx(0, abs=1e-5)
     for name in ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib"):
-        assert mine[name] > 0
-        assert other[name] > 0
+        assert all(value > 0 for run in (mine, other) for value in values_of(run, name))
+
+
+def test_the_arms_take_turns() -> None:
+    done = []
+
+    def arm(name: str) -> Generator[None, None, dict[str, Any]]:
+        for number in range(3):
+            done.append(f"{name}{number}")
+            yield
+        done.append(f"{name}3")
+        return {"arm": name}
+
+    assert in_turns([arm("a"), arm("b")]) == [{"arm": "a"}, {"arm": "b"}]
+    assert done == ["a0", "b0", "b1", "a1", "a2", "b2", "b3", "a3"]
 
 
 def test_the_verdict_compares_medians_with_what_is_promised() -> None:
@@ -177,7 +191,7 @@ def test_the_verdict_compares_medians_with_what_is_promised() -> None:
         return mine, {**values, "samples_per_second": 1.0, "peak_growth_mib": 1.0}
 
     for speed, growth, kept in ((1.2, 0.5, True), (1.1, 0.5, False), (1.2, 0.8, False)):
-        found = beside("large_vocabulary", [pair(speed, growth), pair(speed, growth)])
+        found = over_hugging_face("large_vocabulary", [pair(speed, growth), pair(speed, growth)])
         assert found["verdict"]["kept"] is kept
         assert found["largest_loss_difference"] == 0
 

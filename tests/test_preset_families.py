@@ -22,10 +22,10 @@ from memtop.presets import (
     resolve,
     take_whole,
 )
+from memtop.presets.checks import check
 from memtop.presets.choosing import choose_by_memory
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
-from memtop.presets.fields import check
 from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora, Zero
 

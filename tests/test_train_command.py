@@ -34,10 +34,16 @@ def machine(*free_gib: float | None, **more: Any) -> MachineSnapshot:
 
 
 def settings_for(*arguments: Any, **more: Any) -> Settings:
-    """The settings of the new run that these arguments of `plan_for` give."""
-    settings = train.plan_for(*arguments, **more).settings
+    """The settings of the new run that these arguments of `new_run` give."""
+    settings = train.new_run(*arguments, **more).settings
     assert settings is not None
     return settings
+
+
+def gpus_in(found: train.NewRun) -> str:
+    """The GPUs in the settings of a new run."""
+    assert found.settings is not None
+    return found.settings.gpus
 
 
 LLAMA_7B = {
@@ -53,7 +59,7 @@ LLAMA_7B = {
 @pytest.fixture(autouse=True)
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that can compute on every GPU; nothing in Hugging Face's cache."""
-    monkeypatch.setattr(train, "installed_build", lambda: TorchBuild(version="2.13.0+cu130", cuda="13.0"))
+    monkeypatch.setattr(gpus_of, "installed_build", lambda: TorchBuild(version="2.13.0+cu130", cuda="13.0"))
     monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
 
 
@@ -95,9 +101,9 @@ def test_one_process_offloads_only_what_does_not_fit(
     Path("llama/config.json").write_text(json.dumps(LLAMA_7B))
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
     asked = Change(assignments={**data.assignments, "model.path": "llama"})
-    found = train.plan_for("sft-lora", None, asked, None)
+    found = train.new_run("sft-lora", None, asked, None)
     assert found.settings is not None
-    assert (found.settings.preset, found.pinned) == (preset, None)
+    assert (found.settings.preset, found.settings.gpus) == (preset, "")
     assert found.settings.zero.stage == 0 or found.settings.zero.saves_memory(1)
     # Chosen automatically, not named: the recipe's own values stay.
     assert (found.settings.effective_batch, found.settings.seq_len) == (16, 1024)
@@ -185,17 +191,17 @@ def test_one_process_is_pinned_to_the_emptiest_gpu(
     data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(5.0, None, 13.0))
-    found = train.plan_for("pretrain-causal", None, Change(), None)
-    assert found.pinned == "GPU-2"
+    found = train.new_run("pretrain-causal", None, Change(), None)
+    assert gpus_in(found) == "GPU-2"
     assert "13.00 GiB of GPU memory free" in str(found.choice)
     assert "trains on GPU 2, the emptiest of 3; --gpus chooses others" in capsys.readouterr().err
-    assert train.plan_for("first-run", None, Change(), None).pinned == "GPU-2", "whatever the preset is"
+    assert gpus_in(train.new_run("first-run", None, Change(), None)) == "GPU-2", "whatever the preset is"
     # What the person chose stays.
-    assert train.plan_for("pretrain-causal", None, Change(), ["0"]).pinned is None
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(), ["0"])) == "0"
     assert "5.00 GiB of GPU memory free" in capsys.readouterr().err
-    assert train.plan_for("pretrain-causal", None, Change(assignments={"device": "cpu"}), None).pinned is None
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(assignments={"device": "cpu"}), None)) == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert train.plan_for("pretrain-causal", None, Change(), None).pinned is None
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(), None)) == ""
 
 
 def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +212,8 @@ def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypa
     # CUDA cannot use a GPU in MIG mode that has no instance.
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=(split, bare)))
     for gpus in (None, ["0"]):
-        found = train.plan_for("pretrain-causal", None, Change(), gpus)
-        assert found.pinned == "MIG-3"
+        found = train.new_run("pretrain-causal", None, Change(), gpus)
+        assert gpus_in(found) == "MIG-3"
         assert "9.50 GiB of GPU memory free" in str(found.choice)
         others = "" if gpus else "; --gpus chooses others"
         assert str(found.choice).endswith(f". trains on GPU 0, MIG 3, the emptiest of 2{others}")
@@ -216,7 +222,7 @@ def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypa
 def test_a_gpu_without_a_uuid_is_pinned_by_its_index(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(replace(gpu, uuid=None) for gpu in machine(5.0, 13.0).gpus)
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=gpus))
-    assert train.plan_for("pretrain-causal", None, Change(), None).pinned == "1"
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(), None)) == "1"
 
 
 def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
@@ -236,6 +242,21 @@ def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_pat
     assert command["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     assert runs.show("a")["choice"] == "trains on GPU 1, the emptiest of 2; --gpus chooses others"
 
+    done = runs.memtop("restart", "a", "--gpus", "2", "--detach", status=2)
+    assert done.stderr == "memtop: --gpus 2: this machine has no GPU 2; there are 0, 1\n"
+    for attempt, gpus, processes, split in ((2, "1,0", 2, [8, 2]), (3, "0", 1, [8, 4])):
+        runs.memtop("restart", "a", "--gpus", gpus, "--headless", status=None)
+        command = json.loads((runs.path / f"a/attempts/{attempt:04}/command.json").read_text())
+        assert command["environment"]["CUDA_VISIBLE_DEVICES"] == gpus
+        shown = runs.show("a")
+        settings = shown["settings"]
+        assert (settings["gpus"], settings["world_size"]) == (gpus, processes)
+        assert [settings["batch"], settings["accumulation"]] == split, "the effective batch is kept"
+        assert shown["choice"] is None, "the person has chosen since"
+    # A configuration has its GPUs.
+    runs.memtop("rollback", "a", "1", "--headless", status=None)
+    assert (runs.show("a")["settings"]["gpus"], runs.show("a")["settings"]["world_size"]) == ("GPU-1", 1)
+
 
 def test_gpus_hidden_from_cuda_do_not_decide_the_preset(
     data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -246,13 +267,13 @@ def test_gpus_hidden_from_cuda_do_not_decide_the_preset(
     # The variable can hold UUIDs or numbers: the monitor interprets it.
     for value in ("1", "GPU-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        train.plan_for("pretrain-causal", None, Change(), None)
+        train.new_run("pretrain-causal", None, Change(), None)
         assert "13.00 GiB of GPU memory free" in capsys.readouterr().err
     # CUDA's first GPU is the one that a single process takes, not the emptiest.
     both = MachineSnapshot(time=0.0, gpus=(replace(small, visible_index=0), replace(large, visible_index=1)))
     monkeypatch.setattr(gpus_of, "sample", lambda: both)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    train.plan_for("pretrain-causal", None, Change(), None)
+    train.new_run("pretrain-causal", None, Change(), None)
     assert "3.00 GiB of GPU memory free" in capsys.readouterr().err
 
 
@@ -291,18 +312,18 @@ def test_a_torch_that_cannot_use_the_gpu_is_one_line_before_anything_is_loaded(
     gpu = replace(gpu, name="NVIDIA H100", details=GpuDetails(compute_capability=capability))
     seen = MachineSnapshot(time=0.0, gpus=(gpu,), driver_version="550.1", cuda_version=cuda)
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
-    monkeypatch.setattr(train, "installed_build", lambda: build)
-    found = train.plan_for("pretrain-causal", None, Change(), None)
-    assert found.pinned is None
+    monkeypatch.setattr(gpus_of, "installed_build", lambda: build)
+    found = train.new_run("pretrain-causal", None, Change(), None)
+    assert gpus_in(found) == ""
     problem, choice = capsys.readouterr().err.splitlines()
     assert problem.startswith(f"memtop: device auto: trains on the CPU: {words}")
     assert "preset standard: the free GPU memory is not known" in choice, "not chosen by the memory of that GPU"
     with pytest.raises(UsageError) as refused:
-        train.plan_for("pretrain-causal", None, Change(), ["0"])
+        train.new_run("pretrain-causal", None, Change(), ["0"])
     assert str(refused.value).startswith(f"--gpus 0: {words}")
     with pytest.raises(UsageError, match=r"^device cuda: .*; install"):
-        train.plan_for("pretrain-causal", None, Change(assignments={"device": "cuda"}), None)
-    assert train.plan_for("pretrain-causal", None, Change(assignments={"device": "cpu"}), None).choice is not None
+        train.new_run("pretrain-causal", None, Change(assignments={"device": "cuda"}), None)
+    assert train.new_run("pretrain-causal", None, Change(assignments={"device": "cpu"}), None).choice is not None
 
 
 def test_a_gpu_without_kernels_is_passed_over(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +332,8 @@ def test_a_gpu_without_kernels_is_passed_over(data: Change, monkeypatch: pytest.
     new = replace(new, details=GpuDetails(compute_capability="8.6"))
     seen = MachineSnapshot(time=0.0, gpus=(old, new), driver_version="580.1", cuda_version="13.0")
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
-    found = train.plan_for("pretrain-causal", None, Change(), None)
-    assert found.pinned == "GPU-1"
+    found = train.new_run("pretrain-causal", None, Change(), None)
+    assert gpus_in(found) == "GPU-1"
     assert "trains on GPU 1" in str(found.choice)
 
 
@@ -381,9 +402,9 @@ def test_each_process_may_be_given_its_own_batch(data: Change, monkeypatch: pyte
     settings = settings_for("first-run", None, asked, ["0", "1"])
     assert (settings.split_text, settings.effective_batch) == ("3+1 x 8", 32)
     with pytest.raises(UsageError, match=r"^batch 3,1: gives 2 sizes, the run has 1 process; give one for each"):
-        train.plan_for("first-run", None, asked, None)
+        train.new_run("first-run", None, asked, None)
     with pytest.raises(UsageError, match=r"^batch 3,1: ZeRO-2 needs the same .* on all processes; .* --preset standard$"):
-        train.plan_for("first-run", "deepspeed", asked, ["0", "1"])
+        train.new_run("first-run", "deepspeed", asked, ["0", "1"])
 
 
 @pytest.mark.parametrize(("text", "word"), [("3,a", "'a'"), ("4x2,", "''"), ("3;1", "'3;1'")])

@@ -1,14 +1,16 @@
 """`--batch auto`: finds the largest micro-batch whose measured peak stays below 85 % of the memory.
 
 `BatchSearch` runs passes over samples of the largest size, without an optimizer step, and drops
-their gradients. So the training is the same as one that was started with the found batch. What it
-has measured is kept for the next start, in the user's cache folder.
+their gradients. So the training is the same as one that was started with the found batch. Each rank
+finds its own, and measures its speed; `batch_choice.py` has the rules. What was measured is kept
+for the next start, in the user's cache folder.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +20,13 @@ import msgspec
 import numpy as np
 import torch
 import transformers
+from msgspec.structs import replace
 
 from memtop.presets import Settings, user_cache
-from memtop.presets.schema import exact_splits
+from memtop.presets.schema import exact_splits, ranks_text
 from memtop.train.agent.memory import free_cache
-from memtop.train.auto_batch import SAFE_FRACTION, AutoBatch, DeviceMemory, OomGuard
+from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard
+from memtop.train.batch_choice import Measured, Split, Tried, choose_splits, even_splits, next_size, update_seconds
 from memtop.train.batches import Batch, completed, to_device
 from memtop.train.channel import Channel
 from memtop.train.data.files import digest
@@ -37,7 +41,10 @@ _EXAMINED = 20_000
 """Rows whose length is looked up to find the longest."""
 _CHECKS = 2
 """Updates after which the measured peak is checked: the first one allocates the moments, and the
-second is the first to compute gradients beside them."""
+second is the first to compute gradients while they exist."""
+_TIMED_PASSES = 3
+"""Passes with one size, of which the fastest counts: the first one loads kernels."""
+_REMEMBERED = "as an earlier start has found"
 _SHAPING = (
     *("model", "data", "task", "method", "lora", "precision", "seq_len", "gradient_checkpointing", "optimizer"),
     *("loss_chunk", "packing", "compile", "bf16_residual", "allocator", "effective_batch", "world_size"),
@@ -46,46 +53,27 @@ _SHAPING = (
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """What an earlier start has found on this machine with the same settings."""
+    """What an earlier start has found on this rank with the same settings."""
 
-    batch: int
+    measured: Measured
     peaks: dict[int, int]
-    """Bytes by micro-batch, on this rank."""
+    """Bytes by micro-batch."""
 
 
-class Tried(msgspec.Struct, frozen=True):
-    """A micro-batch whose peak was measured."""
+class Outcome(msgspec.Struct, frozen=True):
+    """What the search has found on one rank."""
 
-    batch: int
-    share: float | None
-    """How full the memory was at the peak (0-1), on the rank where it was fullest; None if it ran
-    out on any rank."""
-    own_share: float | None
-    """The same on this rank."""
+    measured: Measured
+    share: float
+    """How full the memory is with the largest micro-batch that fits (0-1)."""
+    total_bytes: int
+    tried: list[Tried]
+    """Empty if an earlier start has found it."""
 
     @property
     def fits(self) -> bool:
-        return self.share is not None and self.share < SAFE_FRACTION
-
-
-def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast: Callable[[int], float]) -> int | None:
-    """The micro-batch to try next, from `sizes` in ascending order; None if the largest is found.
-
-    The first is `begin`. Smaller ones follow until one fits, then one about twice as large, so that
-    there are two peaks. From then on the `forecast` chooses. Each size is tried once at most.
-    """
-    if not tried:
-        return begin
-    fits = max((one.batch for one in tried if one.fits), default=0)
-    too_large = min((one.batch for one in tried if not one.fits), default=math.inf)
-    possible = [size for size in sizes if fits < size < too_large]
-    if not possible:
-        return None
-    if not fits:
-        return max(size for size in possible if size <= max(1, too_large // 2))
-    if sum(one.share is not None for one in tried) < 2:
-        return next((size for size in possible if size >= 2 * fits), possible[-1])
-    return max((size for size in possible if forecast(size) < SAFE_FRACTION), default=None)
+        """Whether any micro-batch fits."""
+        return not self.tried or any(one.fits for one in self.tried)
 
 
 def longest_sample(samples: Any, seq_len: int, task: str) -> Sample:
@@ -115,8 +103,8 @@ def longest_sample(samples: Any, seq_len: int, task: str) -> Sample:
 
 
 class BatchSearch:
-    """Finds the split to start with, and checks it after the first updates. All ranks call every
-    method together; the rank with the least memory decides for all.
+    """Finds the splits to start with, and checks them after the first updates. All ranks call every
+    method together.
     """
 
     def __init__(
@@ -125,7 +113,7 @@ class BatchSearch:
         samples: Samples,
         pad: int,
         guard: OomGuard,
-        auto_batch: AutoBatch,
+        adapter: BatchAdapter,
         memory: DeviceMemory,
         channel: Channel,
     ) -> None:
@@ -133,19 +121,20 @@ class BatchSearch:
         self._samples = samples
         self._pad = pad
         self._guard = guard
-        self._auto_batch = auto_batch
+        self._adapter = adapter
         self._memory = memory
         self._channel = channel
         self._ranks = Ranks(engine.accelerator)
-        self._first = engine.accelerator.is_main_process
+        self._rank, self._several = engine.accelerator.process_index, engine.accelerator.num_processes > 1
         self._moments = self._held = 0
+        self._measured: Measured | None = None
         self._before: dict[int, int] = {}
         self._checks = 0
         self._path: Path | None = None
 
-    def find(self, settings: Settings) -> tuple[int, int] | None:
-        """The split with the largest micro-batch that fits; None, with the reason in the log, if
-        it cannot be found here.
+    def find(self, settings: Settings) -> tuple[Split, ...] | None:
+        """The splits of the ranks with the largest micro-batches that fit; None, with the reason in
+        the log, if they cannot be found here.
         """
         engine = self._engine
         if not isinstance(engine, PlainEngine):
@@ -155,23 +144,25 @@ class BatchSearch:
         if total is None:
             self._refuse(settings, "the memory of this device cannot be measured")
             return None
-        self._path = _path_of(settings, self._memory.name(), total, self._engine.accelerator.process_index)
+        self._path = _path_of(settings, self._memory.name(), total, self._rank)
         self._moments, self._held = bytes_of_first_step(engine.bare_optimizer), self._memory.held_bytes() or 0
-        splits = dict(exact_splits(settings.effective_batch, settings.world_size))
-        sizes = sorted(splits)
-        batch, tried = self._recalled(sizes), list[Tried]()
-        remembered = batch is not None
-        if batch is None:
-            batch, tried = self._measured(settings, splits)
-        self._report((batch, splits[batch]), tried, total, larger=next((size for size in sizes if size > batch), None))
-        self._before = self._auto_batch.peaks
-        self._checks = _CHECKS if remembered or any(one.fits for one in tried) else 0
-        return batch, splits[batch]
+        accumulations = dict(exact_splits(settings.effective_batch, settings.world_size))
+        sizes = sorted(accumulations)
+        found, tried = self._recalled(sizes), list[Tried]()
+        if found is None:
+            found, tried = self._searched(settings, accumulations)
+        each = self._ranks.from_each(Outcome(found, self._known_share(found.largest), total, tried))
+        splits = choose_splits(settings.effective_batch, [one.measured for one in each])
+        self._report(splits, each, larger=next((size for size in sizes if size > found.largest), None))
+        self._measured, self._before = found, self._adapter.peaks
+        self._checks = _CHECKS if all(one.fits for one in each) else 0
+        return splits
 
-    def after_update(self, settings: Settings) -> tuple[int, int] | None:
-        """A smaller split if the peak of the first updates is too high, else None.
+    def after_update(self, settings: Settings) -> tuple[Split, ...] | None:
+        """Smaller splits for the ranks on which the peak of the first updates is too high; None if
+        there are none.
 
-        The split is kept for the next start once it has proven itself.
+        The result is kept for the next start once it has proven itself.
         """
         if not self._checks:
             return None
@@ -179,26 +170,40 @@ class BatchSearch:
         if self._checks == _CHECKS - 1:
             # The estimate of the moments becomes a measurement.
             missing = max(0, (self._memory.held_bytes() or 0) - self._held - self._moments)
-            measured = self._auto_batch.peaks
+            measured = self._adapter.peaks
             for size, peak in self._before.items():
                 measured[size] = max(measured.get(size, 0), peak + missing)
-            self._auto_batch.recall(measured)
-        share = self._ranks.most(self._auto_batch.measured_share(settings.batch))
-        if math.isinf(share):
+            self._adapter.recall(measured)
+        split = settings.splits[self._rank]
+        share = self._adapter.measured_share(split[0])
+        if self._ranks.any(math.isinf(share)):
             # A person has changed the batch, or something else that shapes the peaks.
             self._checks = 0
             return None
-        if share < SAFE_FRACTION:
+        if not self._ranks.any(share >= SAFE_FRACTION):
             if not self._checks:
-                self._remember(settings.batch)
+                self._remember()
             return None
-        splits = exact_splits(settings.effective_batch, settings.world_size)
-        smaller = [split for split in splits if split[0] < settings.batch]
         self.forget()
-        if not smaller:
+        if share >= SAFE_FRACTION:
+            split = self._smaller(split)
+        splits = tuple(self._ranks.from_each(split))
+        if splits == settings.splits:
             return None
         self._checks = 1
-        return next((split for split in smaller if self._forecast(split[0]) < SAFE_FRACTION), smaller[-1])
+        return splits
+
+    def _smaller(self, split: Split) -> Split:
+        """The next smaller micro-batch for the same samples that is forecast to fit, or else the
+        smallest one.
+        """
+        smaller = [found for found in exact_splits(split[0] * split[1]) if found[0] < split[0]]
+        if not smaller:
+            return split
+        found = next((one for one in smaller if self._adapter.share(one[0]) < SAFE_FRACTION), smaller[-1])
+        if self._measured is not None:
+            self._measured = replace(self._measured, largest=found[0])
+        return found
 
     def forget(self) -> None:
         """The next start searches again: the batch has failed."""
@@ -209,37 +214,69 @@ class BatchSearch:
 
     # --- trying sizes
 
-    def _measured(self, settings: Settings, splits: Mapping[int, int]) -> tuple[int, list[Tried]]:
-        """The largest size that fits, or the smallest one; and all that were tried."""
-        sample, sizes = longest_sample(self._samples, settings.seq_len, settings.task), sorted(splits)
+    def _searched(self, settings: Settings, accumulations: Mapping[int, int]) -> tuple[Measured, list[Tried]]:
+        """What this rank measures, with the smallest size as the largest if none fits; and all
+        sizes that it has tried.
+        """
+        sample, sizes = longest_sample(self._samples, settings.seq_len, settings.task), sorted(accumulations)
         tried: list[Tried] = []
+        seconds: dict[int, float] = {}
         with self._leaving_no_trace(settings):
-            while (size := next_size(sizes, settings.batch, tried, self._forecast)) is not None:
+            while (size := next_size(sizes, settings.batch, tried, self._adapter.share)) is not None:
                 # With accumulation, the gradients of the first pass exist during the second.
-                passes = min(2, splits[size])
-                tried.append(self._try(size, passes, *self._micro_batch(sample, size, settings.task)))
-                self._print(f"{size} x {splits[size]}: {_peak_text(tried[-1])}")
-        return max((one.batch for one in tried if one.fits), default=sizes[0]), tried
+                passes = min(2, accumulations[size])
+                tried.append(self._try(size, self._pass_of(sample, size, settings.task), passes))
+                self._print(f"{size} x {accumulations[size]}: {_peak_text(tried[-1])}")
+            fitting = [one.batch for one in tried if one.fits]
+            if self._several:
+                # The ranks compute at the same time, as in an update.
+                self._ranks.wait()
+                for size in fitting:
+                    seconds |= self._timed(size, self._pass_of(sample, size, settings.task))
+        return Measured(max(seconds or fitting, default=sizes[0]), seconds), tried
 
-    def _forecast(self, size: int) -> float:
-        """How full the fullest rank's memory would be (0-1)."""
-        return self._ranks.most(self._auto_batch.share(size))
+    def _pass_of(self, sample: Sample, size: int, task: str) -> Callable[[], None]:
+        """A forward and backward pass with a micro-batch of this size."""
+        batch, tokens = self._micro_batch(sample, size, task)
 
-    def _try(self, size: int, passes: int, batch: Batch, tokens: int) -> Tried:
         def work() -> None:
-            for _ in range(passes):
-                loss = self._engine.objective(**to_device(batch, self._engine.accelerator.device)) / tokens
-                self._engine.backward(loss, last=False)
+            loss = self._engine.objective(**to_device(batch, self._engine.accelerator.device)) / tokens
+            self._engine.backward(loss, last=False)
 
+        return work
+
+    def _try(self, size: int, work: Callable[[], None], passes: int) -> Tried:
         self._memory.reset()
-        own = math.inf
-        if self._guard.fits(work):
-            self._auto_batch.probed(size, self._moments)
-            own = self._auto_batch.measured_share(size)
+        share = math.inf
+        if all(self._guard.fits(work) for _ in range(passes)):
+            self._adapter.probed(size, self._moments)
+            share = self._adapter.measured_share(size)
         self._engine.drop_gradients()
         free_cache()
-        share = self._ranks.most(own)
-        return Tried(size, *(None if math.isinf(value) else value for value in (share, own)))
+        return Tried(size, None if math.isinf(share) else share)
+
+    def _timed(self, size: int, work: Callable[[], None]) -> dict[int, float]:
+        """The size, and how many seconds the fastest of a few passes takes; empty if memory runs
+        out now.
+        """
+        taken = []
+        self._memory.reset()
+        for _ in range(_TIMED_PASSES):
+            self._wait_for_device()
+            started = time.perf_counter()
+            fits = self._guard.fits(work)
+            self._wait_for_device()
+            taken.append(time.perf_counter() - started)
+            self._engine.drop_gradients()
+            if not fits:
+                free_cache()
+                return {}
+        return {size: min(taken)}
+
+    def _wait_for_device(self) -> None:
+        device = self._engine.accelerator.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _micro_batch(self, sample: Sample, size: int, task: str) -> tuple[Batch, int]:
         samples = [sample] * size
@@ -267,23 +304,24 @@ class BatchSearch:
 
     # --- between two starts
 
-    def _recalled(self, sizes: Sequence[int]) -> int | None:
-        """The largest remembered size that fits into what is free now; None to search."""
-        found = self._read()
-        if self._ranks.any(found is None) or found is None:
+    def _recalled(self, sizes: Sequence[int]) -> Measured | None:
+        """What an earlier start has measured, with the largest size that fits into what is free
+        now; None on all ranks if any of them must search.
+        """
+        remembered, fitting = self._read(), list[int]()
+        if remembered is not None:
+            self._adapter.recall(remembered.peaks)
+            known = [size for size in sizes if size <= remembered.measured.largest]
+            fitting = [size for size in known if self._known_share(size) < SAFE_FRACTION]
+        if self._ranks.any(not fitting) or remembered is None:
+            self._adapter.changed(forget=True)
             return None
-        self._auto_batch.recall(found.peaks)
-        largest = -self._ranks.most(-found.batch)
-        for size in reversed(sizes):
-            if size <= largest and self._known_share(size) < SAFE_FRACTION:
-                return size
-        self._auto_batch.changed(forget=True)
-        return None
+        return replace(remembered.measured, largest=fitting[-1])
 
     def _known_share(self, size: int) -> float:
-        """How full the fullest rank's memory was with this size, or would be if none had it."""
-        measured = self._auto_batch.measured_share(size)
-        return self._ranks.most(self._auto_batch.share(size) if math.isinf(measured) else measured)
+        """How full this rank's memory was with this size (0-1), or would be if it was not tried."""
+        measured = self._adapter.measured_share(size)
+        return self._adapter.share(size) if math.isinf(measured) else measured
 
     def _read(self) -> Remembered | None:
         if self._path is None:
@@ -294,13 +332,13 @@ class BatchSearch:
             # There is none, or another program has written it: it is measured again.
             return None
 
-    def _remember(self, batch: int) -> None:
-        if self._path is None:
+    def _remember(self) -> None:
+        if self._path is None or self._measured is None:
             return
         with self._told("cannot be remembered"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(msgspec.json.encode(Remembered(batch, self._auto_batch.peaks)))
+            temporary.write_bytes(msgspec.json.encode(Remembered(self._measured, self._adapter.peaks)))
             temporary.replace(self._path)
 
     @contextmanager
@@ -315,50 +353,85 @@ class BatchSearch:
 
     def _refuse(self, settings: Settings, reason: str) -> None:
         text = f"not available: {reason}; training with {settings.batch} x {settings.accumulation}"
-        if self._first:
+        if not self._rank:
             self._channel.report("warning", message=f"batch auto: {text}")
         self._print(text)
 
-    def _report(self, split: tuple[int, int], tried: Sequence[Tried], total: int, larger: int | None) -> None:
-        size = f" of {total / 2**30:.3g} GiB"
-        parts = []
-        for number, one in enumerate(sorted(tried, key=lambda one: one.batch)):
-            parts.append(f"{one.batch} {_peak_text(one, '' if number else size)}")
-        if not tried:
-            share = self._known_share(split[0])
-            parts = [f"{split[0]} fits ({100 * share:.0f} %{size}), as an earlier start has found"]
-        forecast = None
-        if larger is not None and all(one.batch != larger for one in tried):
-            forecast = self._forecast(larger)
+    def _report(self, splits: Sequence[Split], each: Sequence[Outcome], larger: int | None) -> None:
+        own, forecast = each[self._rank], None
+        if larger is not None and all(one.batch != larger for one in own.tried):
+            forecast = self._adapter.share(larger)
             forecast = None if math.isinf(forecast) else forecast
-        if forecast is not None:
-            parts.append(f"{larger} is forecast at {100 * forecast:.0f} %")
-        text = f"batch auto: {', '.join(parts)}: {split[0]} x {split[1]}"
-        if tried and not any(one.fits for one in tried):
-            text += f", although none stays below {100 * SAFE_FRACTION:.0f} %"
+        if self._several:
+            text = _text_of_several(splits, each)
+        else:
+            text = _text_of_one(splits[0], own, "" if forecast is None else f"{larger} is forecast at {_percent(forecast)}")
         self._channel.report(
             "batch_search",
-            message=text,
-            batch=split[0],
-            accumulation=split[1],
-            tried=msgspec.to_builtins(tried),
-            remembered=not tried,
+            message=f"batch auto: {text}",
+            batch=max(batch for batch, _ in splits),
+            accumulation=max(accumulation for _, accumulation in splits),
+            rank_splits=splits if len(set(splits)) > 1 else (),
+            tried=[{"batch": one.batch, "share": _fullest(one.batch, each), "own_share": one.share} for one in own.tried],
+            samples_per_second=own.measured.speed if own.measured.seconds else None,
+            remembered=not own.tried,
             forecast_batch=None if forecast is None else larger,
             forecast_share=forecast,
-            total_bytes=total,
+            total_bytes=own.total_bytes,
         )
-        self._print(text.removeprefix("batch auto: "))
+        self._print(text)
 
     def _print(self, text: str) -> None:
-        if self._first:
+        if not self._rank:
             print(f"memtop: batch auto: {text}", flush=True)
+
+
+def _text_of_one(split: Split, found: Outcome, forecast: str) -> str:
+    size = _size(found)
+    parts = []
+    for number, one in enumerate(sorted(found.tried, key=lambda one: one.batch)):
+        parts.append(f"{one.batch} {_peak_text(one, '' if number else size)}")
+    if not found.tried:
+        parts.append(f"{split[0]} fits ({_percent(found.share)}{size}), {_REMEMBERED}")
+    text = f"{', '.join([*parts, *filter(None, [forecast])])}: {split[0]} x {split[1]}"
+    return text if found.fits else f"{text}, although none stays below {_percent(SAFE_FRACTION)}"
+
+
+def _text_of_several(splits: Sequence[Split], each: Sequence[Outcome]) -> str:
+    parts = []
+    for number, one in enumerate(each):
+        largest = f"{one.measured.largest} fits ({_percent(one.share)}{_size(one)})"
+        speed = f", {one.measured.speed:.3g} samples/s" if one.measured.seconds else ""
+        parts.append(f"process {number}: {largest}{speed}" if one.fits else f"process {number}: none fits")
+    text = "; ".join(parts) + ("" if each[0].tried else f", {_REMEMBERED}")
+    if len(set(splits)) == 1:
+        return f"{text}: {splits[0][0]} x {splits[0][1]}"
+    measured = [one.measured for one in each]
+    even = even_splits(sum(batch * accumulation for batch, accumulation in splits), measured)
+    part = update_seconds(splits, measured) / update_seconds(even, measured)
+    return f"{text}: {ranks_text(splits)}, forecast to take {_percent(part)} of the time of {even[0][0]} x {even[0][1]}"
+
+
+def _size(found: Outcome) -> str:
+    return f" of {found.total_bytes / 2**30:.3g} GiB"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
 
 
 def _peak_text(tried: Tried, size: str = "") -> str:
     if tried.share is None:
         return "is too large (out of memory)"
-    percent = f"({100 * tried.share:.0f} %{size})"
-    return f"fits {percent}" if tried.fits else f"is too large {percent}"
+    return f"{'fits' if tried.fits else 'is too large'} ({_percent(tried.share)}{size})"
+
+
+def _fullest(batch: int, each: Sequence[Outcome]) -> float | None:
+    """How full the memory was on the fullest of the ranks that have tried this; None if it ran
+    out.
+    """
+    shares = [tried.share for one in each for tried in one.tried if tried.batch == batch]
+    return None if None in shares else max(share for share in shares if share is not None)
 
 
 def _path_of(settings: Settings, device: str | None, total: int, rank: int) -> Path | None:

@@ -21,8 +21,9 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
+from memtop.presets.checks import check
 from memtop.presets.edits import assign
-from memtop.presets.fields import LIVE, check, differing, not_live
+from memtop.presets.fields import LIVE, differing, not_live
 from memtop.presets.schema import ranks_text
 from memtop.train import BadInputError
 from memtop.train.exchange import Ranks

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import OomGuard
+from memtop.train.batch_adapter import OomGuard
 from memtop.train.batches import Batch, collated, completed, to_device
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine

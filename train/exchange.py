@@ -83,6 +83,13 @@ class Ranks:
             torch.distributed.broadcast_object_list(shared, src=0, group=self._group, device=torch.device("cpu"))
         return shared[0]
 
+    def from_each(self, value: Value) -> list[Value]:
+        """The value of each rank."""
+        values = [value] * self._world
+        if self._several:
+            torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
     def wait(self) -> None:
         """Return when all ranks have called this."""
         if self._several:
@@ -358,7 +365,7 @@ class GradientSum:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On a GPU, what the block queues runs beside the backward pass, after what is queued."""
+        """On a GPU, what the block queues runs during the backward pass, after what is queued."""
         if self._stream is None:
             yield
             return

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PretrainedConfig
 
 from memtop.presets import Settings
-from memtop.presets.fields import did_you_mean
+from memtop.presets.checks import did_you_mean
 from memtop.train import BadInputError
 from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens

@@ -14,10 +14,11 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
-from memtop.presets.fields import check
+from memtop.presets.checks import check
 from memtop.presets.host_memory import HostPlan
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
+from memtop.train.agent.memory import keep_freed_memory
 from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
 from memtop.train.checkpoint import load_weights
@@ -265,6 +266,8 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
         torch.set_float32_matmul_precision("high")
     if on_gpu:
         disable_missing_transfers()
+    else:
+        keep_freed_memory()
     if settings.zero.stage:
         accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:

@@ -2,7 +2,7 @@
 
 Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches),
 `objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step), and
-`auto_batch.py` (what happens when memory runs out).
+`batch_adapter.py` (what happens when memory runs out).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.schema import with_splits
 from memtop.train import BadInputError, TrainingError
 from memtop.train.agent.memory import free_cache
-from memtop.train.auto_batch import (
+from memtop.train.batch_adapter import (
     PATIENCE,
     SAFE_FRACTION,
-    AutoBatch,
+    BatchAdapter,
     DeviceMemory,
     OomGuard,
     larger_split,
@@ -96,8 +96,8 @@ class Trainer:
         self._ranks = Ranks(self._accelerator)
         self._guard = OomGuard(channel, retries=engine.retries)
         self._memory = memory or open_device_memory(self._accelerator.device)
-        self._auto_batch = AutoBatch(self._memory, patience)
-        self._search = BatchSearch(engine, samples, pad, self._guard, self._auto_batch, self._memory, channel)
+        self._adapter = BatchAdapter(self._memory, patience)
+        self._search = BatchSearch(engine, samples, pad, self._guard, self._adapter, self._memory, channel)
         self._largest = settings.splits
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
@@ -222,8 +222,8 @@ class Trainer:
             raise TrainingError(f"{fault} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
-        if self._auto_batch.updated(self._split[0], pressed=gradients.pressed):
-            self._channel.report("pressure", update=plan.number, allocation_retries=self._auto_batch.retries)
+        if self._adapter.updated(self._split[0], pressed=gradients.pressed):
+            self._channel.report("pressure", update=plan.number, allocation_retries=self._adapter.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         self._report(plan, values, tokens=gradients.tokens, padding_fraction=gradients.padding, sample_digest=digest)
 
@@ -250,7 +250,7 @@ class Trainer:
         found = self._guard.attempt(lambda: self._forward_backward(batches, tokens), **split)
         if found is None:
             self._engine.abandon()
-        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._auto_batch.new_retries())
+        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._adapter.new_retries())
         if not failed and missing:
             self._engine.share_missing()
             allocated = self._guard.attempt(self._engine.fill_missing, **split)
@@ -329,7 +329,7 @@ class Trainer:
             else:
                 splits[rank] = smaller
         if hit:
-            self._auto_batch.failed(self._split[0])
+            self._adapter.failed(self._split[0])
             self._search.forget()
             self._change_splits(reason, splits)
 
@@ -339,33 +339,32 @@ class Trainer:
             return
         if self._use_found(self._search.after_update(self.settings)):
             return
-        if self._auto_batch.pressed:
-            self._shrink("pressure", here=self._auto_batch.pressed_here and smaller_split(self._split) is not None)
+        if self._adapter.pressed:
+            self._shrink("pressure", here=self._adapter.pressed_here and smaller_split(self._split) is not None)
             return
         splits = self.settings.splits
         larger = [larger_split(split, most) for split, (most, _) in zip(splits, self._largest, strict=True)]
-        if not self._auto_batch.due or not any(larger):
+        if not self._adapter.due or not any(larger):
             return
         own = larger[self._accelerator.process_index]
         # Each rank decides for itself: its samples stay the same.
-        fits = self._ranks.each(own is not None and self._auto_batch.share(own[0]) < SAFE_FRACTION)
+        fits = self._ranks.each(own is not None and self._adapter.share(own[0]) < SAFE_FRACTION)
         if any(fits):
             found = [new if new and fit else old for old, new, fit in zip(splits, larger, fits, strict=True)]
             self._change_splits("grown back", found)
         else:
-            self._auto_batch.refused()
+            self._adapter.refused()
 
     def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]], **more: Any) -> None:
         after = with_splits(self.settings, splits)
         names = SPLIT if after.rank_splits != self.settings.rank_splits else SPLIT[:2]
         self._change(reason, **{name: getattr(after, name) for name in names}, **more)
 
-    def _use_found(self, split: tuple[int, int] | None) -> bool:
-        """Use a split that the search has found, now and after a restart; False without one."""
-        if split is None:
+    def _use_found(self, splits: tuple[tuple[int, int], ...] | None) -> bool:
+        """Use splits that the search has found, now and after a restart; False without any."""
+        if splits is None:
             return False
-        splits = [split] * self.settings.world_size
-        self._largest = tuple(splits)
+        self._largest = splits
         self._change_splits("batch search", splits, auto_batch=False)
         return True
 
@@ -400,9 +399,9 @@ class Trainer:
         # The cached blocks have the old split's sizes, and the peak so far is the old split's.
         self._memory.reset()
         if changes.keys() & set(SPLIT):
-            self._auto_batch.changed(grown=reason == "grown back", forget=reason == "asked")
+            self._adapter.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
-            self._auto_batch.changed(forget=True)
+            self._adapter.changed(forget=True)
         if changes.keys() & {*SPLIT, "workers"}:
             self._start_batches()
         update = self.position.updates + 1
@@ -418,7 +417,7 @@ class Trainer:
         if self._evaluator is None or update % self.settings.eval_every:
             return False
         self._guard.phase = "evaluation"
-        with self._auto_batch.outside_updates():
+        with self._adapter.outside_updates():
             while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
                 if self._evaluation_batch == 1:
                     self._guard.give_up(f"evaluation after update {update}")
@@ -453,7 +452,7 @@ class Trainer:
             evaluation_loss=self._evaluated.loss if self._evaluated else None,
         )
         self._guard.phase = "save"
-        with self._auto_batch.outside_updates():
+        with self._adapter.outside_updates():
             self._saver.begin(
                 progress, self.settings, best=best, waiting=end and self._wait_for_disk, commands=commands, copy=background
             )

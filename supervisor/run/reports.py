@@ -154,9 +154,13 @@ class BatchSearched(Timed, frozen=True, kw_only=True, tag="batch_search"):
     message: Text | None = None
     batch: Count | None = None
     accumulation: Count | None = None
+    rank_splits: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=10_000)] = ()
+    """Batch and accumulation of each process, if they differ; the ones above are the largest."""
     tried: Annotated[tuple[dict[Word, float | None], ...], Meta(max_length=1000)] = ()
-    """{batch, share, own_share}: how full (0-1) the fullest rank's memory was, and this rank's;
-    None if memory ran out."""
+    """{batch, share, own_share} of what this rank has tried: how full (0-1) its memory was, and
+    that of the fullest rank that has tried it; None if memory ran out."""
+    samples_per_second: Number | None = None
+    """Of this rank, with the largest batch that fits; None with a single process."""
     remembered: bool = False
     """An earlier start has found it, and nothing was tried."""
     forecast_batch: Count | None = None

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,19 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.schema import with_splits
 from memtop.train import TrainingError
-from tests.train.failing import Failing, Failure, Filled, Scripted, drawn, following, fresh, measured, rank_splits_of, small
+from tests.train.failing import (
+    Clock,
+    Failing,
+    Failure,
+    Filled,
+    Scripted,
+    drawn,
+    following,
+    fresh,
+    measured,
+    rank_splits_of,
+    small,
+)
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out
 
@@ -112,7 +125,11 @@ def shared_unevenly(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def uneven(folder: Path, settings: Settings, rank: int, *, stop: bool = False) -> dict[str, Any]:
-    training = fresh(folder, settings)
+    return watched(fresh(folder, settings), folder, rank, stop=stop)
+
+
+def watched(training: Training, folder: Path, rank: int, *, stop: bool = False) -> dict[str, Any]:
+    """Run the training; return what it has computed. The first rank saves the gradients."""
     gradients: list[torch.Tensor] = []
     passes: list[int] = []
 
@@ -131,18 +148,48 @@ def uneven(folder: Path, settings: Settings, rank: int, *, stop: bool = False) -
     return {"digests": training.digests, "passes": [passes.count(update) for update in range(begin, begin + len(gradients))]}
 
 
-def searched(folder: Path, rank: int) -> Training:
-    """`--batch auto`: everything fits on the second rank, batch 4 on the first, and its memory runs
-    out at batch 8.
+SEARCHED = small(dropout=0.0, batch=2, accumulation=8, world_size=2, target_samples=32 * 4, auto_batch=True, packing=False)
+FIXED_SECONDS = 0.1
+
+
+def searching(folder: Path, clock: Clock, *, full: bool, each: float) -> Training:
+    """A training with `--batch auto`. A rank that is `full` has memory for batch 4, others for any.
+    A pass takes this rank `each` seconds for a sample.
     """
     # What a search remembers.
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    settings = small(dropout=0.1, batch=2, accumulation=8, world_size=2, target_samples=32 * 3, auto_batch=True, packing=False)
-    gauge = Filled(limit=1_000_000 if rank else 100_000)
-    training = measured(folder, settings, gauge, patience=100)
-    gauge.follow(training, fails_from=1_000 if rank else 8)
-    training.run()
+    gauge = Filled(limit=100_000 if full else 1_000_000)
+    training = measured(folder, SEARCHED, gauge, patience=100)
+    gauge.follow(training, fails_from=8 if full else 1_000)
+    clock.follow(training, lambda samples: each * (samples + FIXED_SECONDS))
     return training
+
+
+def search_of(training: Training) -> dict[str, Any]:
+    return {**outcome_of(training), "searches": training.channel.of("batch_search")}
+
+
+def searches(folder: Path, rank: int) -> dict[str, Any]:
+    """Searches on two ranks, with and without different memory and speed."""
+    clock, before = Clock(), time.perf_counter
+    time.perf_counter = clock
+    try:
+        found = {}
+        for name, full, each in (
+            ("full", not rank, 1.0),
+            ("alike", False, 1.0 + 0.05 * rank),
+            ("unlike", rank == 1, 1.0 + 2.0 * rank),
+        ):
+            training = searching(folder / name, clock, full=full, each=each)
+            computed = watched(training, folder / name, rank, stop=name == "unlike")
+            found[name] = {**computed, **search_of(training)}
+        resumed = searching(folder / "unlike", clock, full=rank == 1, each=1.0 + 2.0 * rank)
+        found["again"] = {**watched(resumed, folder / "unlike", rank), **search_of(resumed)}
+    finally:
+        time.perf_counter = before
+    even = msgspec.structs.replace(SEARCHED, batch=4, accumulation=4, auto_batch=False)
+    found["even"] = uneven(folder / "even", even, rank)
+    return found
 
 
 def evaluated(folder: Path, rank: int) -> Training:
@@ -244,8 +291,7 @@ def main() -> None:
     found["full"] = outcome_of(one_rank_is_full(folder / "full", rank))
     found["pressed"] = outcome_of(pressed(folder / "pressed", rank))
     found["uneven"] = shared_unevenly(folder / "uneven", rank)
-    training = searched(folder / "searched", rank)
-    found["searched"] = {**outcome_of(training), "searches": training.channel.of("batch_search")}
+    found["searched"] = searches(folder / "searched", rank)
     found["evaluated"] = outcome_of(evaluated(folder / "evaluated", rank))
     found["gaps"] = outcome_of(short_of_memory_for_missing(folder / "gaps", rank))
     found["ended"] = nothing_smaller(folder / "ended", rank)

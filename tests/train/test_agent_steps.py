@@ -3,7 +3,10 @@ offers."""
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
+
+import pytest
 
 from tests.train.test_agent import CUDA, TORCH, reports, run
 
@@ -86,6 +89,25 @@ Cuda.allocated, Cuda.reserved, cuda.empty_cache = [0, 30], [25, 50], empty
 print(memory.free_cache()["returned_device_bytes"])
 """
     assert run(CUDA + code, tmp_path) == "45\n"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no such setting")
+def test_freed_memory_is_kept_until_the_cache_is_freed(tmp_path: Path) -> None:
+    code = """
+import resource
+from memtop_agent import memory
+def use(): return [b"x" * (8 << 20) for _ in range(4)]
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+memory.keep_freed_memory()
+use()
+held, before = memory.rss_bytes(), faults()
+for _ in range(20): use()
+print(faults() - before, held, memory.rss_bytes(), memory.free_cache()["returned_host_bytes"])
+"""
+    faults, held, later, freed = (int(word) for word in run(code, tmp_path).split())
+    assert faults < 1000  # With the default it is 20 x 32 MiB / 4 KiB = 160,000.
+    assert held <= later + (8 << 20)
+    assert freed >= 24 << 20
 
 
 def test_a_learning_rate_on_a_device_is_not_read(tmp_path: Path) -> None:

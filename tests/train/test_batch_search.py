@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import CudaMemory
-from memtop.train.batch_search import Tried, longest_sample, next_size
+from memtop.train.batch_adapter import CudaMemory
+from memtop.train.batch_choice import Tried, next_size
+from memtop.train.batch_search import longest_sample
 from memtop.train.objective import IGNORED
 from memtop.train.optimizers import bytes_of_first_step
 from memtop.train.order import Table
@@ -105,7 +106,7 @@ def test_few_sizes_are_tried(fixed: float, each: float, expected: list[int]) -> 
     tried: list[Tried] = []
     while (size := next_size([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], 4, tried, full)) is not None:
         share = full(size) if full(size) <= 1 else None
-        tried.append(Tried(size, share, share))
+        tried.append(Tried(size, share))
     assert [one.batch for one in tried] == expected
 
 

@@ -96,26 +96,69 @@ def test_each_rank_runs_its_own_number_of_micro_batches(ranks: tuple[Path, list[
     assert passes["1x9,3x1"] == passes["padded"] == [[9] * 5 + [2], [1] * 6]
 
 
-def test_the_fullest_rank_decides_which_batch_is_found(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    first, second = (result["searched"] for result in ranks[1])
-    for name in ("weights", "losses", "digests", "splits", "settings"):
-        assert first[name] == second[name], name
-    assert all(split == [[4, 4], [4, 4]] for _, split in first["splits"])
-    shares = []
-    for found in (first, second):
-        (search,) = found["searches"]
-        assert [(one["batch"], one["share"] is None) for one in search["tried"]] == [
-            (2, False),
-            (4, False),
-            (16, True),
-            (8, True),
-        ]
-        shares.append([one["own_share"] for one in search["tried"]])
-    # Each rank reports its own measurements, for shares of different size.
-    assert shares[0][2:] == [None, None]
-    assert None not in shares[1]
-    assert shares[0][:2] != shares[1][:2]
+def searched_in(ranks: tuple[Path, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    """What each rank found; they have computed the same."""
+    first, second = (result["searched"][name] for result in ranks[1])
+    for value in ("weights", "losses", "digests", "splits", "settings"):
+        assert first[value] == second[value], value
     assert first["oom"] == second["oom"] == []
+    return [first, second]
+
+
+def test_the_fullest_rank_decides_which_even_batch_is_found(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = searched_in(ranks, "full")
+    assert all(split == [[4, 4], [4, 4]] for _, split in first["splits"])
+    (search,), (other,) = first["searches"], second["searches"]
+    # Each rank tries what its own memory allows.
+    assert [(one["batch"], one["own_share"] is None) for one in search["tried"]] == [
+        (2, False),
+        (4, False),
+        (16, True),
+        (8, True),
+    ]
+    assert [(one["batch"], one["own_share"] is None) for one in other["tried"]] == [(2, False), (4, False), (16, False)]
+    for mine, its in zip(search["tried"], other["tried"], strict=False):
+        assert its["share"] == mine["share"] == mine["own_share"] != its["own_share"]
+    assert (search["batch"], search["accumulation"], search["rank_splits"]) == (4, 4, [])
+
+
+def test_alike_ranks_keep_an_even_split(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for result in searched_in(ranks, "alike"):
+        assert all(split == [[16, 1], [16, 1]] for _, split in result["splits"])
+        assert result["settings"] == [[1, {"batch": 16, "accumulation": 1, "auto_batch": False}, "batch search"]]
+
+
+def test_unlike_ranks_get_splits_of_their_own(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank, result in enumerate(searched_in(ranks, "unlike")):
+        assert all(split == [[12, 2], [4, 2]] for _, split in result["splits"])
+        changes = {"batch": 12, "accumulation": 2, "rank_splits": [[12, 2], [4, 2]], "auto_batch": False}
+        assert result["settings"] == [[1, changes, "batch search"]]
+        (search,) = result["searches"]
+        assert search["samples_per_second"] == pytest.approx([16 / 16.1, 4 / (3 * 4.1)][rank])
+        assert (search["batch"], search["accumulation"], search["rank_splits"]) == (12, 2, [[12, 2], [4, 2]])
+        assert search["message"] == (
+            "batch auto: process 0: 16 fits (7 % of 0.000931 GiB), 0.994 samples/s; process 1: 4 fits (68 % of "
+            "9.31e-05 GiB), 0.325 samples/s: 12x2,4x2, forecast to take 50 % of the time of 4 x 4"
+        )
+
+
+def test_unlike_ranks_compute_what_an_even_split_computes(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, both = ranks
+    found, even = (torch.load(folder / f"searched/{name}/gradients.pt") for name in ("unlike", "even"))
+    assert len(even) == 4
+    for one, other in zip(found, even, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-6
+    for result in both:
+        parts = (result["searched"][name]["digests"] for name in ("unlike", "again"))
+        assert [digest for part in parts for digest in part] == both[0]["searched"]["even"]["digests"]
+
+
+def test_the_next_start_on_unlike_ranks_tries_nothing(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for result in searched_in(ranks, "again"):
+        (search,) = result["searches"]
+        assert (search["tried"], search["remembered"]) == ([], True)
+        assert result["settings"][0][1]["rank_splits"] == [[12, 2], [4, 2]]
+        assert result["passes"] == [2] * 2, "no pass outside the updates"
 
 
 def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:

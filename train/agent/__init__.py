@@ -37,8 +37,9 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 * `settings`: {update, changes: {field: value}, reason, total_updates}: the trainer uses these
   values from this update on. `reason` is "allocation failure" | "pressure" | "asked" | "grown
   back" | "batch search"; `total_updates` is the run's new number of updates.
-* `batch_search`: {message, batch, accumulation, tried: [{batch, share (of the fullest rank's
-  memory, 0-1, null if it ran out), own_share (of this rank's)}], remembered, forecast_batch,
+* `batch_search`: {message, batch, accumulation, rank_splits: [[batch, accumulation]] (of each rank,
+  if they differ), tried: [{batch, share (of the fullest rank's memory, 0-1, null if it ran out),
+  own_share (of this rank's)}], samples_per_second (of this rank), remembered, forecast_batch,
   forecast_share, total_bytes}: the batch to start with, from each rank, before the first update.
 * `pressure`: {update, allocation_retries}: in two consecutive updates the allocator had to free its
   cache.

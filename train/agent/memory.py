@@ -174,9 +174,24 @@ def _sum(devices: list[dict[str, Any]], name: str) -> int | None:
     return sum(known) if known else None
 
 
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next allocation; `free_cache` returns it.
+
+    By default it returns blocks of the size of activations to the kernel when they are freed. The
+    kernel then has to clear every page again: 3 % of the time of a small model on a CPU.
+    """
+    with contextlib.suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
 def _trim_heap() -> None:
-    try:
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except AttributeError:
-        # Not glibc: there is no such function.
-        return
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""glibc's numbers (malloc.h). Other C libraries have neither these functions nor the default."""
+_LARGEST_THRESHOLD = 32 << 20
+"""The largest that glibc takes. Larger blocks are returned to the kernel at once."""

@@ -1,6 +1,6 @@
 """A micro-batch that fits into memory: smaller after a failure or before one, larger again later.
 
-`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `AutoBatch`
+`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `BatchAdapter`
 decides from values alone. `batch_search.py` finds the batch to start with.
 """
 
@@ -196,7 +196,7 @@ def open_device_memory(device: torch.device) -> DeviceMemory:
     return CudaMemory(device) if device.type == "cuda" else UnmeasuredMemory()
 
 
-class AutoBatch:
+class BatchAdapter:
     """Decides from the updates of one rank when its micro-batch may grow and when it should shrink.
 
     Failures and pressure are the same on all ranks, so all ranks count alike. Only the peaks are

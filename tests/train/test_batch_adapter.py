@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import AutoBatch, UnmeasuredMemory
+from memtop.train.batch_adapter import BatchAdapter, UnmeasuredMemory
 from tests.train.failing import TOO_MUCH, Failing, Failure, Scripted, fresh, measured, small, splits_of
 
 
@@ -44,10 +44,10 @@ class Card:
         """Do nothing: nothing is cached."""
 
 
-def after(peaks: dict[int, int], *, patience: int = 3) -> AutoBatch:
-    """An AutoBatch after updates with these batches, the largest first."""
+def after(peaks: dict[int, int], *, patience: int = 3) -> BatchAdapter:
+    """A BatchAdapter after updates with these batches, the largest first."""
     card = Card(peaks)
-    growth = AutoBatch(card, patience)
+    growth = BatchAdapter(card, patience)
     for batch in sorted(peaks, reverse=True):
         card.batch = batch
         growth.updated(batch, pressed=False)
@@ -69,7 +69,7 @@ def test_a_prediction_is_never_below_what_was_measured() -> None:
 
 def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
     assert after({4: 300}).share(8) == math.inf
-    growth = AutoBatch(UnmeasuredMemory(), 1)
+    growth = BatchAdapter(UnmeasuredMemory(), 1)
     for batch in (8, 4, 2):
         growth.updated(batch, pressed=False)
     assert growth.share(8) == math.inf
@@ -77,7 +77,7 @@ def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
 
 def test_one_peak_is_joined_with_the_memory_held_at_batch_0() -> None:
     card = Card({4: 300})
-    growth = AutoBatch(card, 3)
+    growth = BatchAdapter(card, 3)
     growth.updated(4, pressed=False)
     card.held = 100
     assert growth.share(8) == pytest.approx(0.5)
@@ -90,7 +90,7 @@ def test_one_peak_is_joined_with_the_memory_held_at_batch_0() -> None:
 def test_forgotten_peaks_are_predicted_again_from_the_next_one() -> None:
     card = Card({4: 500, 8: 900})
     card.held = 100
-    growth = AutoBatch(card, 3)
+    growth = BatchAdapter(card, 3)
     growth.updated(8, pressed=False)
     card.batch = 4
     growth.updated(4, pressed=False)
@@ -104,7 +104,7 @@ def test_forgotten_peaks_are_predicted_again_from_the_next_one() -> None:
 
 def test_only_retries_of_updates_are_pressure() -> None:
     card = Card({4: 300})
-    growth = AutoBatch(card, 3)
+    growth = BatchAdapter(card, 3)
     with growth.outside_updates():
         card.retried += 2
     assert not growth.new_retries()
@@ -121,7 +121,7 @@ def test_only_retries_of_updates_are_pressure() -> None:
 
 def test_retries_of_a_failed_attempt_do_not_count_for_the_next() -> None:
     card = Card({8: 300})
-    growth = AutoBatch(card, 3)
+    growth = BatchAdapter(card, 3)
     card.retried += 1
     growth.failed(8)
     growth.changed()

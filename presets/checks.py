@@ -1,0 +1,170 @@
+"""Refuses settings that cannot work: one line with the field, the value and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from memtop.presets.fields import FIELDS, MOST_SAMPLES, value_of
+from memtop.presets.schema import Lora, Settings
+
+
+class SettingsError(ValueError):
+    """A value that cannot be used. `str()` gives one line: the field, the value and what to do."""
+
+    def __init__(self, field: str, value: object, message: str) -> None:
+        super().__init__(f"{field} {value}: {message}")
+        self.field = field
+        self.value = value
+        self.message = message
+
+
+def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
+    """` (did you mean batch?)`, or an empty text if no known name is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def check(settings: Settings) -> Settings:
+    """Return the settings unchanged. Raise a SettingsError for the first value that cannot work."""
+    _check_counts(settings)
+    _check_rank_splits(settings)
+    _check_shares(settings)
+    _check_method(settings)
+    _check_memory_strategy(settings)
+    longest = max_seq_len(settings)
+    if longest is not None and settings.seq_len > longest:
+        raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
+    return settings
+
+
+def max_seq_len(settings: Settings) -> int | None:
+    """The longest sequence that the model's configuration allows, in tokens; None if it sets no
+    limit."""
+    config = settings.model.get("config", {})
+    value = config.get("max_position_embeddings") or config.get("n_positions")
+    return value if isinstance(value, int) else None
+
+
+_EFFECTIVE = 1 << 24
+_MOST_BYTES = 1 << 53
+_MOST_TOKENS = (1 << 31) - 1
+_MOST_EPOCHS = 1_000_000
+
+
+def check_bounds(field: str, value: int, least: int, most: int) -> None:
+    """Raise a SettingsError for a value outside its bounds, both included."""
+    if value < least:
+        raise SettingsError(field, value, f"must be at least {least}" if least else "must be 0 or more")
+    if value > most:
+        raise SettingsError(field, value, f"must be at most {most}")
+
+
+def _check_counts(settings: Settings) -> None:
+    for name, field in FIELDS.items():
+        if field.bounds is not None and (value := value_of(settings, name)) is not None:
+            check_bounds(name, value, *field.bounds)
+    if settings.effective_batch > _EFFECTIVE:
+        raise SettingsError(
+            "effective batch", settings.effective_batch, f"must be at most {_EFFECTIVE}; take a smaller --accum"
+        )
+    if settings.seq_len < 2:
+        raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from earlier ones")
+    if isinstance(size := settings.data.get("max_bytes"), int):
+        check_bounds("data.max_bytes", size, 1, _MOST_BYTES)
+    if not 0 <= settings.epochs <= _MOST_EPOCHS:
+        raise SettingsError("epochs", settings.epochs, f"must lie between 0 and {_MOST_EPOCHS}")
+    if not settings.target_samples and not settings.epochs:
+        raise SettingsError("epochs", 0, "the run has no end; give --max-updates N or --set epochs=E")
+    if settings.load_best_at_end and not settings.eval_every:
+        raise SettingsError("load_best_at_end", "true", "nothing is evaluated; add --set eval_every=N")
+    if not -1 <= settings.loss_chunk <= _MOST_TOKENS:
+        raise SettingsError(
+            "loss_chunk",
+            settings.loss_chunk,
+            f"must be a number of tokens up to {_MOST_TOKENS}, 0 (all at once) or -1 (chosen)",
+        )
+
+
+def check_one_for_each(text: str, sizes: int, processes: int) -> None:
+    """SettingsError if this batch, with one size for each process, does not fit the processes."""
+    if sizes != processes:
+        has = "1 process" if processes == 1 else f"{processes} processes"
+        gives = "1 size" if sizes == 1 else f"{sizes} sizes"
+        raise SettingsError("batch", text, f"gives {gives}, the run has {has}; give one for each, or one for all")
+
+
+def _check_rank_splits(settings: Settings) -> None:
+    splits = settings.rank_splits
+    if not splits:
+        return
+    text = settings.batch_text
+    check_one_for_each(text, len(splits), settings.world_size)
+    if settings.zero.stage:
+        why = "needs the same micro-batch and as many of them on all processes; give one size, or --preset standard"
+        raise SettingsError("batch", text, f"{settings.zero} {why}")
+    for batch, accumulation in splits:
+        check_bounds("batch", batch, 1, MOST_SAMPLES)
+        check_bounds("accumulation", accumulation, 1, MOST_SAMPLES)
+
+
+def _check_shares(settings: Settings) -> None:
+    if not 0 < settings.learning_rate < 10:
+        raise SettingsError("learning_rate", settings.learning_rate, "must lie between 0 and 10")
+    for field in ("warmup_fraction", "final_learning_rate_fraction"):
+        value = getattr(settings, field)
+        if not 0 <= value <= 1:
+            raise SettingsError(field, value, "must lie between 0 and 1")
+    for field in ("weight_decay", "clip_norm"):
+        value = getattr(settings, field)
+        if not 0 <= value < float("inf"):
+            raise SettingsError(field, value, "must be 0 or more")
+
+
+def _check_method(settings: Settings) -> None:
+    if settings.lora is None:
+        if settings.method != "full":
+            hint = "--set lora.r=16 --set lora.alpha=32"
+            raise SettingsError("method", settings.method, f"no adapters are described; add {hint}")
+        return
+    if settings.method == "full":
+        raise SettingsError("lora.r", settings.lora.r, "method full trains no adapters; add --set method=lora")
+    _check_lora(settings.lora)
+
+
+def _check_lora(lora: Lora) -> None:
+    if not 0 <= lora.dropout < 1:
+        raise SettingsError("lora.dropout", lora.dropout, "must be at least 0 and below 1")
+    if not lora.targets or not all(lora.targets):
+        raise SettingsError("lora.targets", repr(",".join(lora.targets)), "name the layers, or all-linear")
+
+
+def _check_search(settings: Settings) -> None:
+    if settings.zero.stage:
+        raise SettingsError(
+            "--batch", "auto", f"{settings.zero} cannot change its batch while it runs; give a number, or --preset standard"
+        )
+    if settings.device == "cpu":
+        raise SettingsError("--batch", "auto", "the search is for GPUs; on the CPU give a number")
+
+
+def _check_memory_strategy(settings: Settings) -> None:
+    zero, optimizer = settings.zero, settings.optimizer
+    if settings.auto_batch:
+        _check_search(settings)
+    if zero.offload_parameters and zero.stage != 3:
+        raise SettingsError(
+            "zero.offload_parameters", "true", f"needs stage 3, where parameters are sharded; the stage is {zero.stage}"
+        )
+    if zero.offload_optimizer and not zero.stage:
+        raise SettingsError("zero.offload_optimizer", "true", "needs a ZeRO stage; add --set zero.stage=2")
+    if settings.method == "qlora" and zero.stage == 3:
+        raise SettingsError("zero.stage", 3, "a 4-bit base cannot be sharded; take stage 2 or a qlora preset")
+    if zero.stage and optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
+        raise SettingsError(
+            "optimizer", optimizer, f"its state cannot be sharded by {zero}; take optimizer=adamw or zero.stage=0"
+        )
+    if optimizer == "cpu_adam" and not zero.offload_optimizer:
+        raise SettingsError(
+            "optimizer", optimizer, "needs its state in host memory: add --set zero.offload_optimizer=true (stages 1-3)"
+        )

@@ -1,0 +1,158 @@
+"""The rules of `--batch auto`: which micro-batch a rank tries next, and which split each rank gets
+from what all have measured. Values go in, values come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from memtop.presets.schema import Positive, exact_splits
+from memtop.train.batch_adapter import SAFE_FRACTION
+
+Split = tuple[int, int]
+"""The micro-batch of a rank, and how many of them it computes in an update."""
+_ALIKE = 1.1
+"""Ranks whose speeds differ by less than this factor compute as many samples each."""
+_WORTHWHILE = 0.95
+"""The share of the even split's time that an uneven one must stay below."""
+_MOST_UNITS = 1024
+"""So many pieces of an update are dealt to the ranks at most. A larger update has larger pieces."""
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A micro-batch that a rank has tried."""
+
+    batch: int
+    share: float | None
+    """How full the rank's memory was at the peak (0-1); None if it ran out."""
+
+    @property
+    def fits(self) -> bool:
+        return self.share is not None and self.share < SAFE_FRACTION
+
+
+def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast: Callable[[int], float]) -> int | None:
+    """The micro-batch to try next, from `sizes` in ascending order; None if the largest is found.
+
+    The first is `begin`. Smaller ones follow until one fits, then one about twice as large, so that
+    there are two peaks. From then on the `forecast` chooses. Each size is tried once at most.
+    """
+    if not tried:
+        return begin
+    fits = max((one.batch for one in tried if one.fits), default=0)
+    too_large = min((one.batch for one in tried if not one.fits), default=math.inf)
+    possible = [size for size in sizes if fits < size < too_large]
+    if not possible:
+        return None
+    if not fits:
+        return max(size for size in possible if size <= max(1, too_large // 2))
+    if sum(one.share is not None for one in tried) < 2:
+        return next((size for size in possible if size >= 2 * fits), possible[-1])
+    return max((size for size in possible if forecast(size) < SAFE_FRACTION), default=None)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a rank has measured of its micro-batches."""
+
+    largest: Positive
+    """The largest one that fits."""
+    seconds: dict[Positive, Annotated[float, msgspec.Meta(gt=0)]]
+    """How long a forward and backward pass takes, by micro-batch; empty if not known."""
+
+    def pass_seconds(self, batch: int) -> float:
+        """How long a pass takes: on the line between the two nearest sizes that were measured; with
+        a smaller batch as long as with the smallest one.
+        """
+        sizes = sorted(self.seconds)
+        return float(np.interp(batch, sizes, [self.seconds[size] for size in sizes]))
+
+    @property
+    def speed(self) -> float:
+        """Samples per second with the largest micro-batch."""
+        return self.largest / self.pass_seconds(self.largest)
+
+
+def even_splits(effective_batch: int, ranks: Sequence[Measured]) -> tuple[Split, ...]:
+    """The same split for all ranks, with the largest micro-batch that fits on each of them.
+
+    The effective batch is a multiple of their number.
+    """
+    largest = min(rank.largest for rank in ranks)
+    splits = exact_splits(effective_batch, len(ranks))
+    return (next((split for split in splits if split[0] <= largest), splits[-1]),) * len(ranks)
+
+
+def update_seconds(splits: Sequence[Split], ranks: Sequence[Measured]) -> float:
+    """How long the passes of an update take on the rank that takes longest."""
+    return max(accumulation * rank.pass_seconds(batch) for (batch, accumulation), rank in zip(splits, ranks, strict=True))
+
+
+def choose_splits(effective_batch: int, ranks: Sequence[Measured]) -> tuple[Split, ...]:
+    """The split of each rank, with exactly this sum of samples.
+
+    Ranks that are alike, and ranks of unknown speed, get the same split. The others get the splits
+    with which an update takes least time, if that is clearly less than with the same one. Of these
+    splits it chooses those whose shares are nearest to the measured speeds.
+    """
+    even = even_splits(effective_batch, ranks)
+    if len(ranks) == 1 or not all(rank.seconds for rank in ranks) or _alike(ranks):
+        return even
+    unit = next(size for size, count in reversed(exact_splits(effective_batch)) if count <= _MOST_UNITS)
+    options = [_options(effective_batch, unit, rank) for rank in ranks]
+    times = np.array([[seconds for seconds, _ in of_rank] for of_rank in options])
+    _, least = _dealt(times, np.maximum)
+    if least >= _WORTHWHILE * update_seconds(even, ranks):
+        return even
+    speeds = np.array([rank.speed for rank in ranks])
+    wanted = effective_batch / unit * speeds / speeds.sum()
+    apart = (np.arange(times.shape[1]) - wanted[:, None]) ** 2
+    shares, _ = _dealt(np.where(times <= least, apart, np.inf), np.add)
+    return tuple(of_rank[share][1] for of_rank, share in zip(options, shares, strict=True))
+
+
+def _alike(ranks: Sequence[Measured]) -> bool:
+    speeds = [rank.speed for rank in ranks]
+    return len({rank.largest for rank in ranks}) == 1 and max(speeds) < _ALIKE * min(speeds)
+
+
+def _options(effective_batch: int, unit: int, rank: Measured) -> list[tuple[float, Split]]:
+    """For each number of units, how long the rank takes for them, and the split with which it takes
+    least time. A rank cannot have none.
+    """
+    found: list[tuple[float, Split]] = [(math.inf, (1, 0))]
+    for samples in range(unit, effective_batch + 1, unit):
+        possible = [split for split in exact_splits(samples) if split[0] <= rank.largest]
+        # Of several with the same time, the largest micro-batch, which is the first.
+        found.append(min(((update_seconds([split], [rank]), split) for split in possible), key=lambda one: one[0]))
+    return found
+
+
+def _dealt(costs: NDArray[np.float64], combine: Any) -> tuple[list[int], float]:
+    """One share for each rank, with all units as their sum, for which the combined costs are least.
+
+    `costs` has a row for each rank and a column for each share. `combine` is `np.add` or
+    `np.maximum`.
+    """
+    count = costs.shape[1]
+    best = np.full(count, np.inf)
+    best[0] = 0
+    choices = []
+    for cost in costs:
+        after, choice = np.full(count, np.inf), np.zeros(count, np.int64)
+        for share in np.flatnonzero(np.isfinite(cost)).tolist():
+            combined = combine(best[: count - share], cost[share])
+            better = combined < after[share:]
+            after[share:][better], choice[share:][better] = combined[better], share
+        best = after
+        choices.append(choice)
+    left, shares = count - 1, []
+    for choice in reversed(choices):
+        shares.append(int(choice[left]))
+        left -= shares[-1]
+    return shares[::-1], float(best[-1])
