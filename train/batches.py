@@ -153,7 +153,7 @@ class _Maker:
             num_workers=host.workers,
             collate_fn=partial(collated, pad=pad, packed=packed),
         )
-        self._batches = iter(loader)
+        self._batches: Iterator[Any] = iter(loader)
 
     def __call__(self) -> MicroBatches:
         found: list[Batch] = []
