@@ -20,7 +20,7 @@ from memtop.presets import Settings, SettingsError
 from memtop.presets.comparison import edits_text
 from memtop.presets.fields import LIVE, SPLIT
 from memtop.presets.host_memory import HostPlan, host_plan
-from memtop.presets.schema import with_splits
+from memtop.presets.schema import Split, with_splits
 from memtop.train import BadInputError, TrainingError
 from memtop.train.agent.memory import free_cache
 from memtop.train.batch_adapter import (
@@ -311,7 +311,7 @@ class Trainer:
             print(f"update {plan.number}  loss {loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
 
     @property
-    def _split(self) -> tuple[int, int]:
+    def _split(self) -> Split:
         """B and A of this rank."""
         return self.settings.splits[self._accelerator.process_index]
 
@@ -355,12 +355,12 @@ class Trainer:
         else:
             self._adapter.refused()
 
-    def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]], **more: Any) -> None:
+    def _change_splits(self, reason: str, splits: Sequence[Split], **more: Any) -> None:
         after = with_splits(self.settings, splits)
         names = SPLIT if after.rank_splits != self.settings.rank_splits else SPLIT[:2]
         self._change(reason, **{name: getattr(after, name) for name in names}, **more)
 
-    def _use_found(self, splits: tuple[tuple[int, int], ...] | None) -> bool:
+    def _use_found(self, splits: tuple[Split, ...] | None) -> bool:
         """Use splits that the search has found, now and after a restart; False without any."""
         if splits is None:
             return False
