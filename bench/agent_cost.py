@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.common import report, spread
+from bench.common import ratios, report, spread
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 
 SITE = Path(__file__).resolve().parents[1] / "train" / "agent" / "site"
@@ -100,16 +100,12 @@ def main() -> None:
             "unit": "seconds per update of first-run",
             "without_agent": spread(arms["without"]),
             "with_agent": spread(arms["with"]),
-            "ratio_of_pairs": spread(_ratios(arms["with"], arms["without"])),
-            "ratio_of_pairs_without_against_without": spread(_ratios(arms["control"], arms["without"])),
+            "ratio_of_pairs": ratios(arms["with"], arms["without"]),
+            "ratio_of_pairs_without_against_without": ratios(arms["control"], arms["without"]),
             "agent_alone_seconds_per_step": round(alone, 7),
             "agent_alone_fraction_of_step": round(alone / statistics.median(arms["without"]), 6),
         },
     )
-
-
-def _ratios(above: list[float], below: list[float]) -> list[float]:
-    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 
-from bench.common import Peak, report, spread
+from bench.common import Peak, printed_by, ratios, report, spread, versions
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.train import checkpoint
 from memtop.train.channel import Unsupervised
@@ -142,11 +140,7 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 def in_child(arm: str, what: str, recipe: str, folder: Path) -> dict[str, Any]:
     arguments = ["--arm", arm, "--what", what, "--recipe", recipe, "--folder", str(folder)]
-    command = [sys.executable, "-m", "bench.checkpoint", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    if done.returncode != 0:
-        raise RuntimeError(f"{arm}, {what}: {done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(printed_by("-m", "bench.checkpoint", *arguments).splitlines()[-1])
     pause = f", pause {found['pause_seconds']:.3f} s" if "pause_seconds" in found else ""
     print(f"{what} {arm}: {found['seconds']:.2f} s{pause}, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
     return found
@@ -179,7 +173,7 @@ def main() -> None:
             "parameters": parameters,
             "moments_mib": round(parameters * 8 / 2**20, 1),
             "state_mib": {arm: round(runs[0]["state_mib"], 1) for arm, runs in found["save"].items()},
-            "versions": {name: __import__(name).__version__ for name in ("torch", "accelerate", "safetensors")},
+            "versions": versions("torch", "accelerate", "safetensors"),
             **{what: summary(runs) for what, runs in found.items()},
         },
     )
@@ -188,18 +182,18 @@ def main() -> None:
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     known = ("pause_seconds", "first_pause_seconds", "seconds", "peak_growth_mib")
     names = [name for name in known if name in runs["memtop"][0]]
-    measured = {arm: {name: spread([run[name] for run in own]) for name in names} for arm, own in runs.items() if own}
-    ratios = {
-        f"memtop_over_{arm}": {
-            # accelerate's save needs hardly any memory, so a ratio of growth would say nothing.
-            name: spread([mine[name] / other[name] for mine, other in zip(runs["memtop"], own, strict=True)])
-            for name in names
-            if name != "peak_growth_mib"
-        }
-        for arm, own in runs.items()
-        if own and arm != "memtop"
+    values = {arm: {name: [run[name] for run in own] for name in names} for arm, own in runs.items() if own}
+    return {
+        **{arm: {name: spread(own[name]) for name in names} for arm, own in values.items()},
+        # accelerate's save needs hardly any memory, so a ratio of growth would say nothing.
+        **{
+            f"memtop_over_{arm}": {
+                name: ratios(values["memtop"][name], own[name]) for name in names if name != "peak_growth_mib"
+            }
+            for arm, own in values.items()
+            if arm != "memtop"
+        },
     }
-    return {**measured, **ratios}
 
 
 if __name__ == "__main__":

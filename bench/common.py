@@ -1,13 +1,18 @@
-"""Shared by all benchmarks: the machine, and paired medians."""
+"""Shared by all benchmarks: the machine, arms in processes of their own, medians and ratios."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,31 @@ def machine() -> dict[str, Any]:
         platform.machine(),
     )
     return {"cores": os.cpu_count(), "cpu": model, "python": platform.python_version(), "memtop": memtop.__version__}
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Their installed versions; None: not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def device_options(parser: argparse.ArgumentParser) -> None:
+    """The options of benchmarks that run on a CPU and on a GPU."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=1)
+
+
+def printed_by(*words: str, environment: Mapping[str, str] | None = None) -> str:
+    """What `python WORDS` prints; RuntimeError with the end of its messages if it fails."""
+    surroundings = os.environ if environment is None else environment
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=surroundings)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)[:200]}: {done.stderr[-4000:]}")
+    return done.stdout
 
 
 def user_environment() -> dict[str, str]:
@@ -68,6 +98,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "maximum": round(max(values), 4),
         "runs": len(values),
     }
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """The spread of the ratios of neighbours."""
+    return spread([one / other for one, other in zip(above, below, strict=True)])
 
 
 class Peak:

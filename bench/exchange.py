@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from bench.common import report, spread
+from bench.common import ratios, report, spread
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.exchange import BUCKET_BYTES, GradientSum, Ranks
@@ -117,12 +116,11 @@ def compared(arms: dict[str, Arm], ranks: Ranks, rounds: int, updates: int) -> d
                 seconds[name].append((time.perf_counter() - started) / updates)
                 cpu_seconds[name].append((time.process_time() - cpu) / updates)
     pairs = zip(arms["ours"].bare.parameters(), arms["ddp"].bare.parameters(), strict=True)
-    ratios = [ddp / ours for ours, ddp in zip(seconds["ours"], seconds["ddp"], strict=True)]
+    speed = ratios(seconds["ddp"], seconds["ours"])
     return {
         "update_seconds": {name: spread(values) for name, values in seconds.items()},
         "update_cpu_seconds": {name: spread(values) for name, values in cpu_seconds.items()},
-        "speed_ratio": {**spread(ratios), "meaning": "speed of memtop's exchange over that of DistributedDataParallel"},
-        "speed_ratio_median": round(statistics.median(ratios), 3),
+        "speed_ratio": {**speed, "meaning": "speed of memtop's exchange over that of DistributedDataParallel"},
         "largest_weight_difference": max(float((one - other).detach().abs().max()) for one, other in pairs),
     }
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import signal
@@ -33,7 +32,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.common import machine
+from bench.common import machine, versions
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 
@@ -82,7 +81,7 @@ def parts(device: str) -> tuple[Part, ...]:
         Part(
             "machine",
             3,
-            "doctor; the monitor's values beside those of nvidia-smi, idle and under load",
+            "doctor; the monitor's values compared with those of nvidia-smi, idle and under load",
             (("-m", "memtop", "doctor", "--json"), checks("tests/gpu/test_monitor.py")),
         ),
         Part(
@@ -98,7 +97,7 @@ def parts(device: str) -> tuple[Part, ...]:
             (checks("tests/gpu/test_runs.py"),),
         ),
         Part("waits", 3, "what waits for the GPU in 3 updates, and how long it is idle", (("-m", "bench.waits", *given),)),
-        Part("speed", 6, "beside Hugging Face's Trainer at a real size, full and LoRA", tuple(real)),
+        Part("speed", 6, "compared with Hugging Face's Trainer at a real size, full and LoRA", tuple(real)),
         Part("states", 5, "resume plain, ZeRO and 8-bit from each other", (checks("tests/gpu/test_states.py"),)),
         Part("ranks", 2, "two ranks on one GPU over gloo; one runs out of memory", (checks("tests/gpu/test_ranks.py"),)),
         Part("logs", 1, "real failures through `memtop diagnose`", (checks("tests/gpu/test_failure_logs.py"),)),
@@ -110,13 +109,12 @@ def parts(device: str) -> tuple[Part, ...]:
         ),
         Part("pieces", 6, "the speed of other pieces of the loss, of compile and of bf16_residual", tuple(pieces)),
         Part("packing", 2, "short samples: padded, shared out by length, packed", (short,)),
-        Part("start", 3, "first update and restart beside a bare Trainer script", (("-m", "bench.first_update", *given),)),
+        Part("start", 3, "first update and restart; a bare Trainer script", (("-m", "bench.first_update", *given),)),
         Part("suite", 10, "all other tests, where the driver sees a GPU", (suite,)),
     )
 
 
-# --- the file of results
-# --------------------------------------------------------------------------------------------------
+# --- the file of results --------------------------------------------------------------------------
 
 
 class Results:
@@ -157,17 +155,10 @@ def about(device: str) -> Row:
     sampler = Sampler(patience=ONCE_SECONDS)
     snapshot = sampler.sample()
     sampler.close()
-    versions: Row = {name: _version(name) for name in _PACKAGES}
-    versions |= {"cuda": torch.version.cuda, "driver": snapshot.driver_version, "python": machine()["python"]}
+    found: Row = {**versions(*_PACKAGES), "memtop": _commit()}
+    found |= {"cuda": torch.version.cuda, "driver": snapshot.driver_version, "python": machine()["python"]}
     gpus = [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in snapshot.gpus]
-    return {"device": device, "gpus": gpus, "versions": {**versions, "memtop": _commit()}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"device": device, "gpus": gpus, "versions": found}
 
 
 def _commit() -> str | None:
@@ -181,8 +172,7 @@ def _commit() -> str | None:
     return head.strip() + ("+" if changed else "")
 
 
-# --- tests as results (this file is also a plugin of pytest)
-# --------------------------------------------------------------------------------------------------
+# --- tests as results (this file is also a plugin of pytest) --------------------------------------
 
 
 class TestResults:
@@ -225,8 +215,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(TestResults(results, all_of_them=config.args != ["tests"]))
 
 
-# --- running the parts
-# --------------------------------------------------------------------------------------------------
+# --- running the parts ----------------------------------------------------------------------------
 
 
 def run_part(part: Part, results: Path, common: Row, seconds: float) -> str:

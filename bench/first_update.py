@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common import one_gpu, report, spread, user_environment
+from bench.common import one_gpu, printed_by, ratios, report, spread, user_environment
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 
 PROMISED = {"first_update": 1.15, "restart": 1.25}
@@ -76,11 +75,8 @@ def bare_seconds(settings: Settings, device: str, folder: Path) -> float:
         "folder": str(folder),
     }
     started = time.time()
-    command = [sys.executable, "-c", BARE, json.dumps(given)]
-    done = subprocess.run(command, env=user_environment() | one_gpu(), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr[-3000:])
-    line = next(line for line in done.stdout.splitlines() if line.startswith("first update"))
+    printed = printed_by("-c", BARE, json.dumps(given), environment=user_environment() | one_gpu())
+    line = next(line for line in printed.splitlines() if line.startswith("first update"))
     return float(line.split()[-1]) - started
 
 
@@ -108,10 +104,7 @@ class Memtop:
         self._call("stop", "a")
 
     def _call(self, *words: str) -> None:
-        command = [sys.executable, "-m", "memtop", *words]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{words}: {done.stderr[-3000:]}")
+        printed_by("-m", "memtop", *words, environment=self._environment)
 
     def _first_update(self, attempt: int) -> float:
         self._wait(lambda: bool(self._updates(attempt)))
@@ -153,17 +146,15 @@ def main() -> None:
             finally:
                 program.stop()
         print({kind: round(values[-1], 2) for kind, values in seconds.items()}, file=sys.stderr, flush=True)
-    ratios = {
-        kind: spread([mine / bare for mine, bare in zip(seconds[kind], seconds["bare"], strict=True)]) for kind in PROMISED
-    }
+    to_bare = {kind: ratios(seconds[kind], seconds["bare"]) for kind in PROMISED}
     report(
         "first_update",
         {
             "device": given.device,
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "seconds": {kind: spread(values) for kind, values in seconds.items()},
-            "ratio_to_bare": ratios,
-            "verdict": {kind: ratios[kind]["median"] <= most for kind, most in PROMISED.items()},
+            "ratio_to_bare": to_bare,
+            "verdict": {kind: to_bare[kind]["median"] <= most for kind, most in PROMISED.items()},
         },
     )
 

@@ -4,8 +4,8 @@ python -m bench.packing [--device cpu|cuda] [--precision fp32|bf16|fp16] [--case
 
 All arms run forward and backward over the same updates with the same weights, in one process, in
 turns. Their gradients are compared, because all must do the same training. `padding_fraction` is
-the share of padding among the tokens that the model computes. Ratios are medians over the rounds,
-of each arm and the padded one beside it.
+the share of padding among the tokens that the model computes. Ratios compare
+each arm with the padded one of the same turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from bench.common import MIDDLE_LLAMA, report, spread
+from bench.common import MIDDLE_LLAMA, device_options, ratios, report, spread, versions
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.presets.host_memory import host_plan
 from memtop.train.batches import Batches, MicroBatches, Position, to_device
@@ -118,7 +118,7 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     expected = arms["padded"].gradient()
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(given.rounds):
-        # There and back: what changes in the machine meanwhile meets all arms alike.
+        # There and back: a change in the machine's speed affects all arms alike.
         for name in (*arms, *reversed(arms)):
             taken[name].append(arms[name].seconds())
     return {
@@ -129,7 +129,7 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
         **{
             name: {
                 "tokens_per_second": spread([tokens / seconds for seconds in taken[name]]),
-                "over_padded": spread([one / other for one, other in zip(taken["padded"], taken[name], strict=True)]),
+                "over_padded": ratios(taken["padded"], taken[name]),
                 "padding_fraction": round(arm.padding, 4),
                 "gradient_difference": float(f"{float((arm.gradient() - expected).norm() / expected.norm()):.2g}"),
             }
@@ -140,16 +140,14 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    device_options(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: small")
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    versions = {name: __import__(name).__version__ for name in ("torch", "transformers", "accelerate")}
     results = {case: measure(case, given) for case in given.case or ["small"]}
-    report("packing", {"device": given.device, "precision": given.precision, "versions": versions, **results})
+    found = {"device": given.device, "precision": given.precision, "versions": versions("torch", "transformers", "accelerate")}
+    report("packing", {**found, **results})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.common import Peak, one_gpu, report, spread
+from bench.common import Peak, device_options, one_gpu, ratios, report, spread, versions
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
@@ -316,23 +316,24 @@ def compare(case: str, settings: Settings, given: argparse.Namespace, options: l
             arm: {name: spread(list(chain.from_iterable(values_of(run, name) for run in runs))) for name in MEASURED}
             for arm, runs in found.items()
         },
-        **({} if given.only else beside(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
+        **({} if given.only else over_hugging_face(case, list(zip(found["memtop"], found["hugging_face"], strict=True)))),
         "peak_is_exact": all(run["peak_is_exact"] for runs in found.values() for run in runs),
     }
 
 
-def beside(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def over_hugging_face(case: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     """memtop divided by Hugging Face, from pairs of neighbours."""
-    ratios = {
-        name: spread(
-            [own / its for mine, other in pairs for own, its in zip(values_of(mine, name), values_of(other, name), strict=True)]
+    found = {
+        name: ratios(
+            list(chain.from_iterable(values_of(mine, name) for mine, _ in pairs)),
+            list(chain.from_iterable(values_of(other, name) for _, other in pairs)),
         )
         for name in MEASURED
     }
     least, most = PROMISED[case]
-    speed, growth = (ratios[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
+    speed, growth = (found[name]["median"] for name in ("samples_per_second", "peak_growth_mib"))
     return {
-        "memtop_over_hugging_face": ratios,
+        "memtop_over_hugging_face": found,
         "verdict": {
             "samples_per_second_ratio": speed,
             "at_least": least,
@@ -363,12 +364,10 @@ def loss_difference(losses: list[float], logged: list[float]) -> float | None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    device_options(parser)
     parser.add_argument("--accumulation", type=int, default=0, help="0: the case's own")
     parser.add_argument("--updates", type=int, default=0, help="measured updates; 0: the case's own")
     parser.add_argument("--rounds", type=int, default=2, help="each is two processes of each arm")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: those for a CPU")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a setting of memtop alone")
     parser.add_argument("--model", help="a folder with the model, for one arm")
@@ -395,9 +394,9 @@ def main() -> None:
     options += [word for pair in given.set for word in ("--set", pair)]
     if given.device == "cpu" and not given.only:
         options.append("--in-turns")
-    versions = {name: __import__(name).__version__ for name in ("torch", "transformers", "accelerate")}
     results = {case: compare(case, settings[case], given, options) for case in cases}
-    report("train", {**{name: getattr(given, name) for name in (*names, "set")}, "versions": versions, **results})
+    given_values = {name: getattr(given, name) for name in (*names, "set")}
+    report("train", {**given_values, "versions": versions("torch", "transformers", "accelerate"), **results})
 
 
 if __name__ == "__main__":

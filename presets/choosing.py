@@ -9,7 +9,7 @@ memory, as its guide says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -92,43 +92,51 @@ def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Un
 
     A recipe with a family of its own (QLoRA) has the presets of that family: they shard nothing.
     """
-    presets = load_presets()
-    own = any(recipe in preset.recipes for preset in presets.values() if preset.family != "ladder" and _has_border(preset))
-    plain = presets["standard"]
-    if free_bytes is None or processes > 1 or own:
-        preset, reason = choose_by_memory(free_bytes, recipe)
-        wish = _not_under_zero(under, plain) if preset.zero and preset.zero.stage else None
-        if wish is None or free_bytes is None:
-            return preset, reason
-        return plain, f"preset standard: {wish} is not possible under ZeRO; {_free(free_bytes)}"
+    plain = load_presets()["standard"]
+    if free_bytes is None:
+        return choose_by_memory(None)
+    if processes == 1 and _rungs(recipe)[0][1].family == "ladder":
+        return _for_one_process(free_bytes, plain, under)
+    preset, reason = choose_by_memory(free_bytes, recipe)
+    wish = _not_under_zero(under, plain) if preset.zero and preset.zero.stage else None
+    if wish is None:
+        return preset, reason
+    return plain, f"preset standard: {wish} is not possible under ZeRO; {_free(free_bytes)}"
+
+
+def _for_one_process(free_bytes: int, plain: Preset, under: Under) -> tuple[Preset, str]:
+    """`standard` if the model fits, otherwise the first preset of the ladder that offloads and
+    fits."""
     settings = under(plain)
     size = model_size(settings)
-    free = _free(free_bytes)
+    free = f"preset standard: {_free(free_bytes)}"
     if size is None:
-        return plain, f"preset standard: {free}; what the model needs is not known before it is loaded"
+        return plain, f"{free}; what the model needs is not known before it is loaded"
     needed = need(settings, size)
-    words = f"{_what(settings)} need {needed.total / _GIB:.2f} GiB"
+    what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
+    words = f"{what} need {needed.total / _GIB:.2f} GiB"
     if needed.fits(free_bytes):
-        return plain, f"preset standard: {free}, {words}"
+        return plain, f"{free}, {words}"
     if settings.auto_batch:
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
-        return plain, f"preset standard: {free}, {words}: too little. {advice}"
-    rungs = [preset for _, preset in _rungs(list(presets.values()), recipe) if preset.zero and preset.zero.saves_memory(1)]
+        return plain, f"{free}, {words}: too little. {advice}"
     possible: list[tuple[Preset, Need]] = []
-    problem = "no preset of the ladder offloads"
-    for preset in rungs:
+    refused: list[str] = []
+    for _, preset in _rungs():
+        if preset.zero is None or not preset.zero.saves_memory(1):
+            continue
         try:
-            after = under(preset)
+            possible.append((preset, need(under(preset), size)))
         except SettingsError as error:
-            problem = str(error)
-        else:
-            possible.append((preset, need(after, size)))
-    chosen = next((one for one in possible if one[1].fits(free_bytes)), possible[-1] if possible else None)
-    if chosen is None:
-        return plain, f"preset standard: {free}, {words}: too little, but {problem}"
-    preset, less = chosen
+            # What to do instead is said after the semicolon: too long for a list.
+            refused.append(f"{preset.name}: {str(error).partition(';')[0]}")
+    if not possible:
+        why = "; ".join(refused) or "no preset of the ladder offloads"
+        return plain, f"{free}, {words}: too little, but {why}"
+    preset, less = next((one for one in possible if one[1].fits(free_bytes)), possible[-1])
     still = "" if less.fits(free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
-    return preset, f"preset {preset.name}: {free}, {words}; with this offload {less.total / _GIB:.2f} GiB{still}"
+    after = f"with this offload {less.total / _GIB:.2f} GiB{still}"
+    return preset, f"preset {preset.name}: {_free(free_bytes)}, {words}; {after}"
 
 
 def _not_under_zero(under: Under, plain: Preset) -> str | None:
@@ -142,10 +150,6 @@ def _not_under_zero(under: Under, plain: Preset) -> str | None:
     return f"--batch {settings.batch_text}" if settings.rank_splits else None
 
 
-def _what(settings: Settings) -> str:
-    return "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
-
-
 def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, str]:
     """The preset of the ladder for this much free memory on the fullest GPU, and the reason; None:
     not known.
@@ -153,10 +157,9 @@ def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, 
     Presets of the recipe's own family (QLoRA) are chosen before those of the ladder. A threshold
     belongs to the larger preset: 12 GiB and more, 6 up to 12, 4 up to 6, below 4.
     """
-    presets = load_presets()
     if free_bytes is None:
-        return presets["standard"], "preset standard: the free GPU memory is not known"
-    rungs = _rungs(list(presets.values()), recipe)
+        return load_presets()["standard"], "preset standard: the free GPU memory is not known"
+    rungs = _rungs(recipe)
     at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
     border, preset = rungs[at]
     where = f"from {border:g} GiB on" if border > 0 else "the smallest of them"
@@ -166,16 +169,12 @@ def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, 
     return preset, f"preset {preset.name}: {_free(free_bytes)}, {where}"
 
 
-def _has_border(preset: Preset) -> bool:
-    return preset.free_gib_from is not None
-
-
-def _rungs(presets: Sequence[Preset], recipe: str) -> list[tuple[float, Preset]]:
-    ladder = [(p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family == "ladder"]
-    special = [
-        (p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family != "ladder" and recipe in p.recipes
-    ]
-    return sorted(special or ladder, key=lambda rung: -rung[0])
+def _rungs(recipe: str = "") -> list[tuple[float, Preset]]:
+    """Free GiB and the preset from there on, the largest first: those of the recipe's own family,
+    or the ladder."""
+    known = [(preset.free_gib_from, preset) for preset in load_presets().values() if preset.free_gib_from is not None]
+    own = [rung for rung in known if rung[1].family != "ladder" and recipe in rung[1].recipes]
+    return sorted(own or [rung for rung in known if rung[1].family == "ladder"], key=lambda rung: -rung[0])
 
 
 def _free(size: int) -> str:

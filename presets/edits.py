@@ -37,13 +37,7 @@ def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | 
     accumulation. SettingsError if `world_size` does not divide it.
     """
     effective = recipe.batch * recipe.accumulation
-    split = split_below(effective, world_size, recipe.batch)
-    if split is None:
-        raise SettingsError(
-            "--gpus",
-            world_size,
-            f"{world_size} processes do not divide the effective batch {effective}; give --batch and --accum",
-        )
+    split = _split_over(effective, world_size, recipe.batch)
     values = _shared_values(recipe)
     values |= {"recipe": recipe.name, "preset": preset.name, "world_size": world_size}
     values |= {"batch": split[0], "accumulation": split[1], "target_samples": recipe.max_updates * effective}
@@ -51,6 +45,15 @@ def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | 
     if preset.meant_for(recipe.name) if whole is None else whole:
         return take_whole(settings, preset)
     return apply_preset(settings, preset)
+
+
+def _split_over(effective: int, processes: int, largest: int) -> tuple[int, int]:
+    """B and A of each of these processes."""
+    split = split_below(effective, processes, largest)
+    if split is None:
+        why = f"{processes} processes do not divide the effective batch {effective}; give --batch and --accum"
+        raise SettingsError("--gpus", processes, why)
+    return split
 
 
 def find_preset(name: str, recipe: str = "") -> Preset:
@@ -143,6 +146,7 @@ def edit_settings(
     *,
     preset: str | None = None,
     assignments: Mapping[str, str] | None = None,
+    gpus: str | None = None,
     max_updates: int | None = None,
     updates_done: int | None = None,
     samples_seen: int = 0,
@@ -150,13 +154,16 @@ def edit_settings(
 ) -> Settings:
     """The settings after an edit, checked.
 
-    The memory strategy of `preset` is applied first, then the `assignments` (see `assign`).
+    `gpus` gets one process each. Then the memory strategy of `preset` is applied, and at last the
+    `assignments` (see `assign`).
     `max_updates` counts all updates of the run, including those already done (`updates_done`,
     `samples_seen`); without it the run keeps its target in samples. If `updates_done` is given,
     even 0, a run is in progress, and settings that would make it another run are refused. `failed`:
     see `apply_preset`.
     """
     before, texts = settings, assignments or {}
+    if gpus is not None:
+        settings = _on_gpus(settings, gpus, is_split_given=bool(set(SPLIT) & set(texts)))
     if preset is not None:
         settings = apply_preset(settings, find_preset(preset, settings.recipe), failed)
     settings = _assigned(settings, texts)
@@ -170,6 +177,16 @@ def edit_settings(
         raise SettingsError("max_updates", max_updates, f"{done} updates are done already; give more")
     target = samples_seen + (max_updates - done) * settings.effective_batch
     return check(replace(settings, target_samples=target))
+
+
+def _on_gpus(settings: Settings, gpus: str, *, is_split_given: bool) -> Settings:
+    """The settings for these GPUs, with the effective batch kept if no split is given."""
+    processes = gpus.count(",") + 1
+    after = replace(settings, gpus=gpus, world_size=processes)
+    if processes == settings.world_size or is_split_given:
+        return after
+    batch, accumulation = _split_over(settings.effective_batch, processes, settings.batch)
+    return replace(after, batch=batch, accumulation=accumulation, rank_splits=())
 
 
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:

@@ -91,6 +91,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `accumulation` are those it begins with; the effective batch is kept."""
     world_size: int = 1
     """W: number of training processes."""
+    gpus: str = ""
+    """Their CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between them; empty: that of the
+    environment."""
     seq_len: int
     """T: tokens per sample."""
     target_samples: int = 0

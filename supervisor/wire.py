@@ -204,7 +204,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     choice: str | None = None
     """Which preset and GPU memtop chose when the run was created, and why. None if it chose
-    neither."""
+    neither, or if they have changed since."""
     batch_search: str | None = None
     """What `--batch auto` has tried and found in this attempt. None if it did not search."""
     effective_batch: int | None = None
@@ -296,11 +296,13 @@ Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The settings that a restart changes. The preset is applied first, then the assignments."""
+    """The settings that a restart changes: first the GPUs, then by the preset, then one by one."""
 
     preset: str | None = None
     assignments: dict[str, str] = {}
     """Settings by the names of `--set`, as text: {"batch": "4", "lora.r": "16"}."""
+    gpus: str | None = None
+    """The new CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between them, one process each."""
     max_updates: Whole | None = None
     configuration: Whole | None = None
     """Go back to the settings of this configuration. The other fields change those settings."""

@@ -30,7 +30,7 @@ CONTRACT = {
     "stop": {"run_name", "--runs-dir"},
     "restart": {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
-        *("--live", "--runs-dir"),
+        *("--live", "--gpus", "--runs-dir"),
     },
     "rollback": {"run_name", "number", "--state", "--headless", "--detach", "--runs-dir"},
     "runs": {"--json", "--runs-dir"},

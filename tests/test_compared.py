@@ -42,7 +42,7 @@ def test_options_exist(option: str) -> None:
     context = click.Context(app)
     commands = filter(None, (app.get_command(context, name) for name in app.list_commands(context)))
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
-    # nvitop's own are quoted as what they stand beside.
+    # The text quotes these options of nvitop.
     assert option in known | {"--only", "--only-visible"}
 
 

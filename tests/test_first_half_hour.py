@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from bench import wheels
 from bench.first_half_hour import Part, Results, checks, parts, run_part, without
-from bench.train import beside, in_turns, loss_difference, values_of
+from bench.train import in_turns, loss_difference, over_hugging_face, values_of
 from bench.waits import idle
 from tests.forking import run
 from tests.train.launching import environment
@@ -191,7 +191,7 @@ def test_the_verdict_compares_medians_with_what_is_promised() -> None:
         return mine, {**values, "samples_per_second": 1.0, "peak_growth_mib": 1.0}
 
     for speed, growth, kept in ((1.2, 0.5, True), (1.1, 0.5, False), (1.2, 0.8, False)):
-        found = beside("large_vocabulary", [pair(speed, growth), pair(speed, growth)])
+        found = over_hugging_face("large_vocabulary", [pair(speed, growth), pair(speed, growth)])
         assert found["verdict"]["kept"] is kept
         assert found["largest_loss_difference"] == 0
 

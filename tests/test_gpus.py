@@ -12,6 +12,7 @@ import pytest
 from memtop.cli import doctor, gpus, run
 from memtop.presets.gpu_support import TorchBuild
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample
 from memtop.supervisor.units import GIB
 from tests.nvml_double.double import Script, driver, nvml_library
 
@@ -134,6 +135,86 @@ def test_a_gpu_without_a_process_list_is_not_free(four: Script, code: int) -> No
     with pytest.raises(UsageError, match=r"1 of 4 GPUs is free; .*GPU 1: who computes on it is not known: "):
         gpus.wanted("free:2")
     assert gpus.wanted("1") == ["1"], "whoever names it knows better"
+
+
+PROHIBITED = {"compute_mode": 2}
+EXCLUSIVE = {"compute_mode": 3}
+
+
+@pytest.fixture
+def modes(driver: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """GPU 0 is prohibited, 1 is exclusive and in use, 2 is exclusive and free, 3 is fullest."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "installed_build", lambda: TorchBuild(version="2.13.0+cu126", cuda="12.6"))
+    for index, (used, mode) in enumerate(((0, PROHIBITED), (GIB, EXCLUSIVE), (GIB + 1, EXCLUSIVE), (GIB + 2, {}))):
+        driver.gpu(index, total=20 * GIB, used=used, uuid=f"GPU-{index}", **mode)
+    return driver.process(1, pid=os.getpid(), used=GIB).write()
+
+
+PASSED_OVER = {
+    "0": "GPU 0: its compute mode is prohibited, so no program can use it; choose another GPU, or allow it as root: "
+    "nvidia-smi -i 0 -c DEFAULT",
+    "1": rf"GPU 1: its compute mode is exclusive process, and process {os.getpid()} computes on it .*; choose another GPU, or "
+    rf"wait until process {os.getpid()} has ended",
+}
+
+
+def test_a_gpu_that_accepts_no_other_program_is_passed_over(modes: Script) -> None:
+    assert gpus.choose_place(None, None).pinned == "GPU-2", "emptier ones accept none"
+    assert gpus.wanted("free:2") == ["2", "3"]
+    with pytest.raises(UsageError, match=r"2 of 4 GPUs are free; GPU 0: its compute mode is prohibited.*; GPU 1: its compute"):
+        gpus.wanted("free:3")
+
+
+@pytest.mark.parametrize("index", PASSED_OVER)
+def test_a_chosen_gpu_that_accepts_no_other_program_is_refused(
+    modes: Script, monkeypatch: pytest.MonkeyPatch, index: str
+) -> None:
+    for text in (index, f"3,{index}"):
+        with pytest.raises(UsageError, match=rf"^--gpus {text}: {PASSED_OVER[index]}$"):
+            gpus.wanted(text)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", index)
+    with pytest.raises(UsageError, match=rf"^CUDA_VISIBLE_DEVICES={index}: {PASSED_OVER[index]}$"):
+        gpus.choose_place(None, None)
+    assert gpus.choose_place(None, "cpu") == gpus.Place()
+
+
+def test_a_run_for_which_every_gpu_is_closed_does_not_begin(modes: Script) -> None:
+    modes.clear().gpu(0, total=20 * GIB, used=0, **PROHIBITED).write()
+    for device in ("auto", "cuda"):
+        with pytest.raises(UsageError, match=rf"^device {device}: {PASSED_OVER['0']}$"):
+            gpus.choose_place(None, device)
+
+
+def test_a_restart_may_stay_on_an_exclusive_gpu() -> None:
+    own = GpuSample(index=0, processes=(GpuProcess(pid=7, run="a"),), details=GpuDetails(compute_mode="exclusive process"))
+    assert gpus.why_closed(own, "a") is None, "it ends its own process first"
+    assert "process 7 computes on it" in str(gpus.why_closed(own, "b"))
+
+
+def test_an_mps_server_shares_an_exclusive_gpu(modes: Script) -> None:
+    modes.process(1, pid=os.getppid(), used=GIB, kind="mps").write()
+    assert gpus.wanted("1") == ["1"]
+
+
+def test_an_instance_of_an_exclusive_gpu_is_in_use_by_its_own_processes(modes: Script) -> None:
+    modes.clear().gpu(0, total=20 * GIB, used=0, mig=1, **EXCLUSIVE)
+    for position, used in ((0, 0), (1, GIB)):
+        modes.mig(0, position, total=10 * GIB, used=used, uuid=f"MIG-{position}")
+    modes.process(0, pid=os.getpid(), used=GIB, mig=0).write()
+    assert gpus.choose_place(["0"], None).pinned == "MIG-1"
+
+
+def test_doctor_names_gpus_that_accept_no_other_program(
+    modes: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["doctor", "--json", "--runs-dir", str(tmp_path)]) == 0
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
+    closed = found["gpu 0"]
+    assert closed["ok"] is None
+    assert closed["found"].endswith("20.0 GiB free; its compute mode is prohibited, so no program can use it")
+    assert closed["advice"].endswith("nvidia-smi -i 0 -c DEFAULT")
+    assert [found[f"gpu {index}"]["ok"] for index in (1, 2, 3)] == [None, True, True]
 
 
 BUILDS = ", see https://pytorch.org/get-started/locally/"

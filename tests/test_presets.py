@@ -265,6 +265,21 @@ def test_several_processes_keep_the_recipes_effective_batch_or_are_refused() -> 
         resolve(RECIPE, preset=load_presets()["standard"], world_size=3)
 
 
+def test_other_gpus_have_one_process_each_and_keep_the_effective_batch() -> None:
+    base = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+    two = edit_settings(base, gpus="0,GPU-1", updates_done=3)
+    assert (two.gpus, two.world_size, two.split_text) == ("0,GPU-1", 2, "8 x 2 x 2")
+    uneven = edit_settings(two, assignments={"batch": "3,1", "accumulation": "8"})
+    assert edit_settings(uneven, gpus="2,3").split_text == "3+1 x 8", "as many processes keep their splits"
+    assert edit_settings(uneven, gpus="2").split_text == "2 x 16 x 1"
+    assert edit_settings(base, gpus="0,1,2", assignments={"batch": "3", "accumulation": "4"}).effective_batch == 36
+    assert edit_settings(base, gpus="0,1", assignments={"batch": "6,2"}).split_text == "6+2 x 4"
+    with pytest.raises(SettingsError, match=r"^--gpus 3: 3 processes do not divide the effective batch 32; give --batch and"):
+        edit_settings(base, gpus="0,1,2")
+    with pytest.raises(SettingsError, match="gpus"):
+        edit_settings(base, assignments={"gpus": "1"})
+
+
 def test_the_users_files_extend_and_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -237,7 +237,7 @@ def child_of(pid: int) -> int:
 
 
 def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
-    """A batch of 64 x 128 tokens is 64 KiB a tensor: it does not fit beside the locks of the
+    """A batch of 64 x 128 tokens is 64 KiB a tensor: it does not fit next to the locks of the
     worker's queues."""
     if os.getuid() != 0:
         pytest.skip("a /dev/shm of its own takes a mount namespace, which only root may make")

@@ -40,6 +40,12 @@ def settings_for(*arguments: Any, **more: Any) -> Settings:
     return settings
 
 
+def gpus_in(found: train.NewRun) -> str:
+    """The GPUs in the settings of a new run."""
+    assert found.settings is not None
+    return found.settings.gpus
+
+
 LLAMA_7B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -53,7 +59,7 @@ LLAMA_7B = {
 @pytest.fixture(autouse=True)
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that can compute on every GPU; nothing in Hugging Face's cache."""
-    monkeypatch.setattr(train, "installed_build", lambda: TorchBuild(version="2.13.0+cu130", cuda="13.0"))
+    monkeypatch.setattr(gpus_of, "installed_build", lambda: TorchBuild(version="2.13.0+cu130", cuda="13.0"))
     monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
 
 
@@ -97,7 +103,7 @@ def test_one_process_offloads_only_what_does_not_fit(
     asked = Change(assignments={**data.assignments, "model.path": "llama"})
     found = train.new_run("sft-lora", None, asked, None)
     assert found.settings is not None
-    assert (found.settings.preset, found.pinned) == (preset, None)
+    assert (found.settings.preset, found.settings.gpus) == (preset, "")
     assert found.settings.zero.stage == 0 or found.settings.zero.saves_memory(1)
     # Chosen automatically, not named: the recipe's own values stay.
     assert (found.settings.effective_batch, found.settings.seq_len) == (16, 1024)
@@ -186,16 +192,16 @@ def test_one_process_is_pinned_to_the_emptiest_gpu(
 ) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(5.0, None, 13.0))
     found = train.new_run("pretrain-causal", None, Change(), None)
-    assert found.pinned == "GPU-2"
+    assert gpus_in(found) == "GPU-2"
     assert "13.00 GiB of GPU memory free" in str(found.choice)
     assert "trains on GPU 2, the emptiest of 3; --gpus chooses others" in capsys.readouterr().err
-    assert train.new_run("first-run", None, Change(), None).pinned == "GPU-2", "whatever the preset is"
+    assert gpus_in(train.new_run("first-run", None, Change(), None)) == "GPU-2", "whatever the preset is"
     # What the person chose stays.
-    assert train.new_run("pretrain-causal", None, Change(), ["0"]).pinned is None
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(), ["0"])) == "0"
     assert "5.00 GiB of GPU memory free" in capsys.readouterr().err
-    assert train.new_run("pretrain-causal", None, Change(assignments={"device": "cpu"}), None).pinned is None
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(assignments={"device": "cpu"}), None)) == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert train.new_run("pretrain-causal", None, Change(), None).pinned is None
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(), None)) == ""
 
 
 def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +213,7 @@ def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypa
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=(split, bare)))
     for gpus in (None, ["0"]):
         found = train.new_run("pretrain-causal", None, Change(), gpus)
-        assert found.pinned == "MIG-3"
+        assert gpus_in(found) == "MIG-3"
         assert "9.50 GiB of GPU memory free" in str(found.choice)
         others = "" if gpus else "; --gpus chooses others"
         assert str(found.choice).endswith(f". trains on GPU 0, MIG 3, the emptiest of 2{others}")
@@ -216,7 +222,7 @@ def test_of_a_gpu_with_mig_the_emptiest_instance_is_taken(data: Change, monkeypa
 def test_a_gpu_without_a_uuid_is_pinned_by_its_index(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(replace(gpu, uuid=None) for gpu in machine(5.0, 13.0).gpus)
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=gpus))
-    assert train.new_run("pretrain-causal", None, Change(), None).pinned == "1"
+    assert gpus_in(train.new_run("pretrain-causal", None, Change(), None)) == "1"
 
 
 def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
@@ -235,6 +241,21 @@ def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_pat
     command = json.loads((runs.path / "a/attempts/0001/command.json").read_text())
     assert command["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     assert runs.show("a")["choice"] == "trains on GPU 1, the emptiest of 2; --gpus chooses others"
+
+    done = runs.memtop("restart", "a", "--gpus", "2", "--detach", status=2)
+    assert done.stderr == "memtop: --gpus 2: this machine has no GPU 2; there are 0, 1\n"
+    for attempt, gpus, processes, split in ((2, "1,0", 2, [8, 2]), (3, "0", 1, [8, 4])):
+        runs.memtop("restart", "a", "--gpus", gpus, "--headless", status=None)
+        command = json.loads((runs.path / f"a/attempts/{attempt:04}/command.json").read_text())
+        assert command["environment"]["CUDA_VISIBLE_DEVICES"] == gpus
+        shown = runs.show("a")
+        settings = shown["settings"]
+        assert (settings["gpus"], settings["world_size"]) == (gpus, processes)
+        assert [settings["batch"], settings["accumulation"]] == split, "the effective batch is kept"
+        assert shown["choice"] is None, "the person has chosen since"
+    # A configuration has its GPUs.
+    runs.memtop("rollback", "a", "1", "--headless", status=None)
+    assert (runs.show("a")["settings"]["gpus"], runs.show("a")["settings"]["world_size"]) == ("GPU-1", 1)
 
 
 def test_gpus_hidden_from_cuda_do_not_decide_the_preset(
@@ -291,9 +312,9 @@ def test_a_torch_that_cannot_use_the_gpu_is_one_line_before_anything_is_loaded(
     gpu = replace(gpu, name="NVIDIA H100", details=GpuDetails(compute_capability=capability))
     seen = MachineSnapshot(time=0.0, gpus=(gpu,), driver_version="550.1", cuda_version=cuda)
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
-    monkeypatch.setattr(train, "installed_build", lambda: build)
+    monkeypatch.setattr(gpus_of, "installed_build", lambda: build)
     found = train.new_run("pretrain-causal", None, Change(), None)
-    assert found.pinned is None
+    assert gpus_in(found) == ""
     problem, choice = capsys.readouterr().err.splitlines()
     assert problem.startswith(f"memtop: device auto: trains on the CPU: {words}")
     assert "preset standard: the free GPU memory is not known" in choice, "not chosen by the memory of that GPU"
@@ -312,7 +333,7 @@ def test_a_gpu_without_kernels_is_passed_over(data: Change, monkeypatch: pytest.
     seen = MachineSnapshot(time=0.0, gpus=(old, new), driver_version="580.1", cuda_version="13.0")
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
     found = train.new_run("pretrain-causal", None, Change(), None)
-    assert found.pinned == "GPU-1"
+    assert gpus_in(found) == "GPU-1"
     assert "trains on GPU 1" in str(found.choice)
 
 

@@ -41,7 +41,7 @@ _EXAMINED = 20_000
 """Rows whose length is looked up to find the longest."""
 _CHECKS = 2
 """Updates after which the measured peak is checked: the first one allocates the moments, and the
-second is the first to compute gradients beside them."""
+second is the first to compute gradients while they exist."""
 _TIMED_PASSES = 3
 """Passes with one size, of which the fastest counts: the first one loads kernels."""
 _REMEMBERED = "as an earlier start has found"

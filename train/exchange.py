@@ -365,7 +365,7 @@ class GradientSum:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On a GPU, what the block queues runs beside the backward pass, after what is queued."""
+        """On a GPU, what the block queues runs during the backward pass, after what is queued."""
         if self._stream is None:
             yield
             return

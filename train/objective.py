@@ -72,11 +72,11 @@ class Objective(torch.nn.Module):
         return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like))
 
     def _gradient_bytes(self, like: torch.Tensor) -> int:
-        """What the fp32 gradient of the head's weight takes beside the logits."""
+        """What the fp32 gradient of the head's weight takes in addition to the logits."""
         weight: Any = self.head.weight
         if not weight.requires_grad:
             return 0
-        # Otherwise a product exists beside the sum of the products before.
+        # Otherwise a product and the sum of the products before exist at the same time.
         in_place = _HAS_FP32_PRODUCTS or _compute_dtype(like) not in _16_BITS
         return (4 if in_place else 8) * int(getattr(weight, "ds_numel", weight.numel()))
 

@@ -161,9 +161,9 @@ def read_manifest(folder: Path) -> Manifest:
                     problems.append(f"{folder / expected.name}: size or checksum differs from the manifest")
 
     helpers = min(len(manifest.files), os.cpu_count() or 1) - 1
-    beside = [in_thread(check, "memtop-check") for _ in range(helpers)]
+    others = [in_thread(check, "memtop-check") for _ in range(helpers)]
     check()
-    for thread in beside:
+    for thread in others:
         thread.result()
     if problems:
         raise BrokenStateError(problems[0])
@@ -292,7 +292,7 @@ def write_safetensors(path: Path, tensors: dict[str, Stored]) -> Future[Checkpoi
     """Write one safetensors file: header length, JSON header, tensors.
 
     The result is its checksum, once it is on the disk. The library would first build the whole file
-    in memory; this writes each tensor from its own memory, and computes the checksum beside it.
+    in memory; this writes each tensor from its own memory, and computes the checksum meanwhile.
     """
     header, end = {}, 0
     for key, tensor in tensors.items():

@@ -49,8 +49,8 @@ _RETRY_SECONDS = 3.0
 _HIDDEN_LIMIT_RETRY_SECONDS = 30.0
 _REPEAT_MESSAGE_SECONDS = 60.0
 _BLOCK_BYTES = 64 << 20
-# What stays free beside a copy of the state, at least: others need host memory meanwhile, and the
-# run would be in danger. As much as the copy takes stays free, too.
+# What stays free in addition to a copy of the state, at least: others need host memory meanwhile,
+# and the run would be in danger. As much as the copy takes stays free, too.
 _SPARE_BYTES = 512 << 20
 # The share of free host memory that may be page-locked: the system cannot take it back.
 _MOST_PINNED = 0.25

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from memtop.cli.gpus import why_unusable
+from memtop.cli.gpus import why_closed, why_unusable
 from memtop.cli.options import json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines
 from memtop.presets import PresetFileError, load_presets, load_recipes, user_cache
@@ -24,7 +24,7 @@ from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.record.folder import default_runs_dir
 
@@ -104,8 +104,7 @@ def _machine() -> Iterator[CheckResult]:
             check="driver", ok=True, found=f"{machine.driver_version}, CUDA up to {machine.cuda_version or 'unknown'}"
         )
     for gpu in machine.gpus:
-        found = f"{gpu.name or '?'}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
-        yield CheckResult(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
+        yield _gpu(gpu)
     if machine.gpus:
         yield _processes(machine)
         yield from _torch(machine)
@@ -115,6 +114,14 @@ def _machine() -> Iterator[CheckResult]:
     for field, name in _NOTED_IF_UNKNOWN.items():
         if field in host.unknown:
             yield CheckResult(check=name, ok=None, found=host.unknown[field])
+
+
+def _gpu(gpu: GpuSample) -> CheckResult:
+    found = f"{gpu.name or '?'}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
+    closed = why_closed(gpu)
+    if gpu.error is None and closed is not None:
+        return CheckResult(check=f"gpu {gpu.index}", ok=None, found=f"{found}; {closed.found}", advice=closed.advice)
+    return CheckResult(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
 
 
 def _torch(machine: MachineSnapshot) -> Iterator[CheckResult]:

@@ -4,22 +4,25 @@ run trains."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import msgspec
 
 from memtop.cli.output import print_message
 from memtop.presets import gpu_support
 from memtop.presets.gpu_support import Gpu, TorchBuild, Unusable, why_no_kernels
+from memtop.presets.torch_build import installed_build
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 FREE_FRACTION = 0.9
 """A GPU is free if this share of its memory is free and the driver lists no compute process on
 it."""
+_MPS = "nvidia-cuda-mps-server"
 
 
 def sample() -> MachineSnapshot:
@@ -32,12 +35,13 @@ def sample() -> MachineSnapshot:
         sampler.close()
 
 
-def wanted(text: str | None) -> list[str] | None:
+def wanted(text: str | None, run: str | None = None) -> list[str] | None:
     """The device indices that `train --gpus` selects: `0,1`, `free` (one) or `free:2`; None if it
     was not given.
 
     UsageError for text that is no index, for GPUs that this machine does not have (training would
-    silently run on the CPU), and if fewer GPUs are certainly free.
+    silently run on the CPU) or that no further program can use, and if fewer GPUs are certainly
+    free. A GPU is not in use by `run`: a restart ends its processes first.
     """
     if text is None:
         return None
@@ -52,6 +56,9 @@ def wanted(text: str | None) -> list[str] | None:
     machine, given = sample(), f"--gpus {','.join(indices)}"
     _need_some(machine, given, "to train on the CPU")
     _check(indices, machine, given)
+    for gpu in machine.gpus:
+        if str(gpu.index) in indices and (closed := why_closed(gpu, run)) is not None:
+            raise UsageError(f"{given}: GPU {gpu.index}: {closed}")
     return indices
 
 
@@ -102,12 +109,11 @@ def _none_visible(given: str, machine: MachineSnapshot) -> str:
     )
 
 
-def visible(gpus: list[str] | None, machine: MachineSnapshot) -> list[str] | None:
-    """The indices of the GPUs that a run may use: `gpus` if given, otherwise those of
-    CUDA_VISIBLE_DEVICES; None: all."""
+def _allowed(machine: MachineSnapshot) -> list[str] | None:
+    """The indices of the GPUs in CUDA_VISIBLE_DEVICES; None: all."""
     variable = os.environ.get(VARIABLE)
-    if gpus is not None or variable is None:
-        return gpus
+    if variable is None:
+        return None
     if any("visible_index" in gpu.unknown for gpu in machine.gpus):
         # CUDA may number the GPUs differently from the driver: use its numbers, there is nothing
         # better.
@@ -128,6 +134,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     GPU's index if the driver gives none."""
     problem: Unusable | None = None
     """Why the installed torch cannot compute there."""
+    closed: str | None = None
+    """Why none of the GPUs accepts another program."""
 
 
 class _Device(msgspec.Struct, frozen=True):
@@ -137,14 +145,37 @@ class _Device(msgspec.Struct, frozen=True):
     name: str
     uuid: str | None
     free_bytes: int | None
+    position: int | None = None
+    """Of the instance."""
 
 
-def place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | None = None) -> Place:
-    """Where a run with these GPUs (None: the person chose none) trains.
+def choose_place(gpus: list[str] | None, device: str | None, run: str | None = None) -> Place:
+    """Where a run with these GPUs (None: the person chose none) and this setting `device` trains.
 
-    One process trains on the emptiest of the GPUs and MIG instances among which memtop may choose.
-    With CUDA_VISIBLE_DEVICES it trains on the first one there. Several processes are measured by
-    the fullest GPU.
+    UsageError if its GPUs accept no other program, or if the person asks for a GPU on which the
+    installed torch cannot compute. Who asks for none then gets the CPU, and a message says so.
+    `run`: see `wanted`.
+    """
+    if device == "cpu":
+        return Place()
+    found = _place(sample(), gpus, installed_build(), run)
+    chosen = f"--gpus {','.join(gpus)}" if gpus is not None else f"device {device or 'auto'}"
+    if found.closed is not None:
+        if gpus is None and VARIABLE in os.environ:
+            chosen = f"{VARIABLE}={os.environ[VARIABLE]}"
+        raise UsageError(f"{chosen}: {found.closed}")
+    if found.problem is None:
+        return found
+    if gpus is not None or device == "cuda":
+        raise UsageError(f"{chosen}: {found.problem}")
+    print_message(f"memtop: device auto: trains on the CPU: {found.problem}")
+    return Place()
+
+
+def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | None, run: str | None) -> Place:
+    """One process trains on the emptiest of the GPUs and MIG instances among which memtop may
+    choose. With CUDA_VISIBLE_DEVICES it trains on the first one there. Several processes are
+    measured by the fullest GPU.
     """
     devices = _devices(machine, gpus)
     if gpus is not None and len(gpus) > 1:
@@ -154,34 +185,39 @@ def place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | 
         return Place(free_bytes=least.free_bytes if least else None, note=note, problem=problem)
     if gpus is None and VARIABLE in os.environ:
         first = _first_visible(machine, devices)
-        problem = why_unusable(machine, first.gpu, build) if first else None
-        return Place(free_bytes=first.free_bytes if first else None, problem=problem)
-    return _emptiest(machine, devices, build)
+        devices = [] if first is None else [first]
+    return _emptiest(machine, devices, build, run)
 
 
-def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuild | None) -> Place:
+def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuild | None, run: str | None) -> Place:
     problems = {device.gpu.index: why_unusable(machine, device.gpu, build) for device in devices}
     usable = [device for device in devices if problems[device.gpu.index] is None]
     if not usable:
         return Place(problem=next(iter(problems.values()), None))
-    best = max(usable, key=_room)
+    accepting = [device for device in usable if _why_closed(device, run) is None]
+    if not accepting:
+        return Place(closed=f"{usable[0].name}: {_why_closed(usable[0], run)}")
+    best = max(accepting, key=_room)
     if len(devices) == 1:
         return Place(free_bytes=best.free_bytes)
-    others = f", the emptiest of {len(usable)}" if len(usable) > 1 else ""
+    others = f", the emptiest of {len(accepting)}" if len(accepting) > 1 else ""
     pinned = best.uuid or str(best.gpu.index)
     return Place(free_bytes=best.free_bytes, note=f"on {best.name}{others}", pinned=pinned)
 
 
 def _devices(machine: MachineSnapshot, gpus: list[str] | None) -> list[_Device]:
-    """Those that CUDA can use: of a GPU in MIG mode only its instances."""
-    found = []
-    for gpu in machine.gpus:
-        if gpu.error or (gpus is not None and str(gpu.index) not in gpus):
-            continue
-        name = f"GPU {gpu.index}"
-        parts = [_Device(gpu, f"{name}, MIG {one.position}", one.uuid, one.free_bytes) for one in gpu.mig if not one.error]
-        found += parts or ([] if gpu.details.mig_mode else [_Device(gpu, name, gpu.uuid, gpu.free_bytes)])
-    return found
+    """Those that CUDA can use."""
+    chosen = [gpu for gpu in machine.gpus if not gpu.error and (gpus is None or str(gpu.index) in gpus)]
+    return [device for gpu in chosen for device in _devices_of(gpu)]
+
+
+def _devices_of(gpu: GpuSample) -> list[_Device]:
+    """The GPU; in MIG mode only its instances."""
+    name = f"GPU {gpu.index}"
+    if gpu.mig or gpu.details.mig_mode:
+        parts = [one for one in gpu.mig if not one.error]
+        return [_Device(gpu, f"{name}, MIG {one.position}", one.uuid, one.free_bytes, one.position) for one in parts]
+    return [_Device(gpu, name, gpu.uuid, gpu.free_bytes)]
 
 
 def _room(device: _Device) -> int:
@@ -190,12 +226,35 @@ def _room(device: _Device) -> int:
 
 def _first_visible(machine: MachineSnapshot, devices: list[_Device]) -> _Device | None:
     """What CUDA calls `cuda:0`. If CUDA's order is not known, the fullest that it may be."""
-    allowed = visible(None, machine)
+    allowed = _allowed(machine)
     seen = [device for device in devices if allowed is None or str(device.gpu.index) in allowed]
     word = os.environ[VARIABLE].split(",")[0].strip()
     named = [device for device in seen if word and (device.uuid or "").startswith(word)]
     first = named or [device for device in seen if device.gpu.visible_index == 0]
     return min(first or seen, key=_room, default=None)
+
+
+def why_closed(gpu: GpuSample, run: str | None = None) -> Unusable | None:
+    """Why this GPU, with all its MIG instances, accepts no other program. None if nothing is known
+    against it. The processes of `run` do not count."""
+    reasons = [_why_closed(device, run) for device in _devices_of(gpu)]
+    return None if None in reasons else next(iter(reasons), None)
+
+
+def _why_closed(device: _Device, run: str | None) -> Unusable | None:
+    mode, index = device.gpu.details.compute_mode or "", device.gpu.index
+    if mode == "prohibited":
+        advice = f"choose another GPU, or allow it as root: nvidia-smi -i {index} -c DEFAULT"
+        return Unusable("its compute mode is prohibited, so no program can use it", advice)
+    there = [process for process in _computing(device.gpu) if device.position in (None, process.mig_instance)]
+    # An MPS server is the only process on such a GPU, and lets several programs use it.
+    if not mode.startswith("exclusive") or any(process.kind == "mps" or _MPS in (process.name or "") for process in there):
+        return None
+    others = [process for process in there if not process.gone and (run is None or process.run != run)]
+    if not others:
+        return None
+    advice = f"choose another GPU, or wait until process {others[0].pid} has ended"
+    return Unusable(f"its compute mode is {mode}, and {_who(others[0])}", advice)
 
 
 def why_unusable(machine: MachineSnapshot, gpu: GpuSample, build: TorchBuild | None) -> Unusable | None:
@@ -246,7 +305,7 @@ def _free(count: int, given: str) -> list[str]:
     """The free GPUs with the most free memory, in the order of their indices."""
     machine = sample()
     _need_some(machine, f"--gpus {given}", "to train on the CPU")
-    allowed = visible(None, machine)
+    allowed = _allowed(machine)
     candidates = [gpu for gpu in machine.gpus if allowed is None or str(gpu.index) in allowed]
     if not candidates:
         raise UsageError(_none_visible(f"--gpus {given}", machine))
@@ -262,15 +321,26 @@ def _free(count: int, given: str) -> list[str]:
 def _why_not_free(gpu: GpuSample) -> str | None:
     if gpu.error:
         return gpu.error
+    closed = why_closed(gpu)
+    if closed is not None:
+        return closed.found
     if gpu.total_bytes is None or gpu.free_bytes is None:
         return "its memory is not known"
-    for process in gpu.processes:
-        # Compute, with graphics or without, and the clients of an MPS server.
-        if process.kind != "graphics":
-            who = ", ".join(word for word in (process.user, process.name) if word)
-            return f"process {process.pid} computes on it" + (f" ({who})" if who else "")
+    process = next(_computing(gpu), None)
+    if process is not None:
+        return _who(process)
     if "processes" in gpu.unknown:
         return f"who computes on it is not known: {gpu.unknown['processes']}"
     if gpu.free_bytes < FREE_FRACTION * gpu.total_bytes:
         return f"only {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
     return None
+
+
+def _computing(gpu: GpuSample) -> Iterator[GpuProcess]:
+    """Compute, with graphics or without, and the clients of an MPS server."""
+    return (process for process in gpu.processes if process.kind != "graphics")
+
+
+def _who(process: GpuProcess) -> str:
+    who = ", ".join(word for word in (process.user, process.name) if word)
+    return f"process {process.pid} computes on it" + (f" ({who})" if who else "")

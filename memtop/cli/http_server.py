@@ -110,7 +110,7 @@ class HttpServer(ThreadingMixIn, WSGIServer):
 
 
 def _files_left() -> bool:
-    """Whether this process may open enough files besides one more connection."""
+    """Whether this process may open enough files in addition to one more connection."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return True

@@ -68,6 +68,7 @@ runs_dir_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
 detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
+gpus_option = click.option("--gpus", metavar="0,1|free:N", help="the GPUs to use, or N free ones; one process per GPU")
 _BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: one for each process; auto: the largest that fits"
 _EDITS = (
     click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),

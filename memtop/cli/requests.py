@@ -16,6 +16,7 @@ from memtop.cli.options import (
     assignments_of,
     detach_option,
     edit_options,
+    gpus_option,
     headless_option,
     refuse_both,
     run_argument,
@@ -92,6 +93,7 @@ def _report(answer: object) -> None:
 @click.command(epilog=RUN_HELP)
 @run_argument
 @edit_options
+@gpus_option
 @click.option("--live", is_flag=True, help="change the running program at its next update, without a restart")
 @headless_option
 @detach_option
@@ -104,6 +106,7 @@ def restart(
     seq_len: int | None,
     assignments: tuple[str, ...],
     max_updates: int | None,
+    gpus: str | None,
     live: bool,
     headless: bool,
     detach: bool,
@@ -117,12 +120,25 @@ def restart(
     refuse_both(headless, detach)
     folder = find_run(run_name, runs_dir)
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
-    change = Change(preset=preset, assignments=values, max_updates=max_updates)
+    chosen = None if gpus is None else _chosen_gpus(folder, gpus, values.get("device"))
+    change = Change(preset=preset, assignments=values, gpus=chosen, max_updates=max_updates)
     if not live:
         return restart_with(folder, change, headless=headless, detach=detach)
     if headless or detach:
         raise UsageError("--live: does not restart the run; leave out --headless and --detach")
     return ask(folder, lambda number: Edit(id=number, change=change))
+
+
+def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:
+    """What `--gpus` selects for a run, as CUDA_VISIBLE_DEVICES."""
+    from memtop.cli.gpus import choose_place, wanted
+
+    settings = read_state(folder).settings
+    indices = wanted(text, folder.name) or []
+    place = choose_place(indices, device or (settings.device if settings else None), folder.name)
+    if place.pinned:
+        print_message(f"memtop: trains {place.note}")
+    return place.pinned or ",".join(indices)
 
 
 def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: bool) -> int:

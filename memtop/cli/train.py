@@ -17,7 +17,16 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop import __version__
-from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
+from memtop.cli.options import (
+    WHOLE,
+    assignments_of,
+    detach_option,
+    edit_options,
+    gpus_option,
+    headless_option,
+    refuse_both,
+    runs_dir_option,
+)
 from memtop.cli.output import print_message
 from memtop.presets import (
     Preset,
@@ -31,7 +40,6 @@ from memtop.presets import (
 )
 from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
-from memtop.presets.torch_build import installed_build
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
@@ -56,7 +64,7 @@ def _known_on_oom(context: click.Context, option: click.Parameter, value: str) -
 @click.command()
 @click.argument("recipe", required=False, metavar="[RECIPE]")
 @edit_options
-@click.option("--gpus", metavar="0,1|free:N", help="the GPUs to use, or N free ones; one process per GPU")
+@gpus_option
 @click.option("--name", metavar="NAME", help="the name of the run")
 @click.option("--save-every", type=WHOLE, metavar="N", help="updates between two saves")
 @headless_option
@@ -109,7 +117,7 @@ def train(
         settings=plan.settings,
         command=program or (),
         cwd=str(Path.cwd()),
-        gpus=plan.pinned or (None if gpu_list is None else ",".join(gpu_list)),
+        gpus=",".join(gpu_list) if program and gpu_list else None,
         choice=plan.choice,
         on_oom=on_oom,
         memtop_version=__version__,
@@ -148,8 +156,6 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a new run of the built-in trainer begins with."""
 
     settings: Settings | None = None
-    pinned: str | None = None
-    """The GPU or MIG instance that memtop chose: its UUID, or its index if that is not known."""
     choice: str | None = None
     """What memtop chose because nobody did, and why."""
 
@@ -168,10 +174,12 @@ def new_run(
     A named preset is taken with its guide's values if it is meant for the recipe, and always with
     `fresh`.
     """
+    from memtop.cli.gpus import choose_place
+
     _refuse_missing(_NEEDED, f"RECIPE {recipe_name}: the built-in trainer")
     try:
         recipe = _recipe(recipe_name)
-        place = _place(edits, gpus)
+        place = choose_place(gpus, edits.assignments.get("device"))
         reason = None
         if preset_name is not None:
             preset = find_preset(preset_name, recipe.name)
@@ -183,32 +191,18 @@ def new_run(
         raise UsageError(str(error)) from None
     _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
     _refuse_missing_trackers(settings.trackers)
-    settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
+    settings = replace(
+        settings,
+        data=_placed_data(settings.data),
+        model=_placed_model(settings.model),
+        gpus=place.pinned or ",".join(gpus or ()),
+    )
     told = [f"{reason}; --preset NAME chooses another"] if reason else []
     if place.pinned:
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     for words in told:
         print_message(f"memtop: {words}")
-    return NewRun(settings=settings, pinned=place.pinned, choice=". ".join(told) or None)
-
-
-def _place(edits: Change, gpus: list[str] | None) -> Place:
-    """Where the run trains; UsageError if the person asks for a GPU on which the installed torch
-    cannot compute. Otherwise such a run trains on the CPU, and says so."""
-    from memtop.cli import gpus as gpu_choice
-
-    device = edits.assignments.get("device")
-    if device == "cpu":
-        return gpu_choice.Place()
-    found = gpu_choice.place(gpu_choice.sample(), gpus, installed_build())
-    if found.problem is None:
-        return found
-    if gpus is not None:
-        raise UsageError(f"--gpus {','.join(gpus)}: {found.problem}")
-    if device == "cuda":
-        raise UsageError(f"device cuda: {found.problem}")
-    print_message(f"memtop: device auto: trains on the CPU: {found.problem}")
-    return gpu_choice.Place()
+    return NewRun(settings=settings, choice=". ".join(told) or None)
 
 
 def _recipe(name: str) -> Recipe:

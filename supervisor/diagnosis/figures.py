@@ -1,6 +1,6 @@
 """The sizes that any message about memory prints, each with its meaning.
 
-These rules work for any program. The word beside a size says what the size is: `requested`,
+These rules work for any program. The word next to a size says what the size is: `requested`,
 `free`, `total`, `allocated` or another word of the same meaning. The word stands behind the size
 (`2 GiB free`), in front of it (`available memory is only 2 GiB`), or is its name (`free: 2 GiB`).
 The rules leave out a size without such a word.

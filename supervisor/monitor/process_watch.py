@@ -203,7 +203,7 @@ class ProcessWatch:
 
 
 class _Judges(NamedTuple):
-    """What `strays.judge` needs besides the process."""
+    """What `strays.judge` needs in addition to the process."""
 
     runs: Sequence[KnownRun]
     own_uid: int

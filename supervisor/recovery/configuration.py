@@ -109,6 +109,7 @@ def edited(
             preset=change.preset,
             max_updates=change.max_updates,
             assignments=change.assignments,
+            gpus=change.gpus,
             updates_done=(done.updates or 0) if done else 0,
             samples_seen=(done.samples_seen or 0) if done else 0,
             failed=failed_settings(rows),

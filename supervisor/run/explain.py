@@ -187,6 +187,8 @@ def restart_reason(change: Change) -> str:
     prefix = f"{change.reason}: " if change.reason else ""
     edits = [f"preset {change.preset}"] if change.preset is not None else []
     edits += [f"{name} {text}" for name, text in change.assignments.items()]
+    if change.gpus is not None:
+        edits.append(f"GPUs {change.gpus}")
     if change.max_updates is not None:
         edits.append(f"max_updates {change.max_updates}")
     if change.configuration is not None:

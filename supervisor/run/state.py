@@ -33,7 +33,7 @@ def run_state(model: Model) -> RunState:
         **{name: getattr(attempt, name) for name in _OF_ATTEMPT if attempt is not None},
         settings=settings,
         command=run.command,
-        choice=run.choice,
+        choice=_choice(model),
         batch_search=progress.batch_search,
         effective_batch=settings.effective_batch if settings else None,
         total_updates=progress.total_updates,
@@ -52,6 +52,13 @@ def run_state(model: Model) -> RunState:
         proposal=_proposal(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+def _choice(model: Model) -> str | None:
+    """What memtop chose, as long as the run has it."""
+    first, now = model.run.settings, model.settings
+    is_kept = first is not None and now is not None and (first.preset, first.gpus) == (now.preset, now.gpus)
+    return model.run.choice if is_kept else None
 
 
 def _proposal(model: Model) -> Proposal | None:

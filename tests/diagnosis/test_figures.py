@@ -65,7 +65,7 @@ def printed(text: str) -> dict[str, int]:
         ("device limit: 16 GiB, pool limit: 8 GiB", {"total": 16 * GIB, "allowed": 8 * GIB}),
     ],
 )
-def test_a_size_means_what_the_word_beside_it_says(text: str, expected: dict[str, int]) -> None:
+def test_a_size_means_what_the_word_next_to_it_says(text: str, expected: dict[str, int]) -> None:
     assert printed(text) == expected
 
 

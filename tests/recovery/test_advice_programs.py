@@ -321,7 +321,7 @@ def test_while_the_model_is_loaded_neither_batch_nor_optimizer_matter(framework:
     assert not {"smaller_batch", "seq_len", "offload_optimizer", "checkpointing"} & set(found)
 
 
-def test_ranks_that_share_a_gpu_are_named_beside_other_programs() -> None:
+def test_ranks_that_share_a_gpu_are_named_as_well_as_other_programs() -> None:
     shared = died(Kind.GPU_OOM_OTHER_PROCESS, other_process_bytes=gib(30))
     assert ids(remedies_for_command(shared))[:2] == ["strays", "ranks"]
     assert "ranks" not in ids(remedies_for_command(replace(shared, environment=(Place.CUDA, Place.VLLM))))

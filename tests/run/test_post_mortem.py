@@ -76,14 +76,14 @@ def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
 
 def test_a_failure_in_a_thread_counts_only_where_no_update_came_after_it(folder: Path) -> None:
     """Only later updates show that the program can do without the thread."""
-    beside = ((1, oom(survived=None, time=50.0)),)
-    last_words = end_of(folder, reports=beside, newest_step=49.0)
+    early = ((1, oom(survived=None, time=50.0)),)
+    last_words = end_of(folder, reports=early, newest_step=49.0)
     found = examine(last_words, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.rank, found.confidence < 0.99) == (Kind.GPU_OOM, 1, True)
-    went_on = end_of(folder, reports=beside, newest_step=51.0)
+    went_on = end_of(folder, reports=early, newest_step=51.0)
     assert examine(went_on, AttemptEvidence(folder, time.time())).kind is Kind.NOT_MEMORY
     # What surely ended it comes first, whenever it was.
-    both = end_of(folder, reports=(*beside, (0, oom(time=60.0))), newest_step=49.0)
+    both = end_of(folder, reports=(*early, (0, oom(time=60.0))), newest_step=49.0)
     found = examine(both, AttemptEvidence(folder, time.time()))
     assert (found.rank, found.confidence) == (0, 0.99)
 

@@ -141,7 +141,7 @@ def test_nothing_is_said_where_nothing_is_known_against_it(build: TorchBuild, gp
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A driver with one H100, beside the torch of this machine."""
+    """A driver with one H100; the torch is that of this machine."""
     found = SimpleNamespace(cuda=13000, closed=0)
 
     def closed() -> None:
@@ -163,7 +163,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def test_a_cpu_torch_beside_a_gpu_is_refused_or_named(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_torch_where_a_gpu_is_present_is_refused(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
     reason = "torch 2.13.0+cpu is built for CPUs only and cannot use the GPU here (NVIDIA H100); install"
@@ -217,7 +217,7 @@ def fitting(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     return driver
 
 
-def test_cuda_that_cannot_start_beside_a_gpu_is_named(fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_that_cannot_start_on_a_gpu_is_named(fitting: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "the driver has a GPU (NVIDIA H100), but CUDA cannot start: No CUDA GPUs are available; run memtop doctor"
     assert choose_device(replaced("auto")).warning == f"device auto: trains on the CPU: {reason}"
     with pytest.raises(BadInputError, match=f"^device cuda: {re.escape(reason)}$"):

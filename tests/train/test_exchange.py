@@ -92,7 +92,7 @@ class Reduction(NamedTuple):
     wait: Callable[[], None]
 
 
-def test_on_a_gpu_sums_run_beside_the_backward_pass_and_after_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_sums_run_during_the_backward_pass_and_after_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     queues = Queues(monkeypatch)
     accelerator: Any = SimpleNamespace(num_processes=2, process_index=0, device=torch.device("cuda:0"))
     model = torch.nn.Module()

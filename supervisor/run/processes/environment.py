@@ -37,7 +37,8 @@ def program_environment(
 ) -> dict[str, str]:
     """What an attempt's program gets in addition to the supervisor's environment.
 
-    `allocator` is for a command of the user. The built-in trainer's is in its settings.
+    `allocator` and the spec's GPUs are for a command of the user. Those of the built-in trainer are
+    in its settings.
     """
     inherited = os.environ.get("PYTHONPATH")
     additions = {
@@ -55,14 +56,15 @@ def program_environment(
         additions["PYTHONSAFEPATH"] = "1"
         # Whether a finished training waits for disk space if its state does not fit.
         additions["MEMTOP_ON_OOM"] = spec.on_oom
+    gpus = spec.gpus
     if settings is not None:
-        allocator = settings.allocator
+        allocator, gpus = settings.allocator, settings.gpus
         additions |= threads_environment(settings.world_size, os.environ)
     additions |= allocator_environment(allocator, os.environ)
     additions |= error_file_environment(folder.attempt(number))
-    if spec.gpus is not None:
+    if gpus:
         # UUIDs and PCI order agree with the driver library. CUDA's default order is by speed.
-        additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        additions |= {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return additions
 
 

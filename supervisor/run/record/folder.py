@@ -50,10 +50,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The external command. Empty for the built-in trainer."""
     cwd: str
     gpus: str | None = None
-    """What the trainer gets as CUDA_VISIBLE_DEVICES: --gpus, or the UUID of the GPU that memtop
-    chose. None leaves the environment unchanged."""
+    """What an external command gets as CUDA_VISIBLE_DEVICES. None leaves the environment
+    unchanged."""
     choice: str | None = None
-    """Which preset and GPU memtop chose, and why. None if it chose neither."""
+    """Which preset and GPU memtop chose at first, and why. None if it chose neither."""
     on_oom: str = "stop"
     memtop_version: str
 
