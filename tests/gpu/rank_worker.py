@@ -50,9 +50,7 @@ def searched(folder: Path, settings: Settings) -> dict[str, Any]:
     splits = rank_splits_of(training.settings, training.channel)
     return {
         "search": search,
-        "split_sums": sorted(
-            {sum(b * a for b, a in split) for split in rank_splits_of(training.settings, training.channel).values()}
-        ),
+        "samples": sorted({sum(b * a for b, a in split) for split in splits.values()}),
         "failures": training.channel.of("oom"),
         "digests": training.digests,
     }
