@@ -18,6 +18,7 @@ from memtop.presets.schema import Split, exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.channel import Channel
+from memtop.train.devices import usable_fraction
 
 PATIENCE = 50
 """Updates without failure or pressure before the batch may grow; doubled after a failed growth."""
@@ -177,10 +178,7 @@ class CudaMemory:
         free, total = torch.cuda.mem_get_info(self._device)
         # This process's CUDA context and the memory of all other processes.
         others = total - free - torch.cuda.memory_reserved(self._device)
-        # The oldest supported torch lacks this function.
-        fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-        allowed = 1.0 if fraction is None else float(fraction(self._device))
-        return max((peak_bytes + others) / total, peak_bytes / (allowed * total))
+        return max((peak_bytes + others) / total, peak_bytes / (usable_fraction(self._device) * total))
 
     def retries(self) -> int | None:
         found: int | None = torch.cuda.memory_stats(self._device).get("num_alloc_retries")

@@ -98,6 +98,12 @@ def open_channel() -> Channel:
     return Unsupervised() if agent is None else agent
 
 
+def warn(channel: Channel, text: str) -> None:
+    """Warn the user, in the log and in the events of the run."""
+    channel.report("warning", message=text)
+    print(f"memtop: {text}", flush=True)
+
+
 class Stopwatch:
     """Measures how an update's time is spent.
 

@@ -83,12 +83,7 @@ def as_stored(tensors: SavedTensors) -> SavedState:
 def manifest_of(engine: Engine, progress: SavedProgress, settings: Settings) -> Manifest:
     """The manifest of the present state, still without files."""
     return Manifest(
-        updates=progress.updates,
-        samples_seen=progress.samples_seen,
-        epoch=progress.epoch,
-        cuts=progress.cuts,
-        target_samples=progress.target_samples,
-        evaluation_loss=progress.evaluation_loss,
+        **msgspec.structs.asdict(progress),
         effective_batch=settings.effective_batch,
         seq_len=settings.seq_len,
         optimizer=settings.optimizer,

@@ -166,6 +166,13 @@ def give_index(accelerator: Accelerator) -> None:
         accelerator.state.device = PartialState().device = device
 
 
+def usable_fraction(device: torch.device) -> float:
+    """The share of a GPU's memory (0-1) that torch may use in this process."""
+    # The oldest supported torch lacks the function.
+    fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if fraction is None else float(fraction(device))
+
+
 def device_uuid(device: torch.device) -> str | None:
     """The GPU's UUID in the driver's notation; None on the CPU."""
     if device.type != "cuda":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import msgspec
 import torch
 
 from memtop.presets import Settings
 from memtop.train.batch_adapter import OomGuard
-from memtop.train.batches import Batch, collated, completed, to_device
+from memtop.train.batches import collated, completed, to_device
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
@@ -44,7 +43,7 @@ class Evaluator:
         self._task = settings.task
         self._pin = pin
         packed = settings.packing and is_prepared(engine.model)
-        self._collate: Callable[[list[Any]], Batch] = lambda samples: collated(samples, pad, packed=packed)
+        self._collate = partial(collated, pad=pad, packed=packed)
         table = data.table(settings.seq_len)
         chosen = range(0, len(table), max(1, -(-len(table) // MAX_SAMPLES)))
         self._keys: list[Key] = [(int(table.ids[i]), int(table.lengths[i])) for i in chosen]

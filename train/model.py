@@ -145,10 +145,11 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
     `mixed` is the compute precision on this machine: "no" (fp32), "bf16" or "fp16".
     """
     model = build_base(settings, config, mixed=mixed)
-    kind = _COMPUTE[mixed]
     # DeepSpeed has everything in the compute precision, without autocast.
-    if not settings.zero.stage and (kind == torch.float16 or (kind == torch.bfloat16 and settings.bf16_residual)):
-        _add_layers_in(model, torch.float32 if kind == torch.float16 else kind)
+    if mixed == "fp16" and not settings.zero.stage:
+        _add_layers_in(model, torch.float32)
+    elif mixed == "bf16" and settings.bf16_residual and not settings.zero.stage:
+        _add_layers_in(model, torch.bfloat16)
     if settings.method != "full":
         model = with_adapters(settings, model)
     if settings.gradient_checkpointing:

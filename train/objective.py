@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
+from memtop.train.devices import usable_fraction
+
 IGNORED = -100
 """The label of positions that do not count, the default of torch's cross entropy."""
 CHUNK_BYTES = 64 << 20
@@ -171,9 +173,7 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    # The oldest supported torch lacks this function.
-    fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    allowed = total if fraction is None else int(fraction(device) * total)
+    allowed = int(usable_fraction(device) * total)
     return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 

@@ -113,8 +113,10 @@ def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> M
         found = _packed(state)
     elif "exp_avg_sq_row" in state:
         found = {name: state[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
+    elif state:
+        found = {name: state[name] for name in MOMENTS if name in state}
     else:
-        found = {name: state[name] if state else torch.zeros(parameter.shape) for name in MOMENTS if name in state or not state}
+        found = {name: torch.zeros(parameter.shape) for name in MOMENTS}
     # Not read here: on a GPU that would wait for its queue, once for each parameter.
     step = torch.as_tensor(state.get("step", 0), dtype=torch.float32)
     return {"step": step.detach(), **{name: tensor.detach() for name, tensor in found.items()}}

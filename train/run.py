@@ -20,7 +20,7 @@ from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import keep_freed_memory
 from memtop.train.batches import Position, agree_on_host_plan
-from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
+from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.devices import (
@@ -167,8 +167,9 @@ class _Notifier:
         if not self._first:
             return
         if warning:
-            self._channel.report("warning", message=text)
-        print(f"memtop: {text}", flush=True)
+            warn(self._channel, text)
+        else:
+            print(f"memtop: {text}", flush=True)
 
 
 def _host_notes(settings: Settings, host: HostPlan) -> list[str]:
@@ -260,7 +261,7 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     tracking = tracking or {}
     on_gpu = choose_device(settings).on_gpu
     precision = _precision(settings, on_gpu)
-    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
+    mixed = "no" if precision == "fp32" else precision
     if on_gpu and precision == "fp32":
         # Matrix products on tensor cores (TF32): fp32's range, with 10 bits after the point.
         torch.set_float32_matmul_precision("high")

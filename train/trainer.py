@@ -1,47 +1,34 @@
 """The training loop: `Trainer.train_step` is one update, `Trainer.run` repeats it.
 
 Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches),
-`objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step), and
-`batch_adapter.py` (what happens when memory runs out).
+`objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step),
+`batch_adapter.py` (what happens when memory runs out), and `live_settings.py` (what changes between
+two updates).
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from memtop.presets import Settings, SettingsError
-from memtop.presets.comparison import edits_text
-from memtop.presets.fields import LIVE, SPLIT
+from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
-from memtop.presets.schema import Split, with_splits
-from memtop.train import BadInputError, TrainingError
+from memtop.train import TrainingError
 from memtop.train.agent.memory import free_cache
-from memtop.train.batch_adapter import (
-    PATIENCE,
-    SAFE_FRACTION,
-    BatchAdapter,
-    DeviceMemory,
-    OomGuard,
-    larger_split,
-    open_device_memory,
-    smaller_split,
-)
+from memtop.train.batch_adapter import PATIENCE, BatchAdapter, DeviceMemory, OomGuard, open_device_memory
 from memtop.train.batch_search import BatchSearch
-from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan, to_device
-from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, edit_live
+from memtop.train.batches import Batch, Batches, Position, to_device
+from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine, fault_of
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
-from memtop.train.model import set_checkpointing
+from memtop.train.live_settings import LiveSettings
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
@@ -84,21 +71,17 @@ class Trainer:
         wait_for_disk: bool = False,
         disk_wait: DiskWait | None = None,
     ) -> None:
-        self.settings = settings
-        """The settings in effect now; memory failures and live edits change them."""
         self.position = position
         self._engine = engine
         self._accelerator = engine.accelerator
         self._channel = channel
-        self._host = host or host_plan(settings, None, on_gpu=self._accelerator.device.type == "cuda")
+        host = host or host_plan(settings, None, on_gpu=self._accelerator.device.type == "cuda")
         self._record = MemoryRecorder(channel, self._accelerator)
         self._tracking = Tracking(self._accelerator)
         self._ranks = Ranks(self._accelerator)
         self._guard = OomGuard(channel, retries=engine.retries)
-        self._memory = memory or open_device_memory(self._accelerator.device)
-        self._adapter = BatchAdapter(self._memory, patience)
-        self._search = BatchSearch(engine, samples, pad, self._guard, self._adapter, self._memory, channel)
-        self._largest = settings.splits
+        memory = memory or open_device_memory(self._accelerator.device)
+        self._adapter = BatchAdapter(memory, patience)
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
         on_cpu = self._accelerator.device.type == "cpu"
@@ -111,7 +94,7 @@ class Trainer:
         self._ranks.add_up(self._results)
         self._evaluator: Evaluator | None = None
         if settings.eval_every and evaluation:
-            self._evaluator = Evaluator(settings, engine, evaluation, pad, pin=self._host.pin_memory)
+            self._evaluator = Evaluator(settings, engine, evaluation, pad, pin=host.pin_memory)
         self._evaluated: Evaluation | None = None
         self._saver = StateSaver(
             state_dir,
@@ -120,16 +103,33 @@ class Trainer:
             self._ranks,
             disk_wait or DiskWait(),
             position.updates,
-            pin_memory=self._host.pin_memory,
+            pin_memory=host.pin_memory,
         )
         self._wait_for_disk = wait_for_disk
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
+        self._live = LiveSettings(
+            settings,
+            position,
+            self.target_samples,
+            engine=engine,
+            batches=self._batches,
+            channel=channel,
+            host=host,
+            guard=self._guard,
+            memory=memory,
+            adapter=self._adapter,
+            search=BatchSearch(engine, samples, pad, self._guard, self._adapter, memory, channel),
+        )
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in effect now; memory failures and live edits change them."""
+        return self._live.now
 
     @property
     def total_updates(self) -> int:
         """Updates of the whole run with the settings in effect now."""
-        left = max(0, self.target_samples - self.position.samples_seen)
-        return self.position.updates + math.ceil(left / self.settings.effective_batch)
+        return self._live.total_updates
 
     @property
     def best_loss(self) -> float | None:
@@ -165,18 +165,16 @@ class Trainer:
 
     def _run(self, control: Control) -> str:
         self._engine.objective.train()
-        if not (self.settings.auto_batch and self._use_found(self._search.find(self.settings))):
-            # On this device there is no search; a restart on another one may search.
-            self.settings = msgspec.structs.replace(self.settings, auto_batch=False)
-            self._start_batches()
+        self._live.begin()
         self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number)
             requests = self._at_boundary(control)
             for number, values in requests.changes:
-                control.answer(number, *self._edit(values))
-            self._adapt_batch()
+                control.answer(number, *self._live.edit(values))
+            if not self._at_target:
+                self._live.adapt_batch()
             due = plan.number % self.settings.save_every == 0 and not self._at_target
             if requests.save or requests.stop or best or due:
                 self.save(best=best, commands=requests.commands, background=not requests.stop)
@@ -208,7 +206,7 @@ class Trainer:
         while (gradients := self._compute_gradients(plan)) is None:
             self._engine.drop_gradients()
             free_cache()
-            self._shrink("allocation failure", here=self._guard.failed)
+            self._live.shrink("allocation failure", here=self._guard.failed)
             # The batches start again at this update, with the smaller split.
             self._batches.next_update()
         end = plan.position + len(plan.keys)
@@ -222,7 +220,7 @@ class Trainer:
             raise TrainingError(f"{fault} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
-        if self._adapter.updated(self._split[0], pressed=gradients.pressed):
+        if self._adapter.updated(self._live.split[0], pressed=gradients.pressed):
             self._channel.report("pressure", update=plan.number, allocation_retries=self._adapter.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         self._report(plan, values, tokens=gradients.tokens, padding_fraction=gradients.padding, sample_digest=digest)
@@ -235,7 +233,7 @@ class Trainer:
         attempt together.
         """
         self._guard.failed = False
-        split = dict(zip(("batch", "accumulation"), self._split, strict=True))
+        split = dict(zip(("batch", "accumulation"), self._live.split, strict=True))
         # The random state depends on the position alone, so a resumed or re-split run draws the
         # same numbers.
         torch.manual_seed((self.settings.seed * 1_000_003 + plan.position) * 64 + self._accelerator.process_index)
@@ -310,108 +308,6 @@ class Trainer:
             loss, rate = values["loss"], values["learning_rate"]
             print(f"update {plan.number}  loss {loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
 
-    @property
-    def _split(self) -> Split:
-        """B and A of this rank."""
-        return self.settings.splits[self._accelerator.process_index]
-
-    def _shrink(self, reason: str, *, here: bool) -> None:
-        """Continue with the next smaller micro-batch on those ranks where `here` is true.
-
-        Every rank keeps its samples. Raise the failure if a rank has no smaller micro-batch.
-        """
-        splits = list(self.settings.splits)
-        hit = [rank for rank, flag in enumerate(self._ranks.each(here)) if flag]
-        for rank in hit:
-            smaller = smaller_split(splits[rank])
-            if smaller is None:
-                self._guard.give_up(f"update {self.position.updates + 1}")
-            else:
-                splits[rank] = smaller
-        if hit:
-            self._adapter.failed(self._split[0])
-            self._search.forget()
-            self._change_splits(reason, splits)
-
-    def _adapt_batch(self) -> None:
-        """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
-        if not self._engine.retries or self._at_target:
-            return
-        if self._use_found(self._search.after_update(self.settings)):
-            return
-        if self._adapter.pressed:
-            self._shrink("pressure", here=self._adapter.pressed_here and smaller_split(self._split) is not None)
-            return
-        splits = self.settings.splits
-        larger = [larger_split(split, most) for split, (most, _) in zip(splits, self._largest, strict=True)]
-        if not self._adapter.due or not any(larger):
-            return
-        own = larger[self._accelerator.process_index]
-        # Each rank decides for itself: its samples stay the same.
-        fits = self._ranks.each(own is not None and self._adapter.share(own[0]) < SAFE_FRACTION)
-        if any(fits):
-            found = [new if new and fit else old for old, new, fit in zip(splits, larger, fits, strict=True)]
-            self._change_splits("grown back", found)
-        else:
-            self._adapter.refused()
-
-    def _change_splits(self, reason: str, splits: Sequence[Split], **more: Any) -> None:
-        after = with_splits(self.settings, splits)
-        names = SPLIT if after.rank_splits != self.settings.rank_splits else SPLIT[:2]
-        self._change(reason, **{name: getattr(after, name) for name in names}, **more)
-
-    def _use_found(self, splits: tuple[Split, ...] | None) -> bool:
-        """Use splits that the search has found, now and after a restart; False without any."""
-        if splits is None:
-            return False
-        self._largest = splits
-        self._change_splits("batch search", splits, auto_batch=False)
-        return True
-
-    def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
-        """Apply a live edit from the next update on; return success, a message, and the details."""
-        try:
-            after = edit_live(self.settings, values)
-            if after.gradient_checkpointing != self.settings.gradient_checkpointing:
-                set_checkpointing(self._engine.model, on=after.gradient_checkpointing)
-        except (SettingsError, BadInputError) as error:
-            return False, str(error), {}
-        if after.splits != self.settings.splits or values.get("batch") is not None:
-            self._largest = after.splits
-        before, update = self.settings, self.position.updates + 1
-        changes = {name: getattr(after, name) for name in LIVE if getattr(after, name) != getattr(before, name)}
-        if not changes:
-            return True, "nothing to change: these are the present values", {"update": update, "changes": {}}
-        self._change("asked", **changes)
-        short = "workers" in changes and self._host.workers != after.workers
-        note = f" ({self._host.workers} workers for now: host memory is short)" if short else ""
-        return True, f"from update {update} on: {_described(before, changes)}{note}", {"update": update, "changes": changes}
-
-    def _change(self, reason: str, **changes: Any) -> None:
-        """Use other settings from the next update on.
-
-        It takes the same samples that it would have taken without them.
-        """
-        before, self.settings = self.settings, msgspec.structs.replace(self.settings, **changes)
-        if "workers" in changes:
-            workers = agree_on_host_plan(self.settings, self._accelerator).workers
-            self._host = msgspec.structs.replace(self._host, workers=workers)
-        # The cached blocks have the old split's sizes, and the peak so far is the old split's.
-        self._memory.reset()
-        if changes.keys() & set(SPLIT):
-            self._adapter.changed(grown=reason == "grown back", forget=reason == "asked")
-        elif "gradient_checkpointing" in changes:
-            self._adapter.changed(forget=True)
-        if changes.keys() & {*SPLIT, "workers"}:
-            self._start_batches()
-        update = self.position.updates + 1
-        self._channel.report("settings", update=update, changes=changes, reason=reason, total_updates=self.total_updates)
-        if self._accelerator.is_main_process:
-            print(f"memtop: from update {update} on: {_described(before, changes)} ({reason})", flush=True)
-
-    def _start_batches(self) -> None:
-        self._batches.start(self.settings, self._host, self.position, self.target_samples)
-
     def _evaluate(self, update: int) -> bool:
         """Evaluate if it is due after this update; return whether the loss is the lowest so far."""
         if self._evaluator is None or update % self.settings.eval_every:
@@ -422,7 +318,7 @@ class Trainer:
                 if self._evaluation_batch == 1:
                     self._guard.give_up(f"evaluation after update {update}")
                 free_cache()
-                self._change("allocation failure", eval_batch=self._evaluation_batch // 2)
+                self._live.change("allocation failure", eval_batch=self._evaluation_batch // 2)
             read = self._channel.readings()
         self._guard.phase, self._evaluated = "unknown", found
         peaks = {name: read.get(name) for name in ("peak_bytes", "peak_reserved_bytes")}
@@ -480,7 +376,3 @@ class Trainer:
             if requests.stop and self.unsaved is not None:
                 return "stopped"
         return "finished"
-
-
-def _described(before: Settings, changes: dict[str, Any]) -> str:
-    return edits_text(before, msgspec.structs.replace(before, **changes), changes)

@@ -56,17 +56,18 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
     if settings.zero.stage == 3:
         if settings.zero.offload_parameters:
             zero["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+        # With the parameters in host memory, the GPU is too small for more elements.
+        most = 100_000_000 if settings.zero.offload_parameters else 1_000_000_000
         zero |= {
             # Weights gathered ahead of the layer that needs them.
             "stage3_prefetch_bucket_size": int(0.9 * bucket),
             # Norms and biases stay on every rank: gathering them would cost more than they take.
             "stage3_param_persistence_threshold": 10 * hidden_size,
-            # How many elements are kept for their next use. With the parameters in host memory, the
-            # GPU is too small for more.
-            "stage3_max_live_parameters": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
-            "stage3_max_reuse_distance": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
-            # Elements in one optimizer step, which is done on the CPU if they are offloaded.
-            "sub_group_size": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
+            # How many are kept for their next use.
+            "stage3_max_live_parameters": most,
+            "stage3_max_reuse_distance": most,
+            # How many are in one optimizer step, which is done on the CPU if they are offloaded.
+            "sub_group_size": most,
             "stage3_gather_16bit_weights_on_model_save": False,
         }
     return {
@@ -267,12 +268,10 @@ class ZeroEngine:
         return max(steps, default=0.0)
 
     def strategy(self) -> Zero:
-        offload = self._engine.zero_offload_optimizer()
-        parameters = self._engine.zero_offload_param()
         return Zero(
             stage=self._engine.zero_optimization_stage(),
-            offload_optimizer=offload is not None and str(getattr(offload.device, "value", offload.device)) == "cpu",
-            offload_parameters=parameters is not None and str(getattr(parameters.device, "value", parameters.device)) == "cpu",
+            offload_optimizer=_is_offloaded(self._engine.zero_offload_optimizer()),
+            offload_parameters=_is_offloaded(self._engine.zero_offload_param()),
         )
 
     def loss_scale(self) -> LossScale | None:
@@ -289,3 +288,8 @@ class ZeroEngine:
         scaler.last_overflow_iter = scaler.cur_iter - 1 - saved.stable
         if saved.hysteresis is not None:
             scaler.cur_hysteresis = saved.hysteresis
+
+
+def _is_offloaded(config: Any) -> bool:
+    """Whether a part of DeepSpeed's configuration names host memory."""
+    return config is not None and str(getattr(config.device, "value", config.device)) == "cpu"

@@ -16,9 +16,10 @@ import psutil
 import pytest
 import torch
 
-from memtop.train import TrainingError, state_saver
+from memtop.train import TrainingError, host_copy, state_saver
 from memtop.train.checkpoint import NoSpaceError, SavedProgress, write_state
 from memtop.train.exchange import Ranks
+from memtop.train.host_copy import HostCopy
 from memtop.train.state_files import (
     BrokenStateError,
     Cut,
@@ -33,7 +34,7 @@ from memtop.train.state_files import (
     read_manifest,
     stored,
 )
-from memtop.train.state_saver import DiskWait, HostCopy, StateSaver
+from memtop.train.state_saver import DiskWait, StateSaver
 from tests.train.support import Recorder, Training, edited
 
 MOST_SECONDS = 60
@@ -177,7 +178,7 @@ def test_ranks_do_not_meet_more_often_for_a_save_in_the_background(tmp_path: Pat
 def test_without_host_memory_for_the_copy_training_stops_for_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing, free: int | None
 ) -> None:
-    monkeypatch.setattr(state_saver, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: free)
     training = Training(tmp_path / "state")
     assert training.run() == "finished"
     assert writing.threads == ["MainThread"] * 4
@@ -341,7 +342,7 @@ def test_only_a_small_part_of_host_memory_is_page_locked(monkeypatch: pytest.Mon
         locked.append(size)
         return empty(size, dtype=dtype)
 
-    monkeypatch.setattr(state_saver, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: free)
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     copy = HostCopy(pin=True)
@@ -364,7 +365,7 @@ def test_page_locked_memory_that_is_refused_is_replaced_by_ordinary_memory(monke
             raise torch.AcceleratorError("CUDA error: operation not supported")
         return empty(size, dtype=dtype)
 
-    monkeypatch.setattr(state_saver, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: 8 << 30)
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append(True))
     copy = HostCopy(pin=True)
@@ -373,9 +374,9 @@ def test_page_locked_memory_that_is_refused_is_replaced_by_ordinary_memory(monke
         assert copy.reserve(300 << 20) is None
         found = dict(copy.of(iter([("x", {"weight": tensor})])))["x"]["weight"]
         assert b"".join(found.pieces) == b"".join(stored(tensor).pieces)
-        monkeypatch.setattr(state_saver, "available_bytes", lambda: 1 << 20)
+        monkeypatch.setattr(host_copy, "available_bytes", lambda: 1 << 20)
         copy.release()
-        monkeypatch.setattr(state_saver, "available_bytes", lambda: 8 << 30)
+        monkeypatch.setattr(host_copy, "available_bytes", lambda: 8 << 30)
     # Later saves do not ask for it again.
     assert (len(given), len(freed)) == (3, 1)
 
@@ -408,7 +409,7 @@ def test_ranks_gather_a_sharded_tensor_only_when_all_are_ready_for_it(
 
 def test_the_memory_of_the_copy_is_given_back_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 8 << 30
-    monkeypatch.setattr(state_saver, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: free)
     copy = HostCopy(pin=False)
     assert copy.reserve(300 << 20) is None
     copy.release()
