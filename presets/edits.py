@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from memtop.presets.checks import SettingsError, check, check_bounds, check_one_for_each, did_you_mean
 from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
-from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, capped, split_below, with_splits
+from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Split, Zero, capped, split_below, with_splits
 
 # --- a new run ------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def _with_strategy(settings: Settings, preset: Preset) -> Settings:
     return after
 
 
-def _split(settings: Settings, preset: Preset) -> tuple[int, int]:
+def _split(settings: Settings, preset: Preset) -> Split:
     """Batch and accumulation under the preset, with the effective batch kept."""
     recipe = load_recipes().get(settings.recipe)
     ceiling = preset.max_batch
@@ -304,7 +304,7 @@ def _refuse_another(name: str, given: str, most: int, each: str) -> None:
         raise SettingsError(name, given, f"{each} gives it already; leave it out, or give {most}")
 
 
-def _of_each(settings: Settings, text: str, splits: list[tuple[int, int]]) -> Settings:
+def _of_each(settings: Settings, text: str, splits: list[Split]) -> Settings:
     """The settings with one split for each process; SettingsError for another number of them."""
     check_one_for_each(text, len(splits), settings.world_size)
     return with_splits(settings, splits)

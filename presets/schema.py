@@ -15,6 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Split = tuple[int, int]
+"""A process's B, the samples of a micro-batch, and A, the micro-batches of an update."""
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Task = Literal["causal", "seq2seq", "sft"]
 Method = Literal["full", "lora", "qlora"]
@@ -84,9 +86,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank_splits: tuple[tuple[Positive, Positive], ...] = ()
     """Each process's B and A, if they differ; empty: `batch` and `accumulation` in all of them."""
     auto_batch: bool = False
-    """Whether the trainer finds B and A at the start: the exact split with the largest B whose
-    measured peak stays below 85 % of the GPU. `batch` and `accumulation` are those it begins with;
-    their product, the effective batch, is kept."""
+    """Whether the trainer finds each process's B and A at the start: the largest B whose measured
+    peak stays below 85 % of the GPU, and shares by speed if the GPUs differ. `batch` and
+    `accumulation` are those it begins with; the effective batch is kept."""
     world_size: int = 1
     """W: number of training processes."""
     gpus: str = ""
@@ -169,7 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.batch * self.accumulation * self.world_size
 
     @property
-    def splits(self) -> tuple[tuple[int, int], ...]:
+    def splits(self) -> tuple[Split, ...]:
         """B and A of each process."""
         return self.rank_splits or ((self.batch, self.accumulation),) * self.world_size
 
@@ -287,7 +289,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.family == "ladder" or self.meant_for(recipe)
 
 
-def exact_splits(effective_batch: int, world_size: int = 1) -> list[tuple[int, int]]:
+def exact_splits(effective_batch: int, world_size: int = 1) -> list[Split]:
     """All (batch, accumulation) with exactly this effective batch, largest batch first; empty if
     `world_size` does not divide it."""
     if effective_batch < 1 or world_size < 1 or effective_batch % world_size:
@@ -297,13 +299,13 @@ def exact_splits(effective_batch: int, world_size: int = 1) -> list[tuple[int, i
     return [(b, share // b) for b in sorted({*small, *(share // b for b in small)}, reverse=True)]
 
 
-def split_below(effective_batch: int, world_size: int, max_batch: int) -> tuple[int, int] | None:
+def split_below(effective_batch: int, world_size: int, max_batch: int) -> Split | None:
     """The exact split with the largest batch up to `max_batch`; None if `world_size` does not
     divide the effective batch."""
     return next((s for s in exact_splits(effective_batch, world_size) if s[0] <= max_batch), None)
 
 
-def nearest_splits(effective_batch: int, world_size: int, batch: int, count: int = 2) -> list[tuple[int, int]]:
+def nearest_splits(effective_batch: int, world_size: int, batch: int, count: int = 2) -> list[Split]:
     """The `count` exact splits whose batch is nearest to `batch`, nearest first."""
     return sorted(exact_splits(effective_batch, world_size), key=lambda s: (abs(s[0] - batch), s[0]))[:count]
 
@@ -313,7 +315,7 @@ def ranks_text(splits: Sequence[Sequence[int]]) -> str:
     return ",".join(f"{b}x{a}" for b, a in splits)
 
 
-def with_splits(settings: Settings, splits: Sequence[tuple[int, int]]) -> Settings:
+def with_splits(settings: Settings, splits: Sequence[Split]) -> Settings:
     """The settings with this B and A of each process."""
     batch, accumulation = max(b for b, _ in splits), max(a for _, a in splits)
     differing = tuple(splits) if len(set(splits)) > 1 else ()
@@ -325,7 +327,7 @@ def capped(settings: Settings, most: int) -> Settings:
     return with_splits(settings, [split if split[0] <= most else below(split, most) for split in settings.splits])
 
 
-def below(split: tuple[int, int], most: int) -> tuple[int, int]:
+def below(split: Split, most: int) -> Split:
     """The largest B up to `most`, which is at least 1, and its A with the same product."""
     batch, accumulation = split
     found = split_below(batch * accumulation, 1, most)

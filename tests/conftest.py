@@ -4,6 +4,7 @@ processes that a test started."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pwd
@@ -98,6 +99,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests/conftest.py: _SLOW_FILES names files that do not exist: {', '.join(missing)}")
     place = {path: number for number, path in enumerate(_SLOW_FILES)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules of torch, transformers and others out of each garbage collection."""
+    gc.freeze()
 
 
 UNTIL_GO = """

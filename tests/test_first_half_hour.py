@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Generator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from bench import wheels
+from bench import first_half_hour, wheels
 from bench.first_half_hour import Part, Results, checks, parts, run_part, without
 from bench.train import in_turns, loss_difference, over_hugging_face, values_of
 from bench.waits import idle
@@ -51,16 +52,25 @@ def test_every_json_line_and_document_of_a_part_is_a_result(tmp_path: Path) -> N
     assert Results(file, {}).ended("cuda") == set()
 
 
-def test_a_result_is_in_the_file_at_once_and_a_part_ends_at_its_limit(tmp_path: Path) -> None:
+def test_a_result_is_in_the_file_at_once_and_a_part_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "results.jsonl"
+
+    class Limit(threading.Timer):
+        """Is reached when the first result is in the file."""
+
+        def run(self) -> None:
+            while '"a": 1' not in file.read_text():
+                assert not self.finished.wait(0.02), "the part ended before its limit"
+            self.function(*self.args)
+
+    monkeypatch.setattr(first_half_hour.threading, "Timer", Limit)
     # It ends only when it is interrupted, and writes once more when it is.
     code = (
-        f"import signal, sys\nprint('{{\"a\": 1}}', flush=True)\n"
-        f"while '\"a\"' not in open({str(file)!r}).read(): pass\n"
-        "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('{\"a\": 2}', flush=True)\n"
+        "import signal\ntry:\n    print('{\"a\": 1}', flush=True)\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('{\"a\": 2}', flush=True)\n"
     )
     file.touch()
-    assert run_part(part(code), file, COMMON, 8) == "limit"
+    assert run_part(part(code), file, COMMON, LONG) == "limit"
     found = rows(file)
     assert [row.get("a") for row in found] == [1, 2, None]
     assert (found[-1]["ended"], found[-1]["exit_statuses"]) == ("limit", [None])
@@ -83,7 +93,8 @@ def test_a_failure_is_recorded_with_the_end_of_its_log(tmp_path: Path) -> None:
     assert "no such thing" in last["end_of_log"]
 
 
-def test_tests_are_results_and_are_not_repeated(tmp_path: Path) -> None:
+def test_tests_are_results_and_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
     file = tmp_path / "results.jsonl"
     tests = tmp_path / "test_some.py"
     tests.write_text(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.run.client import start_supervisor
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
+from memtop.supervisor.run.starting import start_supervisor
 from tests.conftest import Runs
 
 # 1.4 million parameters: a state of 18 MiB, on a disk of 12.

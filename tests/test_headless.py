@@ -49,7 +49,7 @@ class Connection:
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Follow a run whose supervisor answers (a Connection) or not (the state in its folder)."""
     monkeypatch.setattr(foreground, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(foreground.client, "revive", lambda path: False)
+    monkeypatch.setattr(foreground.starting, "revive", lambda path: False)
 
     def run(*looks: Connection | RunState, since: float = 0.0) -> int:
         left = list(looks)
@@ -111,7 +111,7 @@ def test_a_supervisor_that_repeatedly_fails_to_start_is_an_error(
     def revive(path: Path) -> bool:
         raise RunFolderError("in use")
 
-    monkeypatch.setattr(foreground.client, "revive", revive)
+    monkeypatch.setattr(foreground.starting, "revive", revive)
     with pytest.raises(RunFolderError, match="in use"):
         follow(*[STATE] * 9)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from memtop.presets.schema import exact_splits, split_below
+from memtop.presets.schema import Split, exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.channel import Channel
@@ -30,12 +30,12 @@ _PRESSED = 2
 Found = TypeVar("Found")
 
 
-def smaller_split(split: tuple[int, int]) -> tuple[int, int] | None:
+def smaller_split(split: Split) -> Split | None:
     """The next smaller B, at most half, and its A with the same product; None at B 1."""
     return split_below(split[0] * split[1], 1, split[0] // 2)
 
 
-def larger_split(split: tuple[int, int], largest: int) -> tuple[int, int] | None:
+def larger_split(split: Split, largest: int) -> Split | None:
     """The next larger B up to `largest`, and its A with the same product, or None."""
     splits = exact_splits(split[0] * split[1])
     return min((found for found in splits if split[0] < found[0] <= largest), default=None)

@@ -12,11 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from memtop.presets.schema import Positive, exact_splits
+from memtop.presets.schema import Positive, Split, exact_splits
 from memtop.train.batch_adapter import SAFE_FRACTION
 
-Split = tuple[int, int]
-"""The micro-batch of a rank, and how many of them it computes in an update."""
 _ALIKE = 1.1
 """Ranks whose speeds differ by less than this factor compute as many samples each."""
 _WORTHWHILE = 0.95

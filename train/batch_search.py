@@ -23,10 +23,10 @@ import transformers
 from msgspec.structs import replace
 
 from memtop.presets import Settings, user_cache
-from memtop.presets.schema import exact_splits, ranks_text
+from memtop.presets.schema import Split, exact_splits, ranks_text
 from memtop.train.agent.memory import free_cache
 from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard
-from memtop.train.batch_choice import Measured, Split, Tried, choose_splits, even_splits, next_size, update_seconds
+from memtop.train.batch_choice import Measured, Tried, choose_splits, even_splits, next_size, update_seconds
 from memtop.train.batches import Batch, completed, to_device
 from memtop.train.channel import Channel
 from memtop.train.data.files import digest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
@@ -117,6 +117,8 @@ class Batches:
             self._maker.stopped = True
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        if self._maker is not None:
+            self._maker.close()
         self._maker = self._thread = self._next = None
 
 
@@ -144,13 +146,14 @@ class _Maker:
         # For each update that the loader has begun: which of its micro-batches have samples.
         self._begun: deque[list[bool]] = deque()
         data: Any = samples
+        self._keys = self._chosen(plans)
         loader: DataLoader[Any] = DataLoader(
             data,
-            batch_sampler=self._keys(plans),
+            batch_sampler=self._keys,
             num_workers=host.workers,
             collate_fn=partial(collated, pad=pad, packed=packed),
         )
-        self._batches = iter(loader)
+        self._batches: Iterator[Any] = iter(loader)
 
     def __call__(self) -> MicroBatches:
         found: list[Batch] = []
@@ -170,7 +173,15 @@ class _Maker:
             batch = next(self._batches) if number < len(filled) else None
         return MicroBatches(found, tokens, places, filled_places)
 
-    def _keys(self, plans: Iterator[UpdatePlan]) -> Iterator[list[Key]]:
+    def close(self) -> None:
+        """End the loader's workers. A loader ends them when nothing refers to its iterator."""
+        # The generator refers to this object, which refers to the iterator. When Python collects
+        # such a cycle, it ends the threads of the loader's queues first: the workers get no message
+        # that they should end, and the loader waits 5 s for each of them.
+        self._keys.close()
+        self._batches = iter(())
+
+    def _chosen(self, plans: Iterator[UpdatePlan]) -> Generator[list[Key], None, None]:
         for plan in plans:
             parts = self._parts(plan)
             self._begun.append([bool(keys) for keys in parts])

@@ -12,7 +12,7 @@ from memtop.presets import Settings, SettingsError
 from memtop.presets.comparison import edits_text
 from memtop.presets.fields import LIVE, SPLIT
 from memtop.presets.host_memory import HostPlan
-from memtop.presets.schema import with_splits
+from memtop.presets.schema import Split, with_splits
 from memtop.train import BadInputError
 from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard, larger_split, smaller_split
 from memtop.train.batch_search import BatchSearch
@@ -59,7 +59,7 @@ class LiveSettings:
         self._largest = settings.splits
 
     @property
-    def split(self) -> tuple[int, int]:
+    def split(self) -> Split:
         """B and A of this rank."""
         return self.now.splits[self._engine.accelerator.process_index]
 
@@ -158,7 +158,7 @@ class LiveSettings:
         if accelerator.is_main_process:
             print(f"memtop: from update {update} on: {edits_text(before, self.now, changes)} ({reason})", flush=True)
 
-    def _use_found(self, splits: tuple[tuple[int, int], ...] | None) -> bool:
+    def _use_found(self, splits: tuple[Split, ...] | None) -> bool:
         """Use splits that the search has found, now and after a restart; False without any."""
         if splits is None:
             return False
@@ -166,7 +166,7 @@ class LiveSettings:
         self._change_splits("batch search", splits, auto_batch=False)
         return True
 
-    def _change_splits(self, reason: str, splits: Sequence[tuple[int, int]], **more: Any) -> None:
+    def _change_splits(self, reason: str, splits: Sequence[Split], **more: Any) -> None:
         after = with_splits(self.now, splits)
         names = SPLIT if after.rank_splits != self.now.rank_splits else SPLIT[:2]
         self.change(reason, **{name: getattr(after, name) for name in names}, **more)

@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from memtop.presets.schema import Split
 from memtop.train.state_files import Cut
 
 Key = tuple[int, int]
@@ -158,7 +159,7 @@ class UpdatePlan(msgspec.Struct, frozen=True):
     def ids(self) -> list[int]:
         return [key[0] for key in self.keys]
 
-    def micro_batches(self, splits: Sequence[tuple[int, int]], rank: int) -> list[list[Key]]:
+    def micro_batches(self, splits: Sequence[Split], rank: int) -> list[list[Key]]:
         """This rank's micro-batches, at least one. `splits`: B and A of each rank.
 
         If all ranks have the same split, they get the same number of micro-batches. In a short last

@@ -133,8 +133,8 @@ class RunFeed:
         if not isinstance(request, wire.Restart) or not self._ended:
             yield refusal(request.id, "the supervisor is gone")
             return
-        from memtop.supervisor.run.client import start_supervisor
         from memtop.supervisor.run.record.folder import RunFolder
+        from memtop.supervisor.run.starting import start_supervisor
 
         yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message="starting a supervisor for the run")
         try:
@@ -172,7 +172,7 @@ class RunFeed:
         """Check a run without a supervisor: start a supervisor if it still trains, else show how it
         ended.
         """
-        from memtop.supervisor.run.client import revive
+        from memtop.supervisor.run.starting import revive
 
         try:
             if not self.read_only and await asyncio.to_thread(revive, self._folder):

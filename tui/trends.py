@@ -8,7 +8,8 @@ from rich.cells import cell_len
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuSample
-from memtop.supervisor.wire import RunState, Trend
+from memtop.supervisor.recovery.values import Trend
+from memtop.supervisor.wire import RunState
 from memtop.tui.line import MUTED, Line, line
 
 

@@ -14,7 +14,7 @@ from memtop.cli.output import print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.run import client
+from memtop.supervisor.run import client, starting
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import EventRows, Message, Phase, RunState, StateUpdate, Stop, Subscribe
@@ -109,7 +109,7 @@ class _Follower:
 
     def _revived(self) -> bool:
         try:
-            revived = client.revive(self._folder.path)
+            revived = starting.revive(self._folder.path)
         except RunFolderError:
             self._revival_failures += 1
             if self._revival_failures >= _REVIVALS:

@@ -26,7 +26,7 @@ from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
-from memtop.supervisor.run import client, explain
+from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.record.configurations import before_the_present, same
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
@@ -69,7 +69,7 @@ def stop(run_name: str, runs_dir: Path | None) -> int:
 def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
     """Send a request and print the final answer. If the supervisor died, start a new one first."""
     if needs_supervisor(folder):
-        client.revive(folder.path)
+        starting.revive(folder.path)
     print_lines(final_answer(folder, make).message)
     return 0
 
@@ -145,14 +145,14 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
     """Restart the run and stay with it. A run that is over gets a new supervisor."""
     begun = time.time()
     if needs_supervisor(folder):
-        client.revive(folder.path)
+        starting.revive(folder.path)
     try:
         answer = final_answer(folder, lambda number: Restart(id=number, change=change))
         print_message(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
         warning = risk_of(folder, change)
-        client.start_supervisor(folder, change)
+        starting.start_supervisor(folder, change)
         for line in (again, f"memtop: {warning}" if warning else None):
             if line:
                 print_message(line)

@@ -24,8 +24,8 @@ from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
 from memtop.supervisor.run import view
-from memtop.supervisor.run.client import revive
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:

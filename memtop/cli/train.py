@@ -127,8 +127,8 @@ def train(
 
 def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     """Create the run and start its supervisor."""
-    from memtop.supervisor.run.client import start_supervisor
     from memtop.supervisor.run.processes.members import refuse_used_path
+    from memtop.supervisor.run.starting import start_supervisor
 
     path = where / spec.name
     if fresh and path.is_dir():
@@ -143,7 +143,7 @@ def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
 def _free_name_of(run: RunFolder) -> None:
     """Let the supervisor of an ended run leave, so that the run can be moved aside. RunFolderError
     if the run goes on, or is another user's."""
-    from memtop.supervisor.run.client import make_room
+    from memtop.supervisor.run.starting import make_room
     from memtop.supervisor.run.view import refuse_living
 
     if (problem := why_not_own(run.path)) is not None:

@@ -22,8 +22,8 @@ from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
 from memtop.supervisor.run import view
-from memtop.supervisor.run.client import revive
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import RunState
 
 _CSV_HELP = (

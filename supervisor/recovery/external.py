@@ -22,8 +22,7 @@ from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, stra
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory, more_host_memory
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.situation import HostFacts, restart_command, to_do
-from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.wire import TrendSubject
+from memtop.supervisor.recovery.values import Remedy, TrendSubject
 
 _BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "batch_size_per_gpu", "batch_size")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches", "grad_accum_steps")

@@ -13,7 +13,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.trend import Slope
-from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 
 SOON_SECONDS = 120.0
 """A leak that fills its memory within this time is acted on at once."""

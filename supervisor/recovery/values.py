@@ -1,9 +1,10 @@
-"""Remedies, forecasts and peaks as values: shown to people, sent to dashboards, stored in the
-ledger."""
+"""Remedies, forecasts, peaks and trends as values: shown to people, sent to dashboards, stored in
+the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Literal
 
 import msgspec
@@ -115,3 +116,53 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     proposals: tuple[Remedy, ...] = ()
     refused: tuple[str, ...] = ()
     """What seems to help but must not be done now, with the reason, one line each."""
+
+
+class TrendKind(str, Enum):
+    """Which measurement grows."""
+
+    GPU_ALLOCATED = "gpu_allocated"
+    """Tensors of one rank, as torch's allocator counts them."""
+    GPU_RESERVED = "gpu_reserved"
+    """Memory that torch's allocator of one rank holds, tensors and cache."""
+    GPU_USED = "gpu_used"
+    """Used memory of a whole GPU, as the driver reports it."""
+    HOST_ANONYMOUS = "host_anonymous"
+    """Private resident memory of processes that is backed by no file."""
+    SWAP_IN = "swap_in"
+    """Memory read back from swap."""
+
+    @property
+    def of_gpu(self) -> bool:
+        return self in (TrendKind.GPU_ALLOCATED, TrendKind.GPU_RESERVED, TrendKind.GPU_USED)
+
+
+class TrendSubject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a trend is about. A field is None where it does not apply or is not known."""
+
+    kind: TrendKind
+    gpu_index: int | None = None
+    gpu_uuid: str | None = None
+    rank: int | None = None
+    role: str | None = None
+    """The role of the processes, one of `host_memory.ROLES`; "rank" with `rank` None means all
+    ranks together."""
+
+
+class Trend(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that grows steadily, or sustained swapping."""
+
+    subject: TrendSubject
+    what: str
+    """The subject as text, for people only: `GPU 0`, `GPU 0 reserved by rank 0`, `anonymous memory
+    of rank 0`, `swap-in`."""
+    bytes_per_second: float
+    bytes_per_update: float | None = None
+    """None for a series that is sampled once a second instead of once per update."""
+    confidence: float
+    """0-1: the probability that the growth is real."""
+    full_in_seconds: float | None = None
+    """Time until the memory is full at this rate; None where there is no limit."""
+    full_at_update: int | None = None
+    message: str
+    """One line for people."""

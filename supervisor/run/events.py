@@ -15,12 +15,13 @@ from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
+from memtop.supervisor.recovery.values import Trend
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Report
-from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Trend, Try
+from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Try
 
 
 class Now(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.recovery.values import Advice
+from memtop.supervisor.recovery.values import Advice, Trend
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
 from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
 from memtop.supervisor.run.pending_restart import PendingRestart
@@ -23,7 +23,7 @@ from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.stop_ladder import StopLadder, Waits
 from memtop.supervisor.run.trial_state import TrialState
-from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, Proposal, Trend
+from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, Proposal
 
 _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.CREATED: frozenset({Phase.STARTING, Phase.FAILED, Phase.STOPPED}),

@@ -18,9 +18,9 @@ from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.leaks import DangerWatch, Leak, Pool, processes_of, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run.processes.host_memory import HostReading
 from memtop.supervisor.run.reports import Step
-from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 
 _HOST = "host"
 

@@ -3,25 +3,57 @@
     torchrun --nproc-per-node 2 -m tests.gpu.rank_worker DEVICE FOLDER
 
 Memory runs out on the second rank in some updates. A second training follows the splits of the
-first without a failure. Each rank writes `rank-R.json`.
+first without a failure. A third one searches its splits. Each rank writes `rank-R.json`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 
-from tests.train.failing import Failing, Failure, Scripted, distance, following, measured, rank_splits_of, small
+from memtop.presets import Settings
+from tests.train.failing import (
+    Failing,
+    Failure,
+    Filled,
+    Scripted,
+    distance,
+    following,
+    fresh,
+    measured,
+    rank_splits_of,
+    small,
+)
 
 UPDATES = 16
 # In the first forward pass, and in the backward pass of the last micro-batch.
 FAILURES = [Failure(2, 0.0, False), Failure(6, 0.999, True), Failure(11, 0.5, True)]
+
+
+def searched(folder: Path, settings: Settings) -> dict[str, Any]:
+    """`--batch auto` with the GPU's own memory and clock; the memory is simulated on the CPU."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    gauge = Filled() if settings.device == "cpu" else None
+    training = fresh(folder, msgspec.structs.replace(settings, auto_batch=True, packing=False), memory=gauge)
+    if gauge is not None:
+        gauge.follow(training, fails_from=1_000)
+    training.run()
+    (search,) = training.channel.of("batch_search")
+    splits = rank_splits_of(training.settings, training.channel)
+    return {
+        "search": search,
+        "samples": sorted({sum(b * a for b, a in split) for split in splits.values()}),
+        "failures": training.channel.of("oom"),
+        "digests": training.digests,
+    }
 
 
 def main() -> None:
@@ -51,6 +83,8 @@ def main() -> None:
         "losses": training.losses,
         "distance": distance(training.weights(), calm.weights()),
         "same_samples": training.digests == calm.digests,
+        "digests": training.digests,
+        "searched": searched(folder / "searched", settings),
         "sum_of_weights": sum(float(weight.double().sum()) for weight in training.weights().values()),
     }
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))

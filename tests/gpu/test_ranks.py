@@ -31,6 +31,11 @@ def test_two_ranks_shrink_together_when_one_is_out_of_memory(tmp_path: Path, dev
     assert second["failures"] == [[failure.update, "backward" if failure.backward else "forward", True] for failure in FAILURES]
     for name in ("splits", "losses", "sum_of_weights"):
         assert first[name] == second[name], name
+    found = [rank["searched"] for rank in (first, second)]
+    assert found[0]["search"]["message"] == found[1]["search"]["message"]
+    for rank in found:
+        assert rank["search"]["samples_per_second"] > 0
+        assert (rank["failures"], rank["samples"], rank["digests"]) == ([], [16], first["digests"])
     for rank in (first, second):
         assert rank["same_samples"]
         # On the CPU the same kernels give the same numbers; on a GPU some sums have no fixed order.

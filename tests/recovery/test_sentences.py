@@ -15,9 +15,9 @@ from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, describe
 from memtop.supervisor.recovery.policy import Candidate, decide
 from memtop.supervisor.recovery.situation import HostFacts
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.reports import Oom
-from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 from tests.recovery.support import FIRST, GIB, T5_OOM, climb, died, ids, named, peak
 
 CPU_RUN = replace(FIRST, workers=2, device="cpu", loss_chunk=0)

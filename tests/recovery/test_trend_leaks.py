@@ -10,7 +10,7 @@ import pytest
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.leaks import HELD_SAMPLES, DangerWatch, Leak, Pool, must_act, swap_trend, trends
 from memtop.supervisor.recovery.trend import Slope
-from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 
 GIB, MIB = 1 << 30, 1 << 20
 # 1 MiB per update, two updates in a second.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.monitor.host import HostReader
+from memtop.supervisor.recovery.values import TrendKind, TrendSubject
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.view import read_state
-from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
 
 PROGRAM = str(Path(__file__).with_name("leaking.py"))

@@ -11,9 +11,9 @@ import pytest
 
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.recovery.values import TrendKind, TrendSubject
 from memtop.supervisor.run.processes.host_memory import HostReading, anonymous_bytes
 from memtop.supervisor.run.trends import Member, TrendWatch
-from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
 from tests.run.reported import reported
 

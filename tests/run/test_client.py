@@ -25,7 +25,7 @@ import pytest
 from memtop.cli import run as memtop
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
-from memtop.supervisor.run import client
+from memtop.supervisor.run import client, starting
 from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.processes.members import refuse_used_path
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
@@ -191,7 +191,7 @@ def test_another_run_in_the_place_of_a_renamed_one_leaves_it_alone(runs: Runs, m
     assert supervisor is not None
     there.rename(here)
     another.path.rename(there)
-    client.start_supervisor(RunFolder(there))
+    starting.start_supervisor(RunFolder(there))
     runs.wait("a", lambda d: d["trainer_pid"] is not None)
     runs.memtop("stop", "a")
     assert is_alive(program), "it belongs to the renamed run"

@@ -22,9 +22,10 @@ import pytest
 
 from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import identify
-from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path, start_supervisor
+from memtop.supervisor.run.client import AsyncRunClient, ask, socket_path
 from memtop.supervisor.run.record.folder import StateFile, write_json
 from memtop.supervisor.run.server import Agents, ControlServer
+from memtop.supervisor.run.starting import start_supervisor
 from memtop.supervisor.wire import Phase, RunState, Stop
 from tests.conftest import Runs
 from tests.run.planted import OTHER, killed_at_the_end, needs_root, planted

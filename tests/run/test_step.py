@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run.effects import AskRanks, Examine, Launch, SaveState, UpdateAttempt
 from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed
 from memtop.supervisor.run.model import Model, move
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Change, Outcome, Phase, Trend, TrendKind, TrendSubject
+from memtop.supervisor.wire import Change, Outcome, Phase
 from tests.run.brain import GIB, HALF, MIB, RUN, SETTINGS, die, end, proposal, states, stop, training
 
 OOM = {

@@ -82,6 +82,7 @@ class Scripted:
     def __init__(self, *, limit: int = 1_000_000, retrying: Iterable[int] = ()) -> None:
         self.trainer: Trainer | None = None
         self.limit = limit
+        self.held = 100
         self._retrying = set(retrying)
         self._retries = 0
 
@@ -96,7 +97,7 @@ class Scripted:
         return 100 + 10 * self.trainer.settings.splits[PartialState().process_index][0]
 
     def held_bytes(self) -> int | None:
-        return 100
+        return self.held
 
     def share(self, peak_bytes: int) -> float | None:
         return peak_bytes / self.limit

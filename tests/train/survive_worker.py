@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.schema import with_splits
 from memtop.train import TrainingError
+from memtop.train.optimizers import bytes_of_first_step
 from tests.train.failing import (
     Clock,
     Failing,
@@ -152,9 +153,10 @@ SEARCHED = small(dropout=0.0, batch=2, accumulation=8, world_size=2, target_samp
 FIXED_SECONDS = 0.1
 
 
-def searching(folder: Path, clock: Clock, *, full: bool, each: float) -> Training:
+def searching(folder: Path, clock: Clock, *, full: bool, each: float, extra: int = 0) -> Training:
     """A training with `--batch auto`. A rank that is `full` has memory for batch 4, others for any.
-    A pass takes this rank `each` seconds for a sample.
+    A pass takes this rank `each` seconds for a sample. The optimizer holds `extra` bytes more than
+    its moments.
     """
     # What a search remembers.
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -162,6 +164,12 @@ def searching(folder: Path, clock: Clock, *, full: bool, each: float) -> Trainin
     training = measured(folder, SEARCHED, gauge, patience=100)
     gauge.follow(training, fails_from=8 if full else 1_000)
     clock.follow(training, lambda samples: each * (samples + FIXED_SECONDS))
+    held = gauge.held + bytes_of_first_step(training.optimizer) + extra
+
+    def stepped(*_: Any) -> None:
+        gauge.held = held
+
+    training.optimizer.register_step_post_hook(stepped)
     return training
 
 
@@ -183,6 +191,9 @@ def searches(folder: Path, rank: int) -> dict[str, Any]:
             training = searching(folder / name, clock, full=full, each=each)
             computed = watched(training, folder / name, rank, stop=name == "unlike")
             found[name] = {**computed, **search_of(training)}
+        training = searching(folder / "corrected", clock, full=rank == 1, each=1.0, extra=20_000 * rank)
+        training.run()
+        found["corrected"] = search_of(training)
         resumed = searching(folder / "unlike", clock, full=rank == 1, each=1.0 + 2.0 * rank)
         found["again"] = {**watched(resumed, folder / "unlike", rank), **search_of(resumed)}
     finally:

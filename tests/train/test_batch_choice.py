@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtop.presets.schema import exact_splits
-from memtop.train.batch_choice import Measured, Split, choose_splits, even_splits, update_seconds
+from memtop.presets.schema import Split, exact_splits
+from memtop.train.batch_choice import Measured, choose_splits, even_splits, update_seconds
 
 
 def rank(largest: int, each: float, fixed: float = 0.0) -> Measured:
@@ -54,7 +54,6 @@ def test_an_even_split_is_kept_where_another_one_gains_little(ranks: list[Measur
 ranks_of_any_kind = st.builds(rank, st.integers(1, 12), st.integers(1, 9).map(float), st.integers(0, 20).map(float))
 
 
-@settings(deadline=None)
 @given(st.lists(ranks_of_any_kind, min_size=2, max_size=3), st.integers(1, 9))
 def test_no_other_splits_take_less_time(ranks: list[Measured], share: int) -> None:
     effective = share * len(ranks)
@@ -80,7 +79,7 @@ def test_no_other_splits_take_less_time(ranks: list[Measured], share: int) -> No
     assert apart([batch * accumulation for batch, accumulation in chosen]) == pytest.approx(nearest)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(ranks_of_any_kind, min_size=2, max_size=4), st.integers(100, 3000))
 def test_the_sum_is_exact_and_never_slower_for_large_updates(ranks: list[Measured], share: int) -> None:
     effective = share * len(ranks)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import msgspec
@@ -79,6 +82,31 @@ def test_a_thread_makes_the_same_batches(workers: int, task: str) -> None:
             assert left.keys() == right.keys()
             assert all(torch.equal(left[name], right[name]) for name in left)
     assert threads() == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_workers_of_a_loader_end_before_the_next_ones_start(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Although the loader is in the middle of its data, and Python collects no cycles meanwhile."""
+    workers: list[set[int | None]] = []
+    before = {process.pid for process in active_children()}
+    started = BaseProcess.start
+
+    def start(process: BaseProcess) -> None:
+        started(process)
+        workers.append({process.pid for process in active_children()} - before)
+
+    monkeypatch.setattr(BaseProcess, "start", start)
+    gc.disable()
+    try:
+        batches = batches_of(Watched(), ahead=ahead, host=msgspec.structs.replace(HOST, workers=2))
+        batches.fetch()
+        batches.start(TINY, msgspec.structs.replace(HOST, workers=2), AT_START, TINY.target_samples)
+        batches.fetch()
+        batches.close()
+        assert [len(running) for running in workers] == [1, 2, 1, 2]
+        assert {process.pid for process in active_children()} <= before
+    finally:
+        gc.enable()
 
 
 def test_the_next_update_is_made_while_this_one_runs_and_no_further_one() -> None:

@@ -122,6 +122,12 @@ def test_the_fullest_rank_decides_which_even_batch_is_found(ranks: tuple[Path, l
     assert (search["batch"], search["accumulation"], search["rank_splits"]) == (4, 4, [])
 
 
+def test_only_the_rank_that_turns_out_too_full_gets_a_smaller_batch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for result in searched_in(ranks, "corrected"):
+        assert [split for _, split in result["splits"]] == [[[4, 4], [4, 4]], *[[[4, 4], [1, 16]]] * 3]
+        assert [(update, reason) for update, _, reason in result["settings"]] == [(1, "batch search"), (2, "batch search")]
+
+
 def test_alike_ranks_keep_an_even_split(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for result in searched_in(ranks, "alike"):
         assert all(split == [[16, 1], [16, 1]] for _, split in result["splits"])

@@ -26,7 +26,7 @@ from memtop.train.packing import use_packing
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer
 from tests.train.recipes import pairs, write_rows
-from tests.train.support import TINY, Recorder
+from tests.train.support import TINY, Recorder, samples
 from tests.train.waits import CARD, CardAccelerator, Waits
 
 T5 = {
@@ -81,7 +81,14 @@ def waits_of(settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     # The card has the fused kernels of a GPU.
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: [CARD.type])
-    data = open_data(settings, ByteTokens())
+    # torch knows no autocast for the stand-in's device.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    train: Any
+    evaluation: Any
+    train = evaluation = samples()
+    if settings.task != "causal":
+        data = open_data(settings, ByteTokens())
+        train, evaluation = data.train, data.evaluation
     model: Any = build_model(settings, model_config(settings, ByteTokens()))
     whole: Any = Objective(model, seq2seq=settings.task == "seq2seq")
     # A row of several samples must not wait either.
@@ -95,9 +102,7 @@ def waits_of(settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         engine = PlainEngine(accelerator, whole, optimizer, settings)
         channel = Counting(waits)
         position = Position(cuts=(Cut(0, settings.seq_len),))
-        trainer = Trainer(
-            settings, engine, data.train, position, folder / "state", channel, ByteTokens.pad, evaluation=data.evaluation
-        )
+        trainer = Trainer(settings, engine, train, position, folder / "state", channel, ByteTokens.pad, evaluation=evaluation)
         trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
         before = [parameter.held.clone() for parameter in trained]
         waits.found.clear()

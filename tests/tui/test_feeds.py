@@ -16,6 +16,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
 from memtop.supervisor.run import client as client_module
+from memtop.supervisor.run import starting
 from memtop.supervisor.run import view as view_module
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.units import GIB
@@ -72,7 +73,7 @@ class Supervisors:
         self._clients = list(clients)
         self._revives = revives
         monkeypatch.setattr(client_module.AsyncRunClient, "connect", self.connect)
-        monkeypatch.setattr(client_module, "revive", self.revive)
+        monkeypatch.setattr(starting, "revive", self.revive)
         monkeypatch.setattr(view_module, "read_run", self.read_run)
         monkeypatch.setattr(view_module, "read_configurations", self.read_configurations)
 
@@ -236,7 +237,7 @@ async def test_a_run_that_is_over_is_resumed(monkeypatch: pytest.MonkeyPatch) ->
         return 1
 
     Supervisors(monkeypatch, None)
-    monkeypatch.setattr(client_module, "start_supervisor", start)
+    monkeypatch.setattr(starting, "start_supervisor", start)
     feed = run_feed()
     await take(feed.messages(), 5)
     change = wire.Change(assignments={"batch": "2"})
@@ -250,7 +251,7 @@ async def test_the_reason_why_a_run_cannot_be_taken_over_is_given(monkeypatch: p
         raise NotRunningError("the disk is full")
 
     Supervisors(monkeypatch, None)
-    monkeypatch.setattr(client_module, "start_supervisor", start)
+    monkeypatch.setattr(starting, "start_supervisor", start)
     feed = run_feed()
     await take(feed.messages(), 5)
     answers = [a async for a in feed.request(lambda number: wire.Restart(id=number))]

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.tui.dashboard.training import draw_compact_training, draw_events, draw_notice, notice
 from memtop.tui.feed import ReplayPosition
 from memtop.tui.keymap import BY_ID, obstacle, offered
@@ -28,8 +29,8 @@ from tests.tui.support import (
     text_of,
 )
 
-RESERVED = wire.TrendSubject(kind=wire.TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
-LEAK = wire.Trend(
+RESERVED = TrendSubject(kind=TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
+LEAK = Trend(
     subject=RESERVED,
     what="GPU 0 reserved",
     bytes_per_second=2e6,
@@ -41,14 +42,14 @@ LEAK = wire.Trend(
 )
 WORKERS = replace(
     LEAK,
-    subject=wire.TrendSubject(kind=wire.TrendKind.HOST_ANONYMOUS, role="loader worker"),
+    subject=TrendSubject(kind=TrendKind.HOST_ANONYMOUS, role="loader worker"),
     what="anonymous memory of the loader workers",
     full_in_seconds=5400.0,
     full_at_update=None,
 )
 SWAP = replace(
     LEAK,
-    subject=wire.TrendSubject(kind=wire.TrendKind.SWAP_IN),
+    subject=TrendSubject(kind=TrendKind.SWAP_IN),
     what="swap-in",
     full_in_seconds=None,
     full_at_update=None,
@@ -56,7 +57,7 @@ SWAP = replace(
 )
 
 
-def store_with(*trends: wire.Trend, **fields: object) -> Store:
+def store_with(*trends: Trend, **fields: object) -> Store:
     known: dict[str, object] = {"total_updates": 10_000, **fields}
     return store_of(running(gpu(0), gpu(1), trends=trends, **known))
 
@@ -67,7 +68,7 @@ def test_the_gpu_that_grows_says_when_it_is_full_and_at_which_update() -> None:
     assert "full in" not in text_of(draw_gpu(store, store.gpus[1], 100, 8))
     ten = gpu(10)
     assert "full in" not in text_of(draw_gpu(store, ten, 100, 8))
-    one = store_with(replace(LEAK, subject=wire.TrendSubject(kind=wire.TrendKind.GPU_USED, gpu_index=1), what="GPU 1"))
+    one = store_with(replace(LEAK, subject=TrendSubject(kind=TrendKind.GPU_USED, gpu_index=1), what="GPU 1"))
     assert "full in" in text_of(draw_gpu(one, one.gpus[1], 100, 8))
     assert "full in" not in text_of(draw_gpu(one, ten, 100, 8))
 

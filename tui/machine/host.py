@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.values import EDGE_FROM, HostSample
+from memtop.supervisor.recovery.values import Trend
 from memtop.tui import trends
 from memtop.tui.charts import ROLES, Share, banded, history, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
@@ -69,7 +70,7 @@ def _rows(store: Store, width: int) -> list[Row]:
     return rows
 
 
-def _trend(trend: wire.Trend, run: wire.RunState, width: int) -> list[Row]:
+def _trend(trend: Trend, run: wire.RunState, width: int) -> list[Row]:
     """The first line has a high priority; continuation lines are dropped first."""
     urgent = trend.full_in_seconds is None or trends.before_the_end(trend, run)
     parts = wrap(f"^ {trends.sentence(trend, run, width - 2)}", width, "edge" if urgent else MUTED)

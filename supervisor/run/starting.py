@@ -1,0 +1,139 @@
+"""Starts the supervisor of a run, and lets that of a run that is over leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
+from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
+from memtop.supervisor.run.processes.environment import outside_any_run
+from memtop.supervisor.run.record.folder import RunFolder, RunLock
+from memtop.supervisor.run.record.ownership import require_own
+from memtop.supervisor.run.server import peer_of
+from memtop.supervisor.run.view import needs_supervisor
+from memtop.supervisor.wire import Change, Leave
+
+_LITTLE_SPACE = 1 << 20
+"""If a supervisor ends at its start without an error in its log, and less disk space is free, the
+disk is full."""
+_START_SECONDS = 30.0
+_STATE_SECONDS = 2.0
+"""A supervisor that has no state.json after this time is asked whether it runs: it may not be able
+to write the file, for example on a full disk."""
+# Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
+_NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
+_LEAVE_SECONDS = 10.0
+
+
+def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
+    """Start a detached supervisor for the run and wait until it listens. Returns its pid.
+
+    `change` restarts an ended run. If the supervisor does not start, its error is raised.
+    """
+    require_own(folder.path)
+    # Nothing of the run's folder or of the present folder may stand in for a library.
+    argv = [sys.executable, *_NO_PRESENT_FOLDER, "-m", "memtop.supervisor", str(folder.path)]
+    if change is not None:
+        argv += ["--restart", msgspec.json.encode(change).decode()]
+    try:
+        log = folder.open_supervisor_log()
+    except OSError as error:
+        raise RunFolderError(f"{folder.supervisor_log}: cannot be written: {error.strerror}") from None
+    with log:
+        begins = log.tell()
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env=outside_any_run(os.environ),
+        )
+    deadline, asked = time.monotonic() + _START_SECONDS, time.monotonic() + _STATE_SECONDS
+    while time.monotonic() < deadline:
+        if (status := process.poll()) is not None:
+            raise _start_error(folder, status, begins)
+        file = folder.state()
+        if file is not None and file.run.supervisor_pid == process.pid and Path(file.socket).exists():
+            return process.pid
+        if time.monotonic() > asked:
+            if _answers(folder, process.pid):
+                return process.pid
+            asked = time.monotonic() + _STATE_SECONDS
+        time.sleep(0.02)
+    raise RunFolderError(f"the supervisor did not start within {_START_SECONDS:.0f} s: see {folder.supervisor_log}")
+
+
+def revive(path: Path) -> bool:
+    """Start a new supervisor if the old one died while the trainer runs.
+
+    True if one was started. RunFolderError if it needs one and is not the caller's own.
+    """
+    folder = RunFolder(path)
+    if not needs_supervisor(folder):
+        return False
+    require_own(folder.path)
+    if RunLock(folder).is_held():
+        return False
+    try:
+        start_supervisor(folder)
+    except RunFolderError:
+        # Another process was faster. It holds the lock, so the run has a supervisor.
+        if RunLock(folder).is_held():
+            return False
+        raise
+    return True
+
+
+def _answers(folder: RunFolder, pid: int) -> bool:
+    """Whether the process `pid` listens on the run's socket and answers: then it has begun."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(LOOK_SECONDS)
+        try:
+            connection.connect(str(socket_path(folder.path)))
+            connection.sendall(STATUS)
+            return peer_of(connection).pid == pid and bool(connection.recv(1))
+        except OSError:  # it does not listen yet, or says nothing yet
+            return False
+
+
+def _start_error(folder: RunFolder, status: int, begins: int) -> MemtopError:
+    """Why the supervisor did not start. Its words begin at byte `begins` of supervisor.log."""
+    with folder.supervisor_log.open("rb") as log:
+        log.seek(begins)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    try:
+        message = str(json.loads(lines[-1])["error"])
+    except (IndexError, ValueError, KeyError, TypeError):
+        # A full disk has no space for the reason either. Some file systems report 0 bytes always.
+        free = shutil.disk_usage(folder.path).free
+        message = f"the supervisor ended with status {status} while starting: see {folder.supervisor_log}"
+        if free < _LITTLE_SPACE and status != UsageError.exit_status:
+            message = f"{folder.path}: the disk is full: {free >> 10} KiB free; free some space, or set --runs-dir"
+    return UsageError(message) if status == UsageError.exit_status else RunFolderError(message)
+
+
+def make_room(folder: RunFolder) -> None:
+    """Let the supervisor of a run that is over end now, so that the run can be moved aside.
+
+    After the end it stays for a moment, or as long as a dashboard shows the run.
+    """
+    require_own(folder.path)
+    if not folder.lock_path.exists() or not RunLock(folder).is_held():
+        return
+    with contextlib.suppress(NotRunningError, RefusedError):  # it is in use, or just leaves
+        ask(folder, lambda number: Leave(id=number))
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while RunLock(folder).is_held() and time.monotonic() < deadline:
+            time.sleep(0.01)
