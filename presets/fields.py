@@ -121,7 +121,7 @@ FIELDS: dict[str, Field] = {
         saves_much=True,
         bounds=(1, 1 << 12),
     ),
-    "gpus": Field(label="GPUs", option="--gpus", editable=False, saves=_differs),
+    "gpus": Field(label="GPUs", editable=False, saves=_differs),
     "zero.stage": Field(label="ZeRO stage", shapes="peak", saves=_more, saves_much=True),
     "zero.offload_optimizer": Field(label="optimizer offload", shapes="peak", saves=_on, saves_much=True),
     "zero.offload_parameters": Field(label="parameter offload", shapes="peak", saves=_on, saves_much=True),

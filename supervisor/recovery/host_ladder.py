@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.environment import MANAGED, Place
@@ -28,7 +26,7 @@ from memtop.supervisor.recovery.gpu_ladder import (
     smaller_split,
 )
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.situation import HostFacts, Situation, to_do, train_command
+from memtop.supervisor.recovery.situation import HostFacts, Situation, restart_command, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 _NEXT_LEVEL: dict[HostLevel, HostLevel] = {"standard": "low", "low": "extreme"}
@@ -196,8 +194,7 @@ def offload_off(situation: Situation) -> Rung:
 
 
 def fewer_processes(situation: Situation) -> Rung:
-    """Half as many ranks with twice the accumulation. The number of processes belongs to a run, so
-    this is a new run."""
+    """Half as many ranks with twice the accumulation."""
     settings = situation.settings
     if settings.world_size == 1:
         return None
@@ -205,20 +202,14 @@ def fewer_processes(situation: Situation) -> Rung:
         return "fewer processes: each has a batch of its own, which names its GPU"
     fewer = settings.world_size // 2 if settings.world_size % 2 == 0 else 1
     accumulation = settings.accumulation * settings.world_size // fewer
-    command = train_command(settings, {"accumulation": str(accumulation)}, "--gpus", f"free:{fewer}")
-    return _as_new_run(
-        to_do(
-            "processes",
-            f"processes {settings.world_size} -> {fewer}, accumulation {settings.accumulation} -> {accumulation}: "
-            f"effective batch stays {settings.effective_batch}",
-            "every rank has its own copy of the program and its data; a new run",
-            command,
-        )
+    gpus = ",".join(settings.gpus.split(",")[:fewer]) if settings.gpus else f"free:{fewer}"
+    return to_do(
+        "processes",
+        f"processes {settings.world_size} -> {fewer}, accumulation {settings.accumulation} -> {accumulation}: "
+        f"effective batch stays {settings.effective_batch}",
+        "every rank has its own copy of the program and its data; the run resumes",
+        restart_command(situation.run, {"accumulation": str(accumulation)}, gpus=gpus),
     )
-
-
-def _as_new_run(remedy: Remedy) -> Remedy:
-    return replace(remedy, resumable="new run", forecast_unknown=_NOT_FORESEEN)
 
 
 def fewer_states(situation: Situation) -> Rung:

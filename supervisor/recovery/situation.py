@@ -225,10 +225,11 @@ def to_do(
     )
 
 
-def restart_command(run: str, assignments: Mapping[str, str], preset: str | None = None) -> str:
+def restart_command(run: str, assignments: Mapping[str, str], preset: str | None = None, gpus: str | None = None) -> str:
     """For example `memtop restart RUN --batch 4 --accum 8`."""
-    words = ["memtop", "restart", run, *(("--preset", preset) if preset else ()), *_edits(assignments)]
-    return shlex.join(words)
+    options = {"--preset": preset, "--gpus": gpus}
+    words = [word for option, text in options.items() if text for word in (option, text)]
+    return shlex.join(["memtop", "restart", run, *words, *_edits(assignments)])
 
 
 def train_command(settings: Settings, assignments: Mapping[str, str], *extra: str) -> str:
@@ -237,8 +238,10 @@ def train_command(settings: Settings, assignments: Mapping[str, str], *extra: st
     data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
     path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
     values = {**own, **data, **path, **assignments}
-    words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *extra, *_edits(values)]
-    return shlex.join(words)
+    # One process may have another GPU next time.
+    gpus = ("--gpus", settings.gpus) if settings.gpus and settings.world_size > 1 else ()
+    words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *gpus, *extra]
+    return shlex.join([*words, *_edits(values)])
 
 
 def _edits(assignments: Mapping[str, str]) -> list[str]:

@@ -306,6 +306,12 @@ def test_a_smaller_rank_keeps_alpha_over_r_and_is_a_new_run(r: int, alpha: int, 
     assert f"--set model.path={LORA.model['path']}" in found.command
 
 
+def test_a_new_run_has_as_many_processes() -> None:
+    three = named(climb(died(), replace(LORA, world_size=3, gpus="0,1,2")), "lora_rank")
+    assert three.command is not None
+    assert " --gpus 0,1,2 " in three.command
+
+
 def test_a_lora_rank_that_cannot_be_halved_with_its_scale_is_left_out() -> None:
     for lora in (Lora(r=16, alpha=1), Lora(r=1, alpha=2), Lora(r=9, alpha=18)):
         found = climb(died(), replace(LORA, lora=lora))

@@ -100,11 +100,11 @@ def test_half_the_processes_keep_the_effective_batch() -> None:
     for world, fewer, accumulation in ((2, 1, 4), (4, 2, 4), (3, 1, 6)):
         found = named(climb(KILLED, replace(GPU_RUN, world_size=world)), "processes")
         assert f"processes {world} -> {fewer}, accumulation 2 -> {accumulation}" in found.title
-        assert (found.resumable, found.needs_consent) == ("new run", True)
-        assert found.command is not None
-        assert f"--gpus free:{fewer}" in found.command
-        assert f"--accum {accumulation}" in found.command
+        assert (found.resumable, found.needs_consent) == ("none", True)
+        assert found.command == f"memtop restart RUN --gpus free:{fewer} --accum {accumulation}"
         assert 32 * accumulation * fewer == 32 * 2 * world
+    on_its_own = named(climb(KILLED, replace(GPU_RUN, world_size=4, gpus="4,5,6,7")), "processes")
+    assert on_its_own.command == "memtop restart RUN --gpus 4,5 --accum 4"
 
 
 OFFLOADED = replace(LORA, method="full", lora=None, model=T5.model, task="seq2seq", zero=Zero(stage=2, offload_optimizer=True))
