@@ -63,17 +63,21 @@ class Measured(msgspec.Struct, frozen=True):
     seconds: dict[Positive, Annotated[float, msgspec.Meta(gt=0)]]
     """How long a forward and backward pass takes, by micro-batch; empty if not known."""
 
-    def pass_seconds(self, batch: int) -> float:
-        """How long a pass takes: on the line between the two nearest sizes that were measured; with
-        a smaller batch as long as with the smallest one.
+    def pass_seconds(self, batches: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How long a pass takes with each of these: on the line between the two nearest sizes that
+        were measured; with a smaller batch as long as with the smallest one.
         """
         sizes = sorted(self.seconds)
-        return float(np.interp(batch, sizes, [self.seconds[size] for size in sizes]))
+        return np.interp(batches, sizes, [self.seconds[size] for size in sizes])
+
+    def update_seconds(self, split: Split) -> float:
+        """How long the passes of an update take with this split."""
+        return split[1] * float(self.pass_seconds(np.array(split[0])))
 
     @property
     def speed(self) -> float:
         """Samples per second with the largest micro-batch."""
-        return self.largest / self.pass_seconds(self.largest)
+        return self.largest / self.update_seconds((self.largest, 1))
 
 
 def even_splits(effective_batch: int, ranks: Sequence[Measured]) -> tuple[Split, ...]:
@@ -88,7 +92,7 @@ def even_splits(effective_batch: int, ranks: Sequence[Measured]) -> tuple[Split,
 
 def update_seconds(splits: Sequence[Split], ranks: Sequence[Measured]) -> float:
     """How long the passes of an update take on the rank that takes longest."""
-    return max(accumulation * rank.pass_seconds(batch) for (batch, accumulation), rank in zip(splits, ranks, strict=True))
+    return max(rank.update_seconds(split) for split, rank in zip(splits, ranks, strict=True))
 
 
 def choose_splits(effective_batch: int, ranks: Sequence[Measured]) -> tuple[Split, ...]:
@@ -102,7 +106,8 @@ def choose_splits(effective_batch: int, ranks: Sequence[Measured]) -> tuple[Spli
     if len(ranks) == 1 or not all(rank.seconds for rank in ranks) or _alike(ranks):
         return even
     unit = next(size for size, count in reversed(exact_splits(effective_batch)) if count <= _MOST_UNITS)
-    options = [_options(effective_batch, unit, rank) for rank in ranks]
+    possible = [exact_splits(samples) for samples in range(0, effective_batch + 1, unit)]
+    options = [_options(rank, possible) for rank in ranks]
     times = np.array([[seconds for seconds, _ in of_rank] for of_rank in options])
     _, least = _dealt(times, np.maximum)
     if least >= _WORTHWHILE * update_seconds(even, ranks):
@@ -119,15 +124,18 @@ def _alike(ranks: Sequence[Measured]) -> bool:
     return len({rank.largest for rank in ranks}) == 1 and max(speeds) < _ALIKE * min(speeds)
 
 
-def _options(effective_batch: int, unit: int, rank: Measured) -> list[tuple[float, Split]]:
-    """For each number of units, how long the rank takes for them, and the split with which it takes
-    least time. A rank cannot have none.
+def _options(rank: Measured, possible: Sequence[Sequence[Split]]) -> list[tuple[float, Split]]:
+    """From the possible splits of each share, how long the rank takes for it, and the split with
+    which it takes least time. A rank cannot have no samples.
     """
-    found: list[tuple[float, Split]] = [(math.inf, (1, 0))]
-    for samples in range(unit, effective_batch + 1, unit):
-        possible = [split for split in exact_splits(samples) if split[0] <= rank.largest]
+    seconds = rank.pass_seconds(np.arange(rank.largest + 1)).tolist()
+    found = []
+    for splits in possible:
+        fitting = [split for split in splits if split[0] <= rank.largest]
         # Of several with the same time, the largest micro-batch, which is the first.
-        found.append(min(((update_seconds([split], [rank]), split) for split in possible), key=lambda one: one[0]))
+        taken = [accumulation * seconds[batch] for batch, accumulation in fitting]
+        least = min(taken, default=math.inf)
+        found.append((least, fitting[taken.index(least)] if fitting else (1, 0)))
     return found
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
+from memtop.train import TrainingError
 from memtop.train.exchange import GradientSum
 from memtop.train.objective import Objective
 from memtop.train.optimizers import Moments, read_moments, write_moments
@@ -76,10 +77,13 @@ class Engine(Protocol):
 
     def step(self, rate: float) -> torch.Tensor | float | None:
         """Do one optimizer step over the sum of all ranks' gradients; return its norm, if known.
-        It is inf or nan if a gradient is.
+        It is inf or nan if a gradient is. Most optimizers then skip the step.
 
         The norm stays on the device: reading it would wait for the step.
         """
+
+    def skipped(self, norm: float | None) -> bool:
+        """Whether the last step, with this norm, was skipped: weights and moments are unchanged."""
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield each trained parameter's name, with weight, step and moments.
@@ -100,14 +104,44 @@ class Engine(Protocol):
         """Continue with a saved scale; does nothing without fp16."""
 
 
-def fault_of(engine: Engine, loss: float, norm: float | None) -> str | None:
-    """What is not finite after an update, so that its weights must not be saved; else None."""
-    if not math.isfinite(loss):
-        return f"loss is {loss}"
-    if norm is None or math.isfinite(norm) or engine.loss_scale() is not None:
-        # With a scale for fp16 losses, an overflow leaves out the step.
-        return None
-    return f"gradient norm is {norm}"
+MOST_SKIPPED = 8
+"""So many skipped steps in a row end the training."""
+
+
+class SkippedSteps:
+    """Notices updates whose optimizer step was skipped. A resumed run counts them from 0 again."""
+
+    def __init__(self, engine: Engine, tell: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._tell = tell
+        self.in_a_row = 0
+        """How many there were up to now. A run that goes on like this may have bad weights."""
+
+    def check(self, update: int, loss: float, norm: float | None) -> bool:
+        """Whether the step of this update was skipped, because a gradient is not finite.
+
+        TrainingError if too many in a row were skipped, or if the step was done although the loss
+        or a gradient is not finite: the weights must not be saved then.
+        """
+        skipped = self._engine.skipped(norm)
+        if not skipped:
+            self.in_a_row = 0
+            if math.isfinite(loss) and (norm is None or math.isfinite(norm)):
+                return False
+        elif (scale := self._engine.loss_scale()) is not None and scale.scale >= 1:
+            # Skipped steps are how the scale of fp16 losses is found.
+            return True
+        self.in_a_row += 1
+        if not skipped or self.in_a_row == MOST_SKIPPED:
+            what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
+            times = f" and in the {MOST_SKIPPED - 1} updates before it" if skipped else ""
+            raise TrainingError(f"{what} at update {update}{times}; stopped, the last saved checkpoint is unchanged")
+        if self.in_a_row == 1:
+            self._tell(
+                f"update {update}: a gradient is not finite (loss {loss:.4g}, gradient norm {norm}), so its optimizer "
+                f"step is skipped; {MOST_SKIPPED} such updates in a row end the training"
+            )
+        return True
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -134,6 +168,8 @@ class PlainEngine:
         self.objective: torch.nn.Module = accelerator.prepare_model(objective, evaluation_mode=True)
         self._optimizer = accelerator.prepare_optimizer(optimizer)
         self._sum_gradients = GradientSum(accelerator, self.objective)
+        # torch's name for it. Such an optimizer reads on the device whether to skip its step.
+        self._reads_found_inf = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if last:
@@ -160,18 +196,24 @@ class PlainEngine:
 
     def step(self, rate: float) -> torch.Tensor | float | None:
         self._sum_gradients()
-        norm: torch.Tensor | None = None
         if self._settings.clip_norm > 0:
-            norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self._settings.clip_norm)
-        elif self.accelerator.scaler is None:
-            # Shows whether the gradients are finite. A scaler looks itself.
-            gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-        for group in self.bare_optimizer.param_groups:
+            norm: torch.Tensor = self.accelerator.clip_grad_norm_(self.objective.parameters(), self._settings.clip_norm)
+        else:
+            self.accelerator.unscale_gradients()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.objective.parameters() if p.grad is not None])
+        optimizer: Any = self.bare_optimizer
+        if self._reads_found_inf and self.accelerator.scaler is None:
+            # A scaler sets it itself.
+            optimizer.found_inf = (~norm.isfinite()).float()
+        for group in optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def skipped(self, norm: float | None) -> bool:
+        can_skip = self._reads_found_inf or self.accelerator.scaler is not None
+        return can_skip and norm is not None and not math.isfinite(norm)
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         for name, parameter in trained_parameters(self.model).items():

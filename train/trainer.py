@@ -8,6 +8,7 @@ two updates).
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,14 @@ import torch
 
 from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
-from memtop.train import TrainingError
 from memtop.train.agent.memory import free_cache
 from memtop.train.batch_adapter import PATIENCE, BatchAdapter, DeviceMemory, OomGuard, open_device_memory
 from memtop.train.batch_search import BatchSearch
 from memtop.train.batches import Batch, Batches, Position, to_device
-from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking
+from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, warn
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
-from memtop.train.engine import Engine, fault_of
+from memtop.train.engine import Engine, SkippedSteps
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
 from memtop.train.live_settings import LiveSettings
@@ -80,6 +80,7 @@ class Trainer:
         self._tracking = Tracking(self._accelerator)
         self._ranks = Ranks(self._accelerator)
         self._guard = OomGuard(channel, retries=engine.retries)
+        self._skipped_steps = SkippedSteps(engine, self._warn)
         memory = memory or open_device_memory(self._accelerator.device)
         self._adapter = BatchAdapter(memory, patience)
         self._stopwatch = Stopwatch(self._accelerator.device)
@@ -175,7 +176,8 @@ class Trainer:
                 control.answer(number, *self._live.edit(values))
             if not self._at_target:
                 self._live.adapt_batch()
-            due = plan.number % self.settings.save_every == 0 and not self._at_target
+            # While steps are skipped, there is no better state than the one that is saved.
+            due = plan.number % self.settings.save_every == 0 and not (self._at_target or self._skipped_steps.in_a_row)
             if requests.save or requests.stop or best or due:
                 self.save(best=best, commands=requests.commands, background=not requests.stop)
             if (plan.number + 1) % self.settings.save_every == 0:
@@ -195,12 +197,17 @@ class Trainer:
             self._saver.note(failed=requests.save_failed)
         return requests
 
+    def _warn(self, text: str) -> None:
+        if self._accelerator.is_main_process:
+            warn(self._channel, text)
+
     def train_step(self, plan: UpdatePlan) -> None:
         """Do one update over the samples of `plan`. All ranks call this together.
 
         If memory runs out before the optimizer step, the update is repeated with a smaller
-        micro-batch and more accumulation, so the result is the same. TrainingError if the loss or
-        a gradient is not finite.
+        micro-batch and more accumulation, so the result is the same. If a gradient is not finite,
+        the samples count as seen, and the weights stay as they are; TrainingError if that happens
+        in many updates in a row.
         """
         self._guard.update = plan.number
         while (gradients := self._compute_gradients(plan)) is None:
@@ -216,14 +223,14 @@ class Trainer:
             norm = self._engine.step(rate)
         digest = sample_digest(plan.ids)
         loss, norm = self._read_results(norm)
-        if (fault := fault_of(self._engine, loss, norm)) is not None:
-            raise TrainingError(f"{fault} at update {plan.number}; stopped, the last saved checkpoint is unchanged")
+        skipped = self._skipped_steps.check(plan.number, loss, norm)
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
         if self._adapter.updated(self._live.split[0], pressed=gradients.pressed):
             self._channel.report("pressure", update=plan.number, allocation_retries=self._adapter.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
-        self._report(plan, values, tokens=gradients.tokens, padding_fraction=gradients.padding, sample_digest=digest)
+        more = {"tokens": gradients.tokens, "padding_fraction": gradients.padding}
+        self._report(plan, values, skipped=skipped, sample_digest=digest, **more)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
         """Run forward and backward over all micro-batches; None if memory ran out on any rank.
@@ -327,7 +334,7 @@ class Trainer:
         if self._accelerator.is_main_process:
             print(f"update {update}  evaluation loss {found.loss:.4f} over {found.samples} samples", flush=True)
         # Summed over all ranks, so every rank decides alike.
-        return self.best_loss is None or found.loss < self.best_loss
+        return found.loss < (math.inf if self.best_loss is None else self.best_loss)
 
     @property
     def _evaluation_batch(self) -> int:

@@ -218,6 +218,9 @@ class ZeroEngine:
             return norm.masked_fill(norm < 0, math.nan)
         return math.nan if norm is not None and norm < 0 else norm
 
+    def skipped(self, norm: float | None) -> bool:
+        return not self._engine.was_step_applied()
+
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -84,6 +84,8 @@ class Step(Timed, frozen=True, kw_only=True, tag="step"):
     tokens: Count | None = None
     padding_fraction: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Of the tokens that the model computes."""
+    skipped: bool = False
+    """Whether the optimizer step was skipped because a gradient is not finite."""
     sample_digest: Word | None = None
     """SHA-256 of the sorted sample ids of the whole effective batch."""
     dropped: Count | None = None

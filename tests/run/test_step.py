@@ -12,7 +12,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
-from memtop.supervisor.run.effects import AskRanks, Examine, Launch, SaveState, UpdateAttempt
+from memtop.supervisor.run.effects import AddEvent, AskRanks, Examine, Launch, SaveState, UpdateAttempt
 from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed
 from memtop.supervisor.run.model import Model, move
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
@@ -273,3 +273,23 @@ def test_a_found_batch_is_shown_and_kept_by_a_restart() -> None:
     shown = run_state(brain.model)
     assert shown.batch_search == text
     assert shown.settings == replace(SETTINGS, batch=4, accumulation=8)
+
+
+def test_splits_that_were_found_for_unlike_gpus_are_shown_and_kept() -> None:
+    settings = replace(SETTINGS, world_size=2, auto_batch=True)
+    brain = training(settings=settings, run=replace(RUN, settings=settings))
+    split = {"batch": 12, "accumulation": 2, "rank_splits": [[12, 2], [4, 2]]}
+    found = {"type": "batch_search", "message": "batch auto: 12x2,4x2", **split, "samples_per_second": 31.2}
+    changed = {
+        "type": "settings",
+        "time": 1.0,
+        "update": 1,
+        "reason": "batch search",
+        "changes": {**split, "auto_batch": False},
+    }
+    brain.report(found, changed)
+    (event,) = [effect.event for effect in brain.asked(AddEvent) if effect.event.kind == "batch_search"]
+    assert (event.data["rank_splits"], event.data["samples_per_second"]) == (((12, 2), (4, 2)), 31.2)
+    kept = run_state(brain.model).settings
+    assert kept is not None
+    assert (kept.splits, kept.auto_batch) == (((12, 2), (4, 2)), False)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from memtop.train import TrainingError
 from memtop.train.state_files import LossScale
 from memtop.train.zero import ZeroEngine
 from tests.train.support import TINY, Training, edited
@@ -61,6 +62,16 @@ def test_an_overflow_leaves_out_the_step_and_the_training_goes_on(tmp_path: Path
     norms = [step["gradient_norm"] for step in training.channel.of("step")]
     assert [math.isfinite(norm) for norm in norms] == [True, True, False, *[True] * 7]
     assert all(weight.isfinite().all() for weight in training.weights().values())
+    assert training.channel.of("warning") == []
+
+
+def test_a_training_that_finds_no_scale_ends(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(target_samples=200))
+    next(iter(training.model.parameters())).register_hook(lambda gradient: gradient * math.inf)
+    # After eight updates the scale is 1, and seven updates later 1/128.
+    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 16 and in the 7 updates before it; "):
+        training.run()
+    assert [report["message"][:9] for report in training.channel.of("warning")] == ["update 9:"]
 
 
 @pytest.mark.parametrize("told", [-1.0, torch.tensor(-1.0)])

@@ -101,20 +101,60 @@ def test_a_checkpoint_command_is_answered_when_it_is_on_disk(tmp_path: Path) -> 
     assert message.startswith("checkpoint at update 2: ")
 
 
-def test_a_loss_of_nan_stops_without_saving(tmp_path: Path) -> None:
-    training = Training(tmp_path / "state")
+def test_a_loss_that_stays_nan_stops_without_saving(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(save_every=1))
     with torch.no_grad():
         next(iter(training.model.parameters())).fill_(float("nan"))
-    with pytest.raises(TrainingError, match="loss is nan at update 1"):
+    with pytest.raises(TrainingError, match=r"^loss is nan at update 8 and in the 7 updates before it; stopped, "):
         training.run()
     assert newest_complete(tmp_path / "state") is None
+    assert len(training.channel.of("warning")) == 1
+
+
+def broken_at(training: Training, updates: set[int]) -> None:
+    """Make a gradient infinite in the last micro-batch of these updates."""
+    calls = 0
+
+    def changed(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        last = calls % training.settings.accumulation == 0
+        return gradient * (math.inf if last and training.trainer.position.updates + 1 in updates else 1)
+
+    next(iter(training.model.parameters())).register_hook(changed)
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
-def test_a_gradient_that_is_not_finite_stops_without_saving(tmp_path: Path, clip_norm: float) -> None:
-    training = Training(tmp_path / "state", edited(clip_norm=clip_norm, save_every=1))
-    parameter = next(iter(training.model.parameters()))
-    parameter.register_hook(lambda gradient: gradient * (math.inf if training.trainer.position.updates == 2 else 1))
+def test_a_gradient_that_is_not_finite_leaves_out_only_the_optimizer_step(tmp_path: Path, clip_norm: float) -> None:
+    skipped = {1, 4, 5}
+    training, other = (Training(tmp_path / name, edited(clip_norm=clip_norm, save_every=1)) for name in ("state", "other"))
+    broken_at(training, skipped)
+    optimizer: Any = other.optimizer
+    step = optimizer.step
+    optimizer.step = lambda closure: None if other.trainer.position.updates + 1 in skipped else step(closure)
+    assert training.run() == other.run() == "finished"
+    assert (training.losses, training.digests) == (other.losses, other.digests)
+    assert [report["update"] for report in training.channel.of("step") if report["skipped"]] == sorted(skipped)
+    assert [report["updates"] for report in training.channel.of("checkpoint")] == [2, 3, 6, 7, 8, 9, 10]
+    for ours, theirs in zip(training.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for kind in (*MOMENTS, "step"):
+            assert torch.equal(training.optimizer.state[ours][kind], other.optimizer.state[theirs][kind]), kind
+    warnings = [report["message"] for report in training.channel.of("warning")]
+    assert len(warnings) == 2, "one for each row of them"
+    assert warnings[1].startswith("update 4: a gradient is not finite (loss ")
+
+
+def test_a_row_of_skipped_steps_is_counted_from_0_after_one_that_was_done(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(target_samples=160))
+    broken_at(training, {*range(1, 8), *range(9, 17)})
+    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 16 and in the 7 updates before it; "):
+        training.run()
+
+
+def test_an_optimizer_that_cannot_skip_its_step_stops_without_saving(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(optimizer="adafactor", save_every=1))
+    broken_at(training, {3})
     with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 3; stopped, the last saved checkpoint"):
         training.run()
     assert len(training.losses) == 2

@@ -23,7 +23,7 @@ OFFLOAD_3 = Zero(stage=3, offload_optimizer=True, offload_parameters=True)
 
 
 def engine_of(folder: Path, zero: Zero, precision: str, available: float) -> dict[str, Any]:
-    """What the engine answers after one update of four micro-batches."""
+    """What the engine answers after two updates of four micro-batches."""
     path = folder / "settings.json"
     path.write_bytes(msgspec.json.encode(edited(zero=zero, batch=2, accumulation=4)))
     command = [sys.executable, "-m", "tests.train.zero_worker", str(path), precision, str(available)]
@@ -58,6 +58,7 @@ def test_micro_batches_are_summed_in_fp32_and_buffers_pinned_where_memory_allows
     assert found["overlap"] is (zero.stage == 3)
     assert found["pinned"] is pinned
     assert found["pinned_parameters"] is (pinned if zero.offload_parameters else None)
+    assert (found["skipped"], found["changed"]) == ([False, True], []), "the gradient of the second update is infinite"
 
 
 @pytest.mark.parametrize(

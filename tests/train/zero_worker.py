@@ -1,12 +1,13 @@
 """What DeepSpeed really runs: `-m tests.train.zero_worker SETTINGS PRECISION AVAILABLE_GIB`.
 
-Trains one update on the CPU and prints what the engine answers, as JSON. The host plan is made as
-on a GPU, with this much memory available.
+Trains two updates on the CPU and prints what the engine answers, as JSON. The gradient of the
+second one is infinite. The host plan is made as on a GPU, with this much memory available.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,7 @@ from memtop.train import batches, zero
 from memtop.train.batches import Position
 from memtop.train.channel import Control
 from memtop.train.data.tokens import PAD, ByteTokens
+from memtop.train.engine import Engine
 from memtop.train.model import model_config
 from memtop.train.run import open_engine, read_settings
 from memtop.train.state_files import Cut
@@ -42,15 +44,21 @@ def main() -> None:
     deepspeed: Any = engine.objective
     summed: list[str] = []
     backward = engine.backward
+    before: dict[str, dict[str, torch.Tensor]] = {}
 
     def watched(loss: torch.Tensor, *, last: bool) -> None:
+        if trainer.position.updates:
+            if not before:
+                before.update(state_of(engine))
+            loss = loss * math.inf
         backward(loss, last=last)
-        summed.append(holder(deepspeed.optimizer))
+        if not summed:
+            summed.append(holder(deepspeed.optimizer))
 
     engine.backward = watched
     position = Position(cuts=(Cut(0, settings.seq_len),))
     channel = Recorder()
-    channel.commands[1] = [(1, "stop", {})]
+    channel.commands[2] = [(1, "stop", {})]
     trainer = Trainer(settings, engine, samples(), position, Path(tempfile.mkdtemp()) / "state", channel, PAD)
     trainer.run(Control(channel, accelerator))
     optimizer = deepspeed.optimizer.optimizer
@@ -67,8 +75,18 @@ def main() -> None:
         "bucket": deepspeed.zero_reduce_bucket_size(),
         "prefetch": deepspeed.zero_prefetch_bucket_size(),
         "loss": channel.of("step")[0]["loss"],
+        "skipped": [step["skipped"] for step in channel.of("step")],
+        "changed": [name for name, state in state_of(engine).items() if not same(state, before[name])],
     }
     print(json.dumps(answer))
+
+
+def state_of(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: {kind: tensor.clone() for kind, tensor in found.items()} for name, found in engine.saved_tensors()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(tensor, right[kind]) for kind, tensor in left.items())
 
 
 def holder(optimizer: Any) -> str:
