@@ -220,8 +220,9 @@ def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) ->
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         its_own = {name: value for name, value in (environment if libraries else os.environ).items() if name != "PYTHONPATH"}
         with theirs:
-            command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), *libraries]
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, env=its_own, pass_fds=[theirs.fileno()], cwd="/")
+            command = [sys.executable, str(Path(__file__)), *libraries]
+            # Further libraries are imported by a fork of the starter that has the usual ones.
+            (Program if libraries else subprocess.Popen)(command, stdin=theirs, env=its_own, cwd="/")
         _starters[libraries] = Starter(ours, _early(its_own)) if ours.recv(64) == b"ready" else None
     return _starters[libraries]
 
@@ -420,10 +421,10 @@ def _end(status: int) -> NoReturn:
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = socket.socket(fileno=0)
     sys.path.pop(0)
     _base_path.extend(sys.path)
-    for name in (*LIBRARIES, *sys.argv[2:]):
+    for name in (*LIBRARIES, *sys.argv[1:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # A library may start a thread, which a fork would lose; a kernel may lack checkpoint/restore.
