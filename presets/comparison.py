@@ -128,7 +128,9 @@ def _shown(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, tuple):
         return ",".join(value) or "none"
-    return "default" if value == "" else str(value).lower()
+    if value is None:
+        return "none"
+    return "default" if value == "" else str(value)
 
 
 def effective_change(old: int, new: int) -> str:

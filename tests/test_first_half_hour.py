@@ -161,8 +161,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     assert idle([]) == {"busy_fraction": None, "gaps": []}
 
 
-# --- the parts themselves, with tiny models
-# --------------------------------------------------------------------------------------------------
+# --- the parts themselves, with tiny models -------------------------------------------------------
 
 
 def printed_by(*words: str) -> dict[str, Any]:
@@ -226,8 +225,7 @@ def test_the_tests_for_a_gpu_run_in_the_rehearsal(tmp_path: Path) -> None:
     assert passed["weight_distance"]["small"] < 1e-3
 
 
-# --- wheels
-# --------------------------------------------------------------------------------------------------
+# --- wheels ---------------------------------------------------------------------------------------
 
 
 def test_what_the_machine_has_is_left_out_and_extras_are_not(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from memtop.presets import (
     load_recipes,
     resolve,
 )
-from memtop.presets.comparison import describe_split
+from memtop.presets.comparison import changes, describe_split
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
 from memtop.presets.schema import Lora, Settings, Zero, exact_splits, nearest_splits, split_below
@@ -269,6 +269,7 @@ def test_other_gpus_have_one_process_each_and_keep_the_effective_batch() -> None
     base = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
     two = edit_settings(base, gpus="0,GPU-1", updates_done=3)
     assert (two.gpus, two.world_size, two.split_text) == ("0,GPU-1", 2, "8 x 2 x 2")
+    assert changes(base, two) == ["split 8 x 4 x 1 -> 8 x 2 x 2", "GPUs default -> 0,GPU-1"]
     uneven = edit_settings(two, assignments={"batch": "3,1", "accumulation": "8"})
     assert edit_settings(uneven, gpus="2,3").split_text == "3+1 x 8", "as many processes keep their splits"
     assert edit_settings(uneven, gpus="2").split_text == "2 x 16 x 1"

@@ -200,7 +200,7 @@ def restart_reason(change: Change) -> str:
 
 def split_change(before: Settings | None, after: Settings | None) -> str:
     """How a restart changes the effective batch, as the end of a sentence; empty if it does not."""
-    if before is None or after is None or _split(before) == _split(after):
+    if before is None or after is None or before.splits == after.splits:
         return ""
     return f"; {describe_split(before, after)}"
 
@@ -209,10 +209,6 @@ def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
     """A warning if these settings ran out of memory before, as the end of a sentence."""
     found = None if after is None else risk(after, failed_settings(rows))
     return f"; ! {found}" if found else ""
-
-
-def _split(settings: Settings) -> tuple[tuple[int, int], ...]:
-    return settings.splits
 
 
 def bands(machine: MachineSnapshot) -> Iterator[tuple[str, Band, str]]:

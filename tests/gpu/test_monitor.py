@@ -120,8 +120,7 @@ def test_ending_it_gives_its_memory_back(sampler: Sampler, holder: tuple[subproc
     assert report.returned_bytes >= reserved * 0.9
 
 
-# --- the command compared with nvidia-smi
-# --------------------------------------------------------------------------------------------------
+# --- the command compared with nvidia-smi ---------------------------------------------------------
 
 
 def watched() -> dict[str, Any]:

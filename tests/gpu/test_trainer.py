@@ -46,8 +46,7 @@ def possible(precision: str, device: str) -> None:
         pytest.skip("this GPU has no bf16")
 
 
-# --- recipes
-# --------------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 
 def recipe_settings(recipe: str, folder: Path, device: str, **more: Any) -> Settings:
@@ -133,8 +132,7 @@ def test_the_optimizers_resume_from_each_other(train: Train, tmp_path: Path, dev
     assert losses == pytest.approx(plain, rel=0.03)
 
 
-# --- memory that runs out
-# --------------------------------------------------------------------------------------------------
+# --- memory that runs out -------------------------------------------------------------------------
 
 BATCH, UPDATES, LIFTED = 16, 20, 6
 
