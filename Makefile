@@ -33,9 +33,18 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports
 
+define COMPILE
+from memtop.train.compile_lock import await_compiled
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+for builder in (CPUAdamBuilder(), ShareMemCommBuilder()):
+    await_compiled(builder.NAME, what="DeepSpeed")
+    builder.load(verbose=False)
+endef
+export COMPILE
+
 ops: $(STAMP)
-	@# DeepSpeed compiles its CPU Adam on first use. The tests start when it is there.
-	-$(BIN)/python -c 'from memtop.train.compile_lock import await_compiled as ready; ready("cpu_adam", what="DeepSpeed CPU Adam"); from deepspeed.ops.op_builder import CPUAdamBuilder as op; op().load(verbose=False)'
+	@# DeepSpeed compiles two libraries on first use. The tests start when they are there.
+	-DS_ACCELERATOR=cpu $(BIN)/python -c "$$COMPILE"
 
 unit: $(STAMP) ops
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder

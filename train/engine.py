@@ -117,11 +117,12 @@ class SkippedSteps:
         self.in_a_row = 0
         """How many there were up to now. A run that goes on like this may have bad weights."""
 
-    def check(self, update: int, loss: float, norm: float | None) -> bool:
+    def check(self, update: int, loss: float, norm: float | None, *, last: bool) -> bool:
         """Whether the step of this update was skipped, because a gradient is not finite.
 
-        TrainingError if too many in a row were skipped, or if the step was done although the loss
-        or a gradient is not finite: the weights must not be saved then.
+        TrainingError if the weights must not be saved: too many steps in a row were skipped, more
+        than one at the end of the training (`last`), or a step was done although the loss or a
+        gradient is not finite.
         """
         skipped = self._engine.skipped(norm)
         if not skipped:
@@ -132,9 +133,9 @@ class SkippedSteps:
             # Skipped steps are how the scale of fp16 losses is found.
             return True
         self.in_a_row += 1
-        if not skipped or self.in_a_row == MOST_SKIPPED:
+        if not skipped or self.in_a_row == MOST_SKIPPED or (last and self.in_a_row > 1):
             what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-            times = f" and in the {MOST_SKIPPED - 1} updates before it" if skipped else ""
+            times = f" ({self.in_a_row} updates in a row)" if skipped else ""
             raise TrainingError(f"{what} at update {update}{times}; stopped, the last saved checkpoint is unchanged")
         if self.in_a_row == 1:
             self._tell(

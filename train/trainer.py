@@ -223,7 +223,7 @@ class Trainer:
             norm = self._engine.step(rate)
         digest = sample_digest(plan.ids)
         loss, norm = self._read_results(norm)
-        skipped = self._skipped_steps.check(plan.number, loss, norm)
+        skipped = self._skipped_steps.check(plan.number, loss, norm, last=end >= self.target_samples)
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
         if self._adapter.updated(self._live.split[0], pressed=gradients.pressed):

@@ -23,7 +23,7 @@ from memtop.train.model import blaming_config, model_config
 from memtop.train.optimizers import MOMENTS
 from memtop.train.order import SampleOrder
 from memtop.train.run import open_accelerator, open_engine
-from memtop.train.state_files import BrokenStateError, newest_complete, previous_of, read_manifest
+from memtop.train.state_files import BrokenStateError, newest_complete, newest_update, previous_of, read_manifest
 from tests.train.support import Recorder, Training, edited
 
 
@@ -105,7 +105,7 @@ def test_a_loss_that_stays_nan_stops_without_saving(tmp_path: Path) -> None:
     training = Training(tmp_path / "state", edited(save_every=1))
     with torch.no_grad():
         next(iter(training.model.parameters())).fill_(float("nan"))
-    with pytest.raises(TrainingError, match=r"^loss is nan at update 8 and in the 7 updates before it; stopped, "):
+    with pytest.raises(TrainingError, match=r"^loss is nan at update 8 \(8 updates in a row\); stopped, "):
         training.run()
     assert newest_complete(tmp_path / "state") is None
     assert len(training.channel.of("warning")) == 1
@@ -148,8 +148,19 @@ def test_a_gradient_that_is_not_finite_leaves_out_only_the_optimizer_step(tmp_pa
 def test_a_row_of_skipped_steps_is_counted_from_0_after_one_that_was_done(tmp_path: Path) -> None:
     training = Training(tmp_path / "state", edited(target_samples=160))
     broken_at(training, {*range(1, 8), *range(9, 17)})
-    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 16 and in the 7 updates before it; "):
+    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 16 \(8 updates in a row\); "):
         training.run()
+
+
+def test_a_training_does_not_finish_with_several_skipped_steps(tmp_path: Path) -> None:
+    once = Training(tmp_path / "once")
+    broken_at(once, {10})
+    assert once.run() == "finished"
+    twice = Training(tmp_path / "twice", edited(save_every=8))
+    broken_at(twice, {9, 10})
+    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 10 \(2 updates in a row\); "):
+        twice.run()
+    assert newest_update(tmp_path / "twice") == 8
 
 
 def test_an_optimizer_that_cannot_skip_its_step_stops_without_saving(tmp_path: Path) -> None:
