@@ -170,10 +170,10 @@ class BatchSearch:
         if self._checks == _CHECKS - 1:
             # The estimate of the moments becomes a measurement.
             missing = max(0, (self._memory.held_bytes() or 0) - self._held - self._moments)
-            measured = self._adapter.peaks
+            peaks = self._adapter.peaks
             for size, peak in self._before.items():
-                measured[size] = max(measured.get(size, 0), peak + missing)
-            self._adapter.recall(measured)
+                peaks[size] = max(peaks.get(size, 0), peak + missing)
+            self._adapter.recall(peaks)
         split = settings.splits[self._rank]
         share = self._adapter.measured_share(split[0])
         if self._ranks.any(math.isinf(share)):
@@ -219,14 +219,16 @@ class BatchSearch:
         sizes that it has tried.
         """
         sample, sizes = longest_sample(self._samples, settings.seq_len, settings.task), sorted(accumulations)
+        who = f"process {self._rank}: " if self._several else ""
         tried: list[Tried] = []
         seconds: dict[int, float] = {}
         with self._leaving_no_trace(settings):
             while (size := next_size(sizes, settings.batch, tried, self._adapter.share)) is not None:
-                # With accumulation, the gradients of the first pass exist during the second.
-                passes = min(2, accumulations[size])
+                # With accumulation, the gradients of the first pass exist during the second. A rank
+                # of several may get more samples than an even share.
+                passes = 2 if self._several else min(2, accumulations[size])
                 tried.append(self._try(size, self._pass_of(sample, size, settings.task), passes))
-                self._print(f"{size} x {accumulations[size]}: {_peak_text(tried[-1])}")
+                self._print(f"{who}{size} x {accumulations[size]}: {_peak_text(tried[-1])}")
             fitting = [one.batch for one in tried if one.fits]
             if self._several:
                 # The ranks compute at the same time, as in an update.

@@ -18,7 +18,7 @@ from memtop.train import packing
 from tests.gpu.memory import Limit, Measuring, sized
 from tests.train.failing import distance, following, fresh, splits_of
 from tests.train.recipes import TINY_LLAMA, TINY_T5, Train, pairs, settings_of, write_llama, write_rows
-from tests.train.support import Training
+from tests.train.support import Training, edited
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 # The largest distance of the final weights, relative to their norm: rounding of other sums. On a
@@ -73,6 +73,25 @@ def test_a_recipe_trains(train: Train, tmp_path: Path, device: str, recipe: str,
     assert done.plan["device"].startswith(device)
     assert all(map(math.isfinite, done.losses))
     assert sum(done.losses[-3:]) < sum(done.losses[:3])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path, device: str, precision: str) -> None:
+    possible(precision, device)
+    training = Training(tmp_path / "state", edited(device=device, precision=precision))
+    before: dict[int, list[torch.Tensor]] = {}
+
+    def infinite_in_update_4(gradient: torch.Tensor) -> torch.Tensor:
+        update = training.trainer.position.updates + 1
+        if update not in before:
+            before[update] = [tensor.clone() for _, parts in training.engine.saved_tensors() for tensor in parts.values()]
+        return gradient * (math.inf if update == 4 else 1)
+
+    next(iter(training.model.parameters())).register_hook(infinite_in_update_4)
+    assert training.run() == "finished"
+    assert training.channel.of("step")[3]["skipped"]
+    assert all(map(torch.equal, before[4], before[5]))
+    assert not any(map(torch.equal, before[9], before[10]))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -132,6 +132,8 @@ def test_alike_ranks_keep_an_even_split(ranks: tuple[Path, list[dict[str, Any]]]
     for result in searched_in(ranks, "alike"):
         assert all(split == [[16, 1], [16, 1]] for _, split in result["splits"])
         assert result["settings"] == [[1, {"batch": 16, "accumulation": 1, "auto_batch": False}, "batch search"]]
+        # With each of three sizes two passes for the peak, with gradients, and three for the time.
+        assert result["passes"] == [3 * (2 + 3) + 1, 1, 1, 1]
 
 
 def test_unlike_ranks_get_splits_of_their_own(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
