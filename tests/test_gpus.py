@@ -13,6 +13,7 @@ from memtop.cli import doctor, gpus, run
 from memtop.presets.gpu_support import TorchBuild
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample
+from memtop.supervisor.run.record.folder import RunSpec, create_run
 from memtop.supervisor.units import GIB
 from tests.nvml_double.double import Script, driver, nvml_library
 
@@ -190,6 +191,16 @@ def test_a_restart_may_stay_on_an_exclusive_gpu() -> None:
     own = GpuSample(index=0, processes=(GpuProcess(pid=7, run="a"),), details=GpuDetails(compute_mode="exclusive process"))
     assert gpus.why_closed(own, "a") is None, "it ends its own process first"
     assert "process 7 computes on it" in str(gpus.why_closed(own, "b"))
+
+
+def test_your_own_program_keeps_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = RunSpec(name="a", created=1.0, settings=None, command=("true",), cwd="/", memtop_version="0")
+    create_run(tmp_path, own, fresh=False)
+    assert run(["restart", "a", "--gpus", "1", "--runs-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "memtop: --gpus 1: this run's program is your own, and keeps its GPUs; a new run may have others: "
+        "memtop train --gpus 1 -- COMMAND\n"
+    )
 
 
 def test_an_mps_server_shares_an_exclusive_gpu(modes: Script) -> None:

@@ -134,8 +134,11 @@ def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:
     from memtop.cli.gpus import choose_place, wanted
 
     settings = read_state(folder).settings
+    if settings is None:
+        advice = f"a new run may have others: memtop train --gpus {text} -- COMMAND"
+        raise UsageError(f"--gpus {text}: this run's program is your own, and keeps its GPUs; {advice}")
     indices = wanted(text, folder.name) or []
-    place = choose_place(indices, device or (settings.device if settings else None), folder.name)
+    place = choose_place(indices, device or settings.device, folder.name)
     if place.pinned:
         print_message(f"memtop: trains {place.note}")
     return place.pinned or ",".join(indices)
