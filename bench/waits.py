@@ -132,18 +132,18 @@ def idle(spans: list[tuple[float, float, str]]) -> dict[str, Any]:
         return {"busy_fraction": None, "gaps": []}
     spans = sorted(spans)
     begin, covered, end = spans[0][0], 0.0, spans[0][0]
-    gaps = []
+    gaps: list[tuple[float, str]] = []
     for start, stop, name in spans:
         if start > end:
-            gaps.append({"microseconds": round(start - end, 1), "until": name[:80]})
+            gaps.append((start - end, name))
         covered += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    gaps.sort(key=lambda gap: -float(str(gap["microseconds"])))
+    gaps.sort(reverse=True)
     return {
         "update_seconds": round((end - begin) / EACH / 1e6, 5),
         "busy_fraction": round(covered / (end - begin), 4) if end > begin else None,
-        "gaps_over_20_microseconds": sum(float(str(gap["microseconds"])) > 20 for gap in gaps),
-        "gaps": gaps[:LONGEST],
+        "gaps_over_20_microseconds": sum(length > 20 for length, _ in gaps),
+        "gaps": [{"microseconds": round(length, 1), "until": name[:80]} for length, name in gaps[:LONGEST]],
     }
 
 
