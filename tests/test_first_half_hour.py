@@ -11,6 +11,7 @@ import threading
 import zipfile
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from bench import first_half_hour, wheels
 from bench.first_half_hour import Part, Results, checks, parts, run_part, without
 from bench.train import in_turns, loss_difference, over_hugging_face, values_of
 from bench.waits import idle
-from tests.forking import run
+from tests.forking import Program, run
 from tests.train.launching import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,13 @@ pytestmark = pytest.mark.timeout(2 * LONG)
 COMMON = {"device": "cpu", "versions": {"torch": "1"}}
 LINES = "import json; print('log'); print(json.dumps({'a': 1})); print(json.dumps({'a': 2}))"
 DOCUMENT = "import json; print(json.dumps({'b': [1, 2]}, indent=2))"
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of a part are forks, which have imported torch already."""
+    stand_in = SimpleNamespace(Popen=Program, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(first_half_hour, "subprocess", stand_in)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -93,6 +101,7 @@ def test_a_failure_is_recorded_with_the_end_of_its_log(tmp_path: Path) -> None:
     assert "no such thing" in last["end_of_log"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_tests_are_results_and_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
     file = tmp_path / "results.jsonl"
@@ -138,7 +147,8 @@ def test_a_part_with_results_is_skipped(tmp_path: Path) -> None:
         Results(file, {"part": name, **COMMON}).append({"ended": "done"})
     command = [sys.executable, "-m", "bench.first_half_hour", "--device", "cpu", "--results", str(file)]
     before = file.read_text()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LONG)
+    done = run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count(": has results") == len(parts("cpu"))
     assert file.read_text() == before
 
@@ -213,6 +223,7 @@ def test_waits_are_counted_and_the_updates_profiled() -> None:
     assert found["update_seconds"] > 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_tests_for_a_gpu_run_in_the_rehearsal(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     some = ("tests/gpu/test_trainer.py", "-k", "shrinks and not bf16")

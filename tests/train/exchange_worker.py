@@ -33,8 +33,8 @@ from tests.train.support import Training
 from tests.train.survive_worker import outcome_of
 from tests.train.test_survive import tensors
 
-BUCKET = 4096
-"""Bytes. The training's gradients fill eleven buckets."""
+BUCKET = 6144
+"""Bytes. The training's gradients fill several buckets."""
 LIMIT = 2.0
 """Seconds that a rank waits for another one in the main group, in `waits`."""
 SHAPES = [(3,), (40, 30), (7, 5), (1,), (200, 100), (64,), (2, 2)]
