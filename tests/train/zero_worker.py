@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from memtop.presets.host_memory import host_plan
-from memtop.train import batches, zero
+from memtop.train import batches, run, zero
 from memtop.train.batches import Position
 from memtop.train.channel import Control
 from memtop.train.data.tokens import PAD, ByteTokens
 from memtop.train.engine import Engine
-from memtop.train.model import model_config
+from memtop.train.model import compile_layers, model_config
 from memtop.train.run import open_engine, read_settings
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer
@@ -37,6 +38,14 @@ def main() -> None:
         module.available_bytes = lambda: int(available * 2**30)  # type: ignore[attr-defined]
         module.host_plan = lambda settings, left, on_gpu: host_plan(settings, left, on_gpu=True)  # type: ignore[attr-defined]
     settings = read_settings(path)
+    graphs: list[Any] = []
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    # Without code in C++, for which torch would need a minute.
+    run.compile_layers = partial(compile_layers, backend=compiled)  # type: ignore[attr-defined]
     config = model_config(settings, ByteTokens())
     accelerator = zero.open_deepspeed(settings, config, precision, "no" if precision == "fp32" else precision, False, {})
     made, _ = open_engine(settings, accelerator, config, None)
@@ -74,7 +83,8 @@ def main() -> None:
         "overlap": deepspeed.zero_overlap_comm(),
         "bucket": deepspeed.zero_reduce_bucket_size(),
         "prefetch": deepspeed.zero_prefetch_bucket_size(),
-        "loss": channel.of("step")[0]["loss"],
+        "losses": [step["loss"] for step in channel.of("step")],
+        "graphs": len(graphs),
         "skipped": [step["skipped"] for step in channel.of("step")],
         "changed": [name for name, state in state_of(engine).items() if not same(state, before[name])],
     }
