@@ -258,6 +258,19 @@ def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_pat
     assert (runs.show("a")["settings"]["gpus"], runs.show("a")["settings"]["world_size"]) == ("GPU-1", 1)
 
 
+def test_a_restart_with_more_processes_goes_on_with_the_next_sample(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
+    script = Script(tmp_path / "script").gpu(0, total=GIB, used=0).gpu(1, total=GIB, used=0)
+    runs.environment |= script.write().env(nvml_library)
+    train_on_the_cpu = ("train", "--headless", "--set", "device=cpu", "--set", "data.max_bytes=100000")
+    runs.memtop(*train_on_the_cpu, "--name", "a", "--max-updates", "2")
+    runs.memtop("restart", "a", "--gpus", "0,1", "--max-updates", "4", "--headless")
+    runs.memtop(*train_on_the_cpu, "--name", "whole", "--max-updates", "4")
+    moved, whole = (runs.show(name, metrics=True) for name in ("a", "whole"))
+    assert (moved["settings"]["world_size"], whole["settings"]["world_size"]) == (2, 1)
+    assert [row["attempt"] for row in moved["metrics"]] == [1, 1, 2, 2]
+    assert [row["sample_digest"] for row in moved["metrics"]] == [row["sample_digest"] for row in whole["metrics"]]
+
+
 def test_gpus_hidden_from_cuda_do_not_decide_the_preset(
     data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
