@@ -7,11 +7,14 @@ simulated memory. `bench/first_half_hour.py` runs them either way.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 
 from tests.train.recipes import Train, trainer_in
 
@@ -21,7 +24,6 @@ REHEARSAL = os.environ.get("MEMTOP_GPU_TESTS") == "cpu"
 @pytest.fixture(scope="session")
 def card() -> None:
     """A GPU that torch can use."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
 
@@ -39,3 +41,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def train(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     """Training in this process."""
     yield from trainer_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def own_state() -> Iterator[None]:
+    """A process has a fixed precision, and these tests need several."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memtop.presets import Settings
-from tests.train.failing import TOO_MUCH, Scripted
+from tests.train.failing import Scripted, fails_above
 from tests.train.support import TINY, Recorder, Training, edited
 
 _WIDE = {
@@ -63,7 +63,7 @@ class Limit:
 
     def __init__(self, device: str, below: int, peaks: tuple[int, int] | None) -> None:
         self._device = device
-        self._below: float = below
+        self._below, self._lifted = below, False
         self.memory: Scripted | None = None
         """What the trainer measures in the rehearsal; on a GPU it measures itself."""
         if device == "cpu":
@@ -78,15 +78,10 @@ class Limit:
         if self.memory is None:
             return
         self.memory.trainer = training.trainer
-
-        def fail(module: torch.nn.Module, args: Any, values: Any) -> None:
-            if len(values["input_ids"]) > self._below:
-                torch.empty(TOO_MUCH)
-
-        training.model.register_forward_pre_hook(fail, with_kwargs=True)
+        fails_above(training, self._below, when=lambda: not self._lifted)
 
     def lift(self) -> None:
         if self.memory is None:
             torch.cuda.set_per_process_memory_fraction(1.0)
         else:
-            self._below, self.memory.limit = float("inf"), 1_000_000
+            self._lifted, self.memory.limit = True, 1_000_000

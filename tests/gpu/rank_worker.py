@@ -71,9 +71,6 @@ def main() -> None:
     seconds = time.perf_counter() - started
     assert failing.left == 0
     calm = following(folder / "calm", training.settings, rank_splits_of(training.settings, training.channel))
-    if rank:
-        # Only the first rank gets commands.
-        calm.channel.commands.clear()
     calm.run()
     found: dict[str, Any] = {
         "device": str(training.engine.accelerator.device),

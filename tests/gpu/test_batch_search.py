@@ -10,11 +10,11 @@ import torch
 
 from memtop.presets import Settings
 from tests.gpu.memory import Measuring, sized
-from tests.gpu.test_trainer import NEAR, own_state, possible
+from tests.gpu.test_trainer import NEAR, possible
 from tests.train.failing import Filled, distance, fresh, splits_of
 from tests.train.support import Training
 
-__all__ = ("own_state",)
+pytestmark = pytest.mark.usefixtures("own_state")
 ALLOWED = 3 << 30
 """Bytes of the GPU that torch may use."""
 EFFECTIVE = 128

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from memtop.presets import Settings
 from memtop.train import packing
@@ -25,18 +23,7 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 # GPU, products of fp32 matrices are rounded to TF32.
 NEAR = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 Note = Any
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """A process has a fixed precision, and these tests need several."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def possible(precision: str, device: str) -> None:

@@ -28,10 +28,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from memtop.train import checkpoint, engine, host_memory, run
 from memtop.train.exchange import RING, GradientSum, plan_buckets
 from tests.train import support
-from tests.train.failing import TOO_MUCH, Scripted, following, fresh, measured, rank_splits_of, small
-from tests.train.support import Training
+from tests.train.failing import TOO_MUCH, Counting, Scripted, following, fresh, measured, rank_splits_of, small
+from tests.train.support import Training, tensors
 from tests.train.survive_worker import outcome_of
-from tests.train.test_survive import tensors
 
 BUCKET = 6144
 """Bytes. The training's gradients fill several buckets."""
@@ -231,37 +230,31 @@ class Place(msgspec.Struct, frozen=True):
     """Backward: before the gradient of this parameter."""
 
 
-class Failing:
+class FailingAt(Counting):
     """Memory runs out once at each place, on this rank."""
 
     def __init__(self, training: Training, places: dict[int, Place]) -> None:
+        super().__init__(training)
         self.places = places
-        self._training = training
-        self._update = self._micro = 0
-        model: Any = training.model
-        model.base_model.register_forward_hook(self._forward)
-        for number, parameter in enumerate(model.parameters()):
+        for number, parameter in enumerate(training.model.parameters()):
             parameter.register_hook(partial(self._backward, number))
         self._count = training.engine.missing_gradients
         training.engine.missing_gradients = self._end
 
-    def _forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        update = self._training.trainer.position.updates + 1
-        self._micro = self._micro + 1 if update == self._update else 0
-        self._update = update
-        self._fail_at(Place(self._micro, "forward"))
+    def passed(self, hidden: torch.Tensor) -> None:
+        self._fail_at(Place(self.micro, "forward"))
 
     def _backward(self, number: int, gradient: torch.Tensor) -> None:
-        self._fail_at(Place(self._micro, "backward", number))
+        self._fail_at(Place(self.micro, "backward", number))
 
     def _end(self) -> int:
-        self._fail_at(Place(self._micro, "end"))
+        self._fail_at(Place(self.micro, "end"))
         return int(self._count())
 
     def _fail_at(self, place: Place) -> None:
-        if self.places.get(self._update) == place:
-            del self.places[self._update]
-            self._update = 0
+        if self.places.get(self.update) == place:
+            del self.places[self.update]
+            self.update = 0
             torch.empty(TOO_MUCH)
 
 
@@ -289,7 +282,7 @@ def placed(folder: Path, rank: int) -> tuple[Training, list[int]]:
     training = measured(
         folder / "placed", msgspec.structs.replace(settings, target_samples=16 * updates), Scripted(), patience=1
     )
-    failing = Failing(training, mine)
+    failing = FailingAt(training, mine)
     failures = len(mine)
     training.run()
     assert failing.places == {}
@@ -356,9 +349,6 @@ def main() -> None:
     overflow = overflowing(folder / "overflow", rank)
     training, counts = placed(folder, rank)
     calm = following(folder / "calm", training.settings, rank_splits_of(training.settings, training.channel))
-    if rank:
-        # Only the first rank gets commands.
-        calm.channel.commands.clear()
     calm.run()
     found = {"counts": counts, "placed": outcome_of(training), "calm": outcome_of(calm), "overflow": overflow}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))

@@ -37,41 +37,64 @@ def drawn(seed: int, count: int, updates: int) -> list[Failure]:
     return [Failure(update, draw.random(), draw.random() < 0.5) for update in chosen]
 
 
-class Failing:
+class Counting:
+    """Counts the micro-batches of each update."""
+
+    def __init__(self, training: Training) -> None:
+        self.trainer = training.trainer
+        self.micro = 0
+        self.update = 0
+        """From 1. At 0, a repeated update counts from its first micro-batch."""
+        model: Any = training.model
+        model.base_model.register_forward_hook(self._forward)
+
+    def _forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            update = self.trainer.position.updates + 1
+            self.micro = self.micro + 1 if update == self.update else 0
+            self.update = update
+            self.passed(output[0])
+
+    def passed(self, hidden: torch.Tensor) -> None:
+        """Called with the activations of each micro-batch."""
+
+
+class Failing(Counting):
     """Allocates too much memory inside the model, once for each failure of the list."""
 
     def __init__(self, training: Training, failures: list[Failure]) -> None:
-        self._trainer = training.trainer
+        super().__init__(training)
         self._waiting = {failure.update: failure for failure in failures}
-        self._update = self._micro = 0
         self.seen: Callable[[torch.Tensor], None] = lambda hidden: None
         """Called with the activations of the attempt before it fails."""
-        model: Any = training.model
-        model.base_model.register_forward_hook(self._forward)
 
     @property
     def left(self) -> int:
         """The number of failures that have not happened yet."""
         return len(self._waiting)
 
-    def _forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+    def passed(self, hidden: torch.Tensor) -> None:
+        accumulation = self.trainer.settings.splits[PartialState().process_index][1]
+        failure = self._waiting.get(self.update)
+        if failure is None or self.micro != int(failure.where * accumulation):
             return
-        update, splits = self._trainer.position.updates + 1, self._trainer.settings.splits
-        accumulation = splits[PartialState().process_index][1]
-        self._micro = self._micro + 1 if update == self._update else 0
-        self._update = update
-        failure = self._waiting.get(update)
-        if failure is None or self._micro != int(failure.where * accumulation):
-            return
-        del self._waiting[update]
-        # The next attempt counts from its first micro-batch.
-        self._update = 0
-        self.seen(output[0])
+        del self._waiting[self.update]
+        self.update = 0
+        self.seen(hidden)
         if failure.backward:
-            output[0].register_hook(lambda gradient: torch.empty(TOO_MUCH, device=gradient.device))
+            hidden.register_hook(lambda gradient: torch.empty(TOO_MUCH, device=gradient.device))
         else:
-            torch.empty(TOO_MUCH, device=output[0].device)
+            torch.empty(TOO_MUCH, device=hidden.device)
+
+
+def fails_above(training: Training, rows: int, *, when: Callable[[], bool] = lambda: True) -> None:
+    """Let micro-batches with more rows not fit, while `when` says so."""
+
+    def fail(module: torch.nn.Module, args: Any, values: Any) -> None:
+        if len(values["input_ids"]) > rows and when():
+            torch.empty(TOO_MUCH)
+
+    training.model.register_forward_pre_hook(fail, with_kwargs=True)
 
 
 class Scripted:
@@ -121,11 +144,10 @@ class Filled(Scripted):
 
         def filled(module: torch.nn.Module, args: Any, values: Any) -> None:
             self.largest = max(self.largest, len(values["input_ids"]))
-            if self.largest >= fails_from:
-                torch.empty(TOO_MUCH)
 
         self.trainer = training.trainer
         training.model.register_forward_pre_hook(filled, with_kwargs=True)
+        fails_above(training, fails_from - 1)
 
     def peak_bytes(self) -> int | None:
         return 100 + 10 * self.largest
@@ -191,11 +213,14 @@ def rank_splits_of(settings: Settings, channel: Recorder) -> dict[int, tuple[tup
 
 
 def following(folder: Path, settings: Settings, splits: dict[int, tuple[tuple[int, int], ...]]) -> Training:
-    """A training that changes to these splits of the ranks by commands, each before its update."""
+    """A training that changes to these splits of the ranks by commands, each before its update.
+
+    Only the first rank gets commands.
+    """
     now = splits[1]
     training = fresh(folder, with_splits(settings, now))
     for update, split in splits.items():
-        if split != now:
+        if split != now and PartialState().is_main_process:
             now = split
             after = with_splits(settings, now)
             values = {"batch": after.batch_text, "accumulation": after.accumulation}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,18 @@ def texts() -> list[bytes]:
 
 def samples() -> PackedText:
     return PackedText(TokenStore.from_arrays(map(byte_document, texts()), VOCABULARY))
+
+
+def tensors() -> list[torch.Tensor]:
+    """All tensors of this process."""
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+
+
+def held_out() -> PackedText:
+    """The samples of an evaluation."""
+    texts = [bytes(f"class Other{n}:\n    value = {n}\n" * (1 + n % 4), "ascii") for n in range(9)]
+    return PackedText(TokenStore.from_arrays(map(byte_document, texts), VOCABULARY))
 
 
 class Training:

@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from memtop.presets import Settings
 from memtop.train.batch_adapter import BatchAdapter, UnmeasuredMemory
-from tests.train.failing import TOO_MUCH, Failing, Failure, Scripted, fresh, measured, small, splits_of
+from tests.train.failing import Failing, Failure, Scripted, fails_above, fresh, measured, small, splits_of
 
 
 class Card:
@@ -230,12 +229,7 @@ def test_a_requested_batch_becomes_the_largest_batch(tmp_path: Path) -> None:
     training = measured(tmp_path, settings_of(14), Scripted(), patience=2)
     training.channel.commands[1] = [(1, "change", {"batch": 4, "accumulation": 2})]
     Failing(training, [Failure(4, 0.0, False)])
-    training.model.register_forward_pre_hook(
-        lambda module, args, values: (
-            torch.empty(TOO_MUCH) if len(values["input_ids"]) > 4 and training.trainer.position.updates > 1 else None
-        ),
-        with_kwargs=True,
-    )
+    fails_above(training, 4, when=lambda: training.trainer.position.updates > 1)
     training.run()
     splits = splits_of(training.channel)
     assert (splits[1], splits[2], splits[4], splits[14]) == ((8, 1), (4, 2), (2, 4), (4, 2))

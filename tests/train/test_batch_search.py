@@ -20,7 +20,7 @@ from memtop.train.objective import IGNORED
 from memtop.train.optimizers import bytes_of_first_step
 from memtop.train.order import Table
 from tests.train.card import Card, Reading, put_in
-from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
+from tests.train.failing import Failing, Failure, fails_above, fresh, small, splits_of
 from tests.train.support import Training, samples
 
 GPU = torch.device("cuda", 0)
@@ -61,14 +61,12 @@ def on_card(
     moments = bytes_of_first_step(training.optimizer)
 
     def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
-        size = len(values["input_ids"])
-        if size >= fails_from:
-            torch.empty(TOO_MUCH)
-        card.take(card.held + peak(size))
+        card.take(card.held + peak(len(values["input_ids"])))
 
     def stepped(*_: Any) -> None:
         card.held = HELD + moments + extra
 
+    fails_above(training, fails_from - 1)
     training.model.register_forward_pre_hook(taken, with_kwargs=True)
     training.optimizer.register_step_post_hook(stepped)
     card.held = HELD

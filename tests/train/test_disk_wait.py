@@ -24,8 +24,7 @@ from memtop.train import checkpoint, state_files
 from memtop.train.state_files import newest_update, read_manifest
 from memtop.train.state_saver import DiskWait
 from tests.forking import Program
-from tests.train.support import Recorder, Training, edited
-from tests.train.test_evaluation import held_out
+from tests.train.support import Recorder, Training, edited, held_out
 from tests.train.test_processes import environment, reports
 
 KIB = 1 << 10

@@ -12,16 +12,8 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train.checkpoint import best_loss, best_state
-from memtop.train.data import byte_document
-from memtop.train.data.samples import PackedText
-from memtop.train.data.tokens import VOCABULARY, TokenStore
 from memtop.train.state_files import newest_complete, older_states, previous_of, read_manifest
-from tests.train.support import Training, edited
-
-
-def held_out() -> PackedText:
-    texts = [bytes(f"class Other{n}:\n    value = {n}\n" * (1 + n % 4), "ascii") for n in range(9)]
-    return PackedText(TokenStore.from_arrays(map(byte_document, texts), VOCABULARY))
+from tests.train.support import Training, edited, held_out
 
 
 def trained(state: Path, settings: Settings) -> Training:

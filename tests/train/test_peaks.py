@@ -13,8 +13,7 @@ from memtop.presets import Settings
 from memtop.train.batch_adapter import CudaMemory
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
-from tests.train.support import Training
-from tests.train.test_evaluation import held_out
+from tests.train.support import Training, held_out
 
 GPU = torch.device("cuda", 0)
 

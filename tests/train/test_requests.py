@@ -18,8 +18,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.train.channel import edit_live
 from tests.forking import Program
 from tests.train.failing import fresh, small, splits_of
-from tests.train.support import Training, edited
-from tests.train.test_evaluation import held_out
+from tests.train.support import Training, edited, held_out
 from tests.train.test_processes import converse, environment
 from tests.train.test_processes import listener as listener
 

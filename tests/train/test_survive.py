@@ -27,14 +27,14 @@ from tests.train.failing import (
     Scripted,
     distance,
     drawn,
+    fails_above,
     following,
     fresh,
     measured,
     small,
     splits_of,
 )
-from tests.train.support import Training
-from tests.train.test_evaluation import held_out
+from tests.train.support import Training, held_out, tensors
 
 UPDATES, FAILURES = (200, 30) if LONG else (100, 15)
 
@@ -111,10 +111,7 @@ def test_a_failure_and_the_smaller_split_are_reported(tmp_path: Path, capsys: py
 def test_failures_in_the_same_update_halve_again_and_the_smaller_split_is_saved(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.1, batch=8, accumulation=1, target_samples=8 * 3))
     # Memory for two samples: anything larger fails.
-    model = training.model
-    model.register_forward_pre_hook(
-        lambda module, args, values: torch.empty(TOO_MUCH) if len(values["input_ids"]) > 2 else None, with_kwargs=True
-    )
+    fails_above(training, 2)
     training.run()
     assert [record["batch"] for record in training.channel.of("oom")] == [8, 4]
     assert set(splits_of(training.channel).values()) == {(2, 4)}
@@ -222,9 +219,7 @@ def test_a_failed_attempt_leaves_no_tensors(tmp_path: Path) -> None:
 def test_an_evaluation_that_does_not_fit_is_repeated_with_half_its_batch(tmp_path: Path) -> None:
     settings = small(dropout=0.1, target_samples=8 * 4, eval_every=2, eval_batch=8)
     training = fresh(tmp_path / "a", settings, evaluation=held_out())
-    training.model.register_forward_pre_hook(
-        lambda module, args, values: torch.empty(TOO_MUCH) if len(values["input_ids"]) > 4 else None, with_kwargs=True
-    )
+    fails_above(training, 4)
     training.run()
     (record,) = training.channel.of("oom")
     assert (record["phase"], record["batch"], record["accumulation"], record["survived"]) == ("evaluation", 8, None, True)
@@ -301,12 +296,6 @@ def test_errors_that_count_as_an_allocation_failure(error: BaseException, memory
 def test_the_other_ranks_end_with_one_line() -> None:
     with pytest.raises(TrainingError, match=r"^update 7: another rank is out of memory, and no smaller batch is left$"):
         OomGuard(Unsupervised(), retries=True).give_up("update 7")
-
-
-def tensors() -> list[torch.Tensor]:
-    """All tensors of this process."""
-    gc.collect()
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def test_one_process_allocates_nothing_to_sum_gradients(tmp_path: Path) -> None:
