@@ -9,7 +9,7 @@ the all-reduces, and allocates nothing for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from memtop.train import TrainingError
 from memtop.train.exchange import GradientSum
 from memtop.train.objective import Objective
 from memtop.train.optimizers import Moments, read_moments, write_moments
-from memtop.train.state_files import LossScale
+from memtop.train.state_files import LossScale, SavedTensors
 
 ReadSaved = Callable[[str], dict[str, torch.Tensor]]
 """Maps a parameter's name to its saved tensors: weight, step and moments."""
@@ -85,7 +85,7 @@ class Engine(Protocol):
     def skipped(self, norm: float | None) -> bool:
         """Whether the last step, with this norm, was skipped: weights and moments are unchanged."""
 
-    def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def saved_tensors(self) -> SavedTensors:
         """Yield each trained parameter's name, with weight, step and moments.
 
         The tensors are on any device and in any precision; the next update changes them.
@@ -217,7 +217,7 @@ class PlainEngine:
         can_skip = self._reads_found_inf or self.accelerator.scaler is not None
         return can_skip and norm is not None and not math.isfinite(norm)
 
-    def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def saved_tensors(self) -> SavedTensors:
         for name, parameter in trained_parameters(self.model).items():
             yield name, {"weight": parameter.detach(), **read_moments(self.bare_optimizer, parameter)}
 

@@ -84,10 +84,10 @@ class Trainer:
         memory = memory or open_device_memory(self._accelerator.device)
         self._adapter = BatchAdapter(memory, patience)
         self._stopwatch = Stopwatch(self._accelerator.device)
-        self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
+        self._order = SampleOrder(samples, settings.seed, position.cuts)
         on_cpu = self._accelerator.device.type == "cpu"
         rank, packed = self._accelerator.process_index, settings.packing and is_prepared(engine.model)
-        self._batches = Batches(samples, (self._order, ahead), pad, rank, ahead=not on_cpu, packed=packed)
+        self._batches = Batches(samples, self._order, pad, rank, ahead=not on_cpu, packed=packed)
         # On the device: the loss of the update, as the mean over the predicted tokens of all ranks
         # in nats per token, and the gradient's norm. They are read together.
         self._results = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)

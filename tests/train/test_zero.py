@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.attempt import launcher
@@ -40,6 +41,8 @@ def engine_of(folder: Path, zero: Zero, precision: str, available: float, **chan
         (Zero(stage=1), "bf16", 64.0, "torch.float32", None),
         (Zero(stage=2), "fp16", 64.0, "torch.float32", None),
         (OFFLOAD_3, "bf16", 64.0, "torch.float32", True),
+        # 12 GiB and 10 KiB are free, but the parameters will take 60 KiB of them.
+        (OFFLOAD_3, "bf16", 12.00001, "torch.float32", False),
         # In fp32 the sum would take twice the memory of the weights on the GPU.
         (OFFLOAD_2, "bf16", 6.0, "torch.bfloat16", False),
     ],
@@ -61,6 +64,14 @@ def test_micro_batches_are_summed_in_fp32_and_buffers_pinned_where_memory_allows
     assert (found["skipped"], found["changed"]) == ([False, True], []), "the gradient of the second update is infinite"
 
 
+@pytest.mark.parametrize(("available", "pinned"), [(64.0, True), (12.00001, False)])
+def test_a_model_from_files_is_read_to_the_buffers_of_the_configuration(available: float, pinned: bool, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**TINY.model["config"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    found = engine_of(tmp_path, OFFLOAD_3, "bf16", available, model={"path": str(tmp_path / "base")})
+    assert found["pinned_while_read"] is found["pinned_parameters"] is found["pinned"] is pinned
+
+
 @pytest.mark.skipif(not LONG, reason="torch takes 12 s to trace DeepSpeed's hooks: make long")
 def test_compiled_layers_learn_the_same_under_zero_3(tmp_path: Path) -> None:
     one_layer = {"config": {**TINY.model["config"], "num_hidden_layers": 1}}
@@ -75,7 +86,7 @@ def test_compiled_layers_learn_the_same_under_zero_3(tmp_path: Path) -> None:
 )
 def test_buckets_hold_several_layers_and_stay_bounded(hidden: int, elements: int) -> None:
     settings = msgspec.structs.replace(TINY, zero=Zero(stage=3))
-    zero = zero_config(settings, hidden_size=hidden, precision="bf16", pin_memory=False)["zero_optimization"]
+    zero = zero_config(settings, hidden_size=hidden, precision="bf16")["zero_optimization"]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == elements
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * elements)
 
