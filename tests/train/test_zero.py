@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.zero import zero_config
-from tests.forking import LONG, run
-from tests.train.launching import ROOT, environment
+from tests.forking import LONG
+from tests.train.launching import LAUNCHED, printed_by
 from tests.train.support import TINY, edited
-from tests.train.test_devices import LAUNCHED
 
 OFFLOAD_2 = Zero(stage=2, offload_optimizer=True)
 OFFLOAD_3 = Zero(stage=3, offload_optimizer=True, offload_parameters=True)
@@ -27,11 +24,8 @@ def engine_of(folder: Path, zero: Zero, precision: str, available: float, **chan
     """What the engine answers after two updates of four micro-batches."""
     path = folder / "settings.json"
     path.write_bytes(msgspec.json.encode(edited(zero=zero, batch=2, accumulation=4, **changes)))
-    command = [sys.executable, "-m", "tests.train.zero_worker", str(path), precision, str(available)]
-    surroundings = environment() | LAUNCHED
-    done = run(command, imported=("deepspeed",), env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    words = ("-m", "tests.train.zero_worker", str(path), precision, str(available))
+    found: dict[str, Any] = printed_by(*words, imported=("deepspeed",), **LAUNCHED)
     return found
 
 
@@ -111,10 +105,7 @@ except ValueError:
 
 
 def test_deepspeed_finds_the_free_memory_of_a_gpu_that_is_chosen_by_uuid() -> None:
-    command = [sys.executable, "-c", ASKS]
-    done = run(command, imported=("deepspeed",), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert int(done.stdout.splitlines()[-1]) == 3 << 30
+    assert printed_by("-c", ASKS, imported=("deepspeed",)) == 3 << 30
 
 
 OTHER_DEFAULTS = """
@@ -137,8 +128,6 @@ def test_the_users_defaults_for_accelerate_change_nothing(tmp_path: Path) -> Non
     (tmp_path / "accelerate/default_config.yaml").write_text(OTHER_DEFAULTS)
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE")
     (tmp_path / "rank.py").write_text(SHOWS.replace("NAMES", repr(names)))
-    surroundings = environment() | {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-8c1e"}
-    command = [sys.executable, *launcher(edited(zero=Zero(stage=2))), str(tmp_path / "rank.py")]
-    done = run(command, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == dict(zip(names, ("GPU-8c1e", "0", "1"), strict=True))
+    words = (*launcher(edited(zero=Zero(stage=2))), str(tmp_path / "rank.py"))
+    found = printed_by(*words, HF_HOME=str(tmp_path), CUDA_VISIBLE_DEVICES="GPU-8c1e")
+    assert found == dict(zip(names, ("GPU-8c1e", "0", "1"), strict=True))
