@@ -1,4 +1,4 @@
-"""Two ranks on one GPU: when memory runs out on one, both shrink, and none waits forever."""
+"""Two ranks on one GPU: one is out of memory and shrinks, and the other does not wait forever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpu.rank_worker import FAILURES
 from tests.train.launching import ROOT, environment
 
 
-def test_two_ranks_shrink_together_when_one_is_out_of_memory(tmp_path: Path, device: str, record_property: Any) -> None:
+def test_one_rank_out_of_memory_shrinks_and_the_other_does_not_wait(tmp_path: Path, device: str, record_property: Any) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.rank_worker")
     done = subprocess.run(
         [sys.executable, *torchrun, device, str(tmp_path)],
