@@ -61,8 +61,8 @@ def samples_of(settings: Settings) -> PackedText:
 
 def updates_of(settings: Settings, *, grouped: bool, packed: bool) -> list[MicroBatches]:
     samples, position = samples_of(settings), Position(cuts=(Cut(0, settings.seq_len),))
-    orders = SampleOrder(samples, settings.seed, position.cuts), SampleOrder(samples, settings.seed, position.cuts)
-    batches = Batches(samples, orders, ByteTokens.pad, 0, packed=packed)
+    order = SampleOrder(samples, settings.seed, position.cuts)
+    batches = Batches(samples, order, ByteTokens.pad, 0, packed=packed)
     host = host_plan(settings, None, on_gpu=False)
     batches.start(msgspec.structs.replace(settings, packing=grouped), host, position, settings.target_samples)
     try:

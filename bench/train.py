@@ -41,7 +41,7 @@ from memtop.presets import Settings, edit_settings, load_presets, load_recipes, 
 from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import ByteTokens, TokenStore
-from memtop.train.model import build_model, model_config
+from memtop.train.model import accelerate_name, build_model, model_config
 from memtop.train.order import SampleOrder
 from memtop.train.run import open_accelerator, open_engine
 from memtop.train.state_files import Cut
@@ -209,9 +209,8 @@ def measure_memtop(settings: Settings, device: str, *, in_turns: bool) -> dict[s
 def measure_hugging_face(settings: Settings, device: str, *, in_turns: bool) -> dict[str, Any]:
     import transformers
 
-    mixed = {"fp32": "no"}.get(settings.precision, settings.precision)
     config = model_config(settings, ByteTokens())
-    model = build_model(settings, config, mixed=mixed)
+    model = build_model(settings, config, mixed=accelerate_name(settings.precision))
     data = samples_of(settings, config.vocab_size)
     keys = SampleOrder(data, settings.seed, (Cut(0, settings.seq_len),)).take(0, settings.target_samples)
     rows = [{"input_ids": data[key][0], "labels": data[key][1]} for key in keys]

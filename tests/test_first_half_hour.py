@@ -22,9 +22,8 @@ from bench.first_half_hour import Part, Results, checks, parts, run_part, withou
 from bench.train import in_turns, loss_difference, over_hugging_face, values_of
 from bench.waits import idle
 from tests.forking import Program, run
-from tests.train.launching import environment
+from tests.train.launching import ROOT, environment, printed_by
 
-ROOT = Path(__file__).resolve().parents[1]
 LONG = 500
 """Seconds after which something hangs. A busy machine takes a fraction of it."""
 pytestmark = pytest.mark.timeout(2 * LONG)
@@ -174,16 +173,9 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
 # --- the parts themselves, with tiny models -------------------------------------------------------
 
 
-def printed_by(*words: str) -> dict[str, Any]:
-    """The JSON of the last line that a benchmark prints."""
-    done = run([sys.executable, "-m", *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LONG)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def test_both_arms_of_the_comparison_do_the_same_training() -> None:
     case = ("--case", "small_vocabulary", "--updates", "1", "--accumulation", "1")
-    mine, other = (printed_by("bench.train", "--arm", arm, *case) for arm in ("memtop", "hugging_face"))
+    mine, other = (printed_by("-m", "bench.train", "--arm", arm, *case) for arm in ("memtop", "hugging_face"))
     assert len(mine["losses"]) == 4
     assert loss_difference(mine["losses"], other["logged_losses"]) == pytest.approx(0, abs=1e-5)
     for name in ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib"):
@@ -217,7 +209,7 @@ def test_the_verdict_compares_medians_with_what_is_promised() -> None:
 
 
 def test_waits_are_counted_and_the_updates_profiled() -> None:
-    found = printed_by("bench.waits", "--device", "cpu", "--case", "causal")
+    found = printed_by("-m", "bench.waits", "--device", "cpu", "--case", "causal")
     assert found["calls"]["aten::_local_scalar_dense"] >= 1
     assert 0 < found["busy_fraction"] <= 1
     assert found["update_seconds"] > 0

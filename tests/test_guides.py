@@ -18,7 +18,7 @@ from memtop.presets import Settings, apply_preset, edit_settings, load_presets, 
 from memtop.presets.comparison import describe_split, effective_change, outlook
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
-from memtop.train import BadInputError, TrainingError, batches, run
+from memtop.train import BadInputError, TrainingError, host_memory, run
 from memtop.train.channel import RECORD_EVERY, MemoryRecorder
 from memtop.train.engine import PlainEngine
 from memtop.train.objective import CHUNK_BYTES, Objective
@@ -143,8 +143,8 @@ def test_memory_that_cannot_be_read_leaves_the_settings_alone() -> None:
 
 def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = [3 * GIB]
-    monkeypatch.setattr(batches, "available_bytes", readings.pop)
-    found = batches.agree_on_host_plan(replace(TINY, workers=4), Accelerator(cpu=True))
+    monkeypatch.setattr(host_memory, "available_bytes", readings.pop)
+    found = host_memory.agree_on_host_plan(replace(TINY, workers=4), Accelerator(cpu=True))
     assert (found.level, found.workers) == ("extreme", 0)
     assert readings == [], "read once"
     # What a plan can say at all: neither batch, nor accumulation, nor length.

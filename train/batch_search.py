@@ -23,6 +23,7 @@ import transformers
 from msgspec.structs import replace
 
 from memtop.presets import Settings, user_cache
+from memtop.presets.fields import SPLIT, memory_shape
 from memtop.presets.schema import Split, exact_splits, ranks_text
 from memtop.train.agent.memory import free_cache
 from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard
@@ -45,11 +46,6 @@ second is the first to compute gradients while they exist."""
 _TIMED_PASSES = 3
 """Passes with one size, of which the fastest counts: the first one loads kernels."""
 _REMEMBERED = "as an earlier start has found"
-_SHAPING = (
-    *("model", "data", "task", "method", "lora", "precision", "seq_len", "gradient_checkpointing", "optimizer"),
-    *("loss_chunk", "packing", "compile", "bf16_residual", "allocator", "effective_batch", "world_size"),
-)
-"""The settings that decide which sizes are possible, and their peaks."""
 
 
 class Remembered(msgspec.Struct, frozen=True):
@@ -441,7 +437,9 @@ def _path_of(settings: Settings, device: str | None, total: int, rank: int) -> P
     folder = user_cache()
     if folder is None:
         return None
-    values = {name: getattr(settings, name) for name in _SHAPING}
+    # The search begins with any split, and evaluations have a peak of their own.
+    values = {name: value for name, value in memory_shape(settings, "peak").items() if name not in (*SPLIT, "eval_batch")}
+    values |= {"effective_batch": settings.effective_batch, "world_size": settings.world_size}
     versions = torch.__version__, transformers.__version__
     key = digest(str(device), str(total), str(rank), *versions, msgspec.json.encode(values, order="sorted").decode())
     return folder / "batches" / f"{key}.json"

@@ -7,20 +7,15 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from memtop.presets import Settings
-from memtop.presets.host_memory import HostPlan, host_plan
-from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
+from memtop.presets.host_memory import HostPlan
 from memtop.train.data.samples import Sample, collate, in_one_row
-from memtop.train.exchange import Ranks
 from memtop.train.objective import IGNORED, counted_positions
 from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, grouped, plan_updates
 from memtop.train.packing import packed_row
@@ -62,7 +57,7 @@ class Batches:
     def __init__(
         self,
         samples: Samples,
-        orders: tuple[SampleOrder, SampleOrder],
+        order: SampleOrder,
         pad: int,
         rank: int,
         *,
@@ -71,7 +66,7 @@ class Batches:
     ) -> None:
         self._samples = samples
         # The loader has a separate order because it runs ahead of the updates.
-        self._order, self._order_ahead = orders
+        self._order, self._order_ahead = order, order.copy()
         self._pad = pad
         self._rank = rank
         self._ahead = ahead
@@ -258,29 +253,3 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
         target=target,
         effective_batch=settings.effective_batch,
     )
-
-
-def agree_on_host_plan(settings: Settings, accelerator: Accelerator, *, taken: int = 0) -> HostPlan:
-    """Loader workers, pinned buffers and memory level.
-
-    The first rank reads host memory once; all ranks get its plan. `taken` are the bytes that the
-    caller is about to allocate.
-    """
-    plan = None
-    if accelerator.is_main_process:
-        available = available_bytes()
-        left = None if available is None else max(0, available - taken)
-        plan = host_plan(settings, left, on_gpu=accelerator.device.type == "cuda")
-    agreed: HostPlan | None = Ranks(accelerator).from_first(plan)
-    assert agreed is not None
-    return agreed
-
-
-def available_bytes() -> int | None:
-    """Free host memory: the machine's, or the cgroup's if it has less; None if not known."""
-    memory: Any = psutil.virtual_memory()
-    group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
-    if isinstance(group, CgroupMemory):
-        return max(0, min(int(memory.available), group.limit_bytes - group.used_bytes))
-    # A cgroup that cannot be read may allow less than the machine has.
-    return int(memory.available) if group is None else None

@@ -26,6 +26,7 @@ from memtop.train.state_files import (
     MANIFEST_NAME,
     Cut,
     Manifest,
+    SavedTensors,
     ShardReader,
     ShardWriter,
     Stored,
@@ -36,10 +37,8 @@ from memtop.train.state_files import (
     sync,
 )
 
-SavedTensors = Iterator[tuple[str, dict[str, torch.Tensor]]]
-"""Each trained parameter's name, with weight, step and moments."""
 SavedState = Iterable[tuple[str, dict[str, Stored]]]
-"""The same, as it is written."""
+"""`SavedTensors` as they are written."""
 
 # File headers and the manifest, in addition to the tensors.
 _MARGIN_BYTES = 1 << 20

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import resource
 
-import psutil
 import torch
 
 from memtop.train.agent.failures import is_lack_of_memory
-from memtop.train.batches import available_bytes
-from memtop.train.checkpoint import SavedTensors
-from memtop.train.state_files import Stored, bytes_of, stored_dtype
+from memtop.train.host_memory import addressable_bytes
+from memtop.train.state_files import SavedTensors, Stored, bytes_of, stored_dtype
 
 _BLOCK_BYTES = 64 << 20
 # What stays free in addition to a copy of the state, at least: others need host memory meanwhile,
@@ -35,7 +32,7 @@ class HostCopy:
 
     def reserve(self, needed: int) -> str | None:
         """Allocate this many bytes; return why that is not possible, or None."""
-        free, held = _free_bytes(), len(self._blocks) * _BLOCK_BYTES
+        free, held = addressable_bytes(), len(self._blocks) * _BLOCK_BYTES
         if free is None:
             return "how much host memory is free is not known"
         spare = max(_SPARE_BYTES, needed)
@@ -75,7 +72,7 @@ class HostCopy:
 
     def release(self) -> None:
         """Give the memory back unless as much again is free. torch keeps page-locked memory."""
-        free = _free_bytes()
+        free = addressable_bytes()
         if not self._pinned and (free is None or free < len(self._blocks) * _BLOCK_BYTES):
             self._blocks.clear()
 
@@ -108,14 +105,6 @@ class HostCopy:
         # Forked loader workers would keep the old content when the next copy overwrites it.
         memory.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _free_bytes() -> int | None:
-    """Free host memory, within what this process may still address; None if not known."""
-    free, limit = available_bytes(), resource.getrlimit(resource.RLIMIT_AS)[0]
-    if free is None or limit == resource.RLIM_INFINITY:
-        return free
-    return max(0, min(free, limit - int(psutil.Process().memory_info().vms)))
 
 
 def _free_page_locked() -> None:

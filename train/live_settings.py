@@ -16,10 +16,11 @@ from memtop.presets.schema import Split, with_splits
 from memtop.train import BadInputError
 from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard, larger_split, smaller_split
 from memtop.train.batch_search import BatchSearch
-from memtop.train.batches import Batches, Position, agree_on_host_plan
+from memtop.train.batches import Batches, Position
 from memtop.train.channel import Channel, edit_live
 from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
+from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import set_checkpointing
 
 

@@ -22,8 +22,13 @@ from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens
 
 _LONGEST_REASON = 300
-# Accelerate's names for the compute precision.
-_COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Compute precisions by accelerate's names."""
+
+
+def accelerate_name(precision: str) -> str:
+    """What accelerate calls fp32, bf16 or fp16."""
+    return "no" if precision == "fp32" else precision
 
 
 def tokens_and_config(settings: Settings) -> tuple[Tokens, Any]:
@@ -209,7 +214,7 @@ def set_checkpointing(model: Any, *, on: bool) -> None:
 def build_base(settings: Settings, config: Any, *, mixed: str = "no") -> Any:
     """The model without adapters, new or read from files; in 4 bits for QLoRA."""
     torch.manual_seed(settings.seed)
-    kind = _COMPUTE[mixed]
+    kind = COMPUTE[mixed]
     return _quantized(settings, config, kind) if settings.method == "qlora" else _whole(settings, config, kind)
 
 

@@ -77,6 +77,10 @@ class SampleOrder:
         self._now: _Stretch | None = None
         self._permutation: tuple[int, int, np.ndarray] | None = None
 
+    def copy(self) -> SampleOrder:
+        """The same sequence, at a position of its own."""
+        return SampleOrder(self._samples, self._seed, self._cuts)
+
     def take(self, position: int, count: int) -> list[Key]:
         """The samples at positions [position, position + count)."""
         keys: list[Key] = []

@@ -23,6 +23,7 @@ from memtop.presets import Settings
 from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.agent.memory import free_cache
 from memtop.train.exchange import Ranks
+from memtop.train.model import COMPUTE
 
 ATTENTION = "memtop_packed"
 """The name of `packed_attention` in transformers. A name without a mask function gets no mask."""
@@ -30,7 +31,6 @@ _CAUSAL = {"full_attention", "sliding_attention"}
 # For models that are sharded while they are built, which cannot run before DeepSpeed wraps them:
 # architectures that pass the test in `_mixes_samples`.
 _PASSED = {"llama", "mistral", "qwen2", "qwen3"}
-_DTYPE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOLERANCE = {"no": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
 
@@ -184,7 +184,7 @@ def _mixes_samples_in_the_run(model: torch.nn.Module, accelerator: Accelerator) 
     if own.type == device.type:
         return _mixes_samples(model, accelerator, own, model)
     try:
-        reason = _mixes_samples(model, accelerator, device, _copied(model, device, _DTYPE[accelerator.mixed_precision]))
+        reason = _mixes_samples(model, accelerator, device, _copied(model, device, COMPUTE[accelerator.mixed_precision]))
     except Exception as error:
         if not is_lack_of_memory(error):
             raise

@@ -19,7 +19,7 @@ from memtop.presets.host_memory import HostPlan
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import keep_freed_memory
-from memtop.train.batches import Position, agree_on_host_plan
+from memtop.train.batches import Position
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
@@ -33,7 +33,8 @@ from memtop.train.devices import (
 )
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.exchange import Ranks
-from memtop.train.model import blaming_config, build_model, compile_layers, tokens_and_config
+from memtop.train.host_memory import agree_on_host_plan
+from memtop.train.model import accelerate_name, blaming_config, build_model, compile_layers, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.packing import use_packing
@@ -261,7 +262,6 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     tracking = tracking or {}
     on_gpu = choose_device(settings).on_gpu
     precision = _precision(settings, on_gpu)
-    mixed = "no" if precision == "fp32" else precision
     if on_gpu and precision == "fp32":
         # Matrix products on tensor cores (TF32): fp32's range, with 10 bits after the point.
         torch.set_float32_matmul_precision("high")
@@ -270,9 +270,9 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     else:
         keep_freed_memory()
     if settings.zero.stage:
-        accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
+        accelerator = open_deepspeed(settings, config, precision, on_gpu, tracking)
     else:
-        accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
+        accelerator = Accelerator(mixed_precision=accelerate_name(precision), cpu=not on_gpu, **tracking)
     give_index(accelerator)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(

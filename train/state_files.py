@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,8 @@ import torch
 from safetensors import safe_open
 
 T = TypeVar("T")
+SavedTensors = Iterator[tuple[str, dict[str, torch.Tensor]]]
+"""Each trained parameter's name, with weight, step and moments."""
 
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 128 << 20

@@ -21,7 +21,6 @@ from memtop.train.checkpoint import (
     NoSpaceError,
     SavedProgress,
     SavedState,
-    SavedTensors,
     as_stored,
     best_loss,
     keep_best,
@@ -33,7 +32,7 @@ from memtop.train.checkpoint import (
 from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
 from memtop.train.host_copy import HostCopy
-from memtop.train.state_files import Manifest, at_once, in_thread, newest_update
+from memtop.train.state_files import Manifest, SavedTensors, at_once, in_thread, newest_update
 
 ROUND_SECONDS = 1.0
 """While the last save waits for disk space, ranks meet this often, far below a group's time limit.

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,15 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings
-from memtop.presets.host_memory import host_plan
-from memtop.presets.parameters import LIVE_PARAMETERS, TRAINED_BYTES
+from memtop.presets.parameters import LIVE_PARAMETERS, TRAINED_BYTES, model_size
 from memtop.presets.schema import Zero
-from memtop.train.batches import agree_on_host_plan, available_bytes
 from memtop.train.compile_lock import await_compiled
 from memtop.train.engine import ReadSaved, trained_parameters
+from memtop.train.host_memory import agree_on_host_plan
+from memtop.train.model import COMPUTE, accelerate_name
 from memtop.train.objective import Objective
 from memtop.train.optimizers import MOMENTS, full_moments
-from memtop.train.state_files import LossScale
+from memtop.train.state_files import LossScale, SavedTensors
 
 # In elements. 12.5 million are 25 MB in 16 bits, the bucket of torch's DistributedDataParallel: one
 # collective for a few layers, where a bucket of the width squared would mean one for each matrix.
@@ -30,12 +29,12 @@ from memtop.train.state_files import LossScale
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 12_500_000, 50_000_000
 
 
-def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
+def zero_config(settings: Settings, *, hidden_size: int, precision: str) -> dict[str, Any]:
     """DeepSpeed's JSON for these settings: integers and explicit sizes, no "auto".
 
     Buckets are counted in elements and follow the model's width. `train_batch_size` is left out
     because DeepSpeed derives it. There is no optimizer block: every strategy uses memtop's
-    optimizer, so its state moves between them.
+    optimizer, so its state moves between them. Nothing is pinned until the ranks agree on it.
     """
     square = hidden_size * hidden_size
     bucket = min(max(square, _SMALLEST_BUCKET), _LARGEST_BUCKET)
@@ -52,10 +51,10 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
         "allgather_bucket_size": bucket,
     }
     if settings.zero.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if settings.zero.stage == 3:
         if settings.zero.offload_parameters:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+            zero["offload_param"] = {"device": "cpu", "pin_memory": False}
         # With the parameters in host memory, the GPU is too small for more elements.
         most = LIVE_PARAMETERS if settings.zero.offload_parameters else 1_000_000_000
         zero |= {
@@ -105,13 +104,8 @@ def ask_cuda_for_free_memory() -> None:
     accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
-def open_deepspeed(
-    settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
-) -> Accelerator:
-    """Accelerate with DeepSpeed for these settings.
-
-    `precision`: fp32, bf16 or fp16; `mixed`: what accelerate calls it.
-    """
+def open_deepspeed(settings: Settings, config: Any, precision: str, on_gpu: bool, tracking: dict[str, Any]) -> Accelerator:
+    """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16."""
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         # `Accelerator(cpu=True)` would leave DeepSpeed out.
@@ -126,19 +120,26 @@ def open_deepspeed(
     from transformers.integrations import unset_hf_deepspeed_config
 
     hidden = int(getattr(config, "hidden_size", None) or config.d_model)
-    pin = host_plan(settings, available_bytes(), on_gpu=on_gpu).pin_memory
-    written = zero_config(settings, hidden_size=hidden, precision=precision, pin_memory=pin)
+    written = zero_config(settings, hidden_size=hidden, precision=precision)
     # A model from a file is sharded while it is read, because it may be larger than one GPU.
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
     accelerator = Accelerator(
-        mixed_precision=mixed,
+        mixed_precision=accelerate_name(precision),
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group],
         **tracking,
     )
+    if settings.zero.offload_parameters:
+        # Before the model is read: the parameters are moved to these buffers meanwhile.
+        opened: Any = accelerator.state.deepspeed_plugin
+        offload = opened.deepspeed_config["zero_optimization"]["offload_param"]
+        taken = _offloaded_bytes(settings, precision)
+        offload["pin_memory"] = agree_on_host_plan(settings, accelerator, taken=taken).pin_memory
+        # transformers has a copy of the configuration.
+        opened.set_deepspeed_weakref()
     if not sharded:
         # transformers would shard a new model while it is built, which draws other weights for the
         # same seed.
@@ -146,9 +147,19 @@ def open_deepspeed(
     return accelerator
 
 
+def _offloaded_bytes(settings: Settings, precision: str) -> float:
+    """The host memory of all ranks for offloaded parameters, and for an offloaded optimizer;
+    infinite if the size of the model is not known before it is read."""
+    size = model_size(settings)
+    if size is None:
+        return math.inf
+    optimizer = TRAINED_BYTES * size.trained if settings.zero.offload_optimizer else 0
+    return COMPUTE[accelerate_name(precision)].itemsize * size.all + optimizer
+
+
 def _finish_config(accelerator: Accelerator, settings: Settings, model: torch.nn.Module) -> None:
-    """Decide about pinned buffers, now that the size of the model is known; write the
-    configuration to the attempt's folder."""
+    """Decide about pinned buffers of the optimizer, now that the size of the model is known; write
+    the configuration to the attempt's folder."""
     config: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
     offload = config["zero_optimization"].get("offload_optimizer")
     if offload is not None:
@@ -221,7 +232,7 @@ class ZeroEngine:
     def skipped(self, norm: float | None) -> bool:
         return not self._engine.was_step_applied()
 
-    def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def saved_tensors(self) -> SavedTensors:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         step = torch.as_tensor(float(self._step_count()))

@@ -1,6 +1,6 @@
 """One of two ranks on one GPU, which exchange over gloo because NCCL refuses two ranks on one GPU.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.rank_worker DEVICE FOLDER
+    torchrun --nproc-per-node 2 -m tests.gpu.rank_worker FOLDER DEVICE
 
 Memory runs out on the second rank in some updates. A second training follows the splits of the
 first without a failure. A third one searches its splits. Each rank writes `rank-R.json`.
@@ -57,7 +57,7 @@ def searched(folder: Path, settings: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    device, folder = sys.argv[1], Path(sys.argv[2])
+    folder, device = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     if device == "cuda":
         # Accelerate would open NCCL.

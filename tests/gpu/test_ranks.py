@@ -1,30 +1,16 @@
-"""Two ranks on one GPU: one is out of memory and shrinks, and the other does not wait forever."""
+"""Two ranks on one GPU: when memory runs out on one, it shrinks, and the other does not wait."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.rank_worker import FAILURES
-from tests.train.launching import ROOT, environment
+from tests.train.launching import two_ranks
 
 
-def test_one_rank_out_of_memory_shrinks_and_the_other_does_not_wait(tmp_path: Path, device: str, record_property: Any) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.rank_worker")
-    done = subprocess.run(
-        [sys.executable, *torchrun, device, str(tmp_path)],
-        env=environment(device),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+def test_one_rank_shrinks_and_the_other_does_not_wait(tmp_path: Path, device: str, record_property: Any) -> None:
+    first, second = two_ranks("tests.gpu.rank_worker", tmp_path, device, device=device)
     record_property("ranks", [first, second])
     assert first["device"].startswith(device)
     assert first["failures"] == []

@@ -11,7 +11,7 @@ from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, Logits
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.remedies import Ladder, ladder
-from memtop.supervisor.recovery.situation import situation_of
+from memtop.supervisor.recovery.situation import HostFacts, situation_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 
 GIB = 1 << 30
@@ -23,6 +23,7 @@ PRESETS = {
 RECIPES = load_recipes()
 CARD = round(19.58 * GIB)
 """A 20 GB GPU, as torch reports its size."""
+ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=48 * GIB)
 
 T5 = replace(resolve(RECIPES["pretrain-t5"], preset=PRESETS["standard"]), batch=32, accumulation=2, world_size=3)
 """A run on three GPUs with effective batch 192."""

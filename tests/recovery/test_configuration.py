@@ -17,12 +17,10 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import applied, change_for, changes_nothing, configuration_key
 from memtop.supervisor.recovery.gpu_ladder import with_expandable_segments
 from memtop.supervisor.recovery.remedies import remedies
-from memtop.supervisor.recovery.situation import HostFacts, situation_of
+from memtop.supervisor.recovery.situation import situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
-from tests.recovery.support import CARD, FIRST, GIB, LORA, QLORA, T5, T5_OOM, climb, died, gib, peak
-
-ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=48 * GIB)
+from tests.recovery.support import CARD, FIRST, LORA, QLORA, ROOMY, T5, T5_OOM, climb, died, gib, peak
 
 
 def remedy(**fields: object) -> Remedy:

@@ -15,6 +15,7 @@ from tests.recovery.support import (
     GIB,
     LORA,
     QLORA,
+    ROOMY,
     T5,
     T5_OOM,
     climb,
@@ -27,9 +28,6 @@ from tests.recovery.support import (
     peak,
     why_not,
 )
-
-ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=48 * GIB)
-KEEPING = ("allocator", "smaller_batch", "checkpointing", "chunked_loss", "offload_optimizer", "next_preset", "eval_batch")
 
 
 def test_fragmentation_is_fixed_first_if_unused_memory_covers_the_request() -> None:

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from memtop.presets.schema import with_splits
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.configuration import applied
-from memtop.supervisor.recovery.situation import HostFacts, train_command
+from memtop.supervisor.recovery.situation import train_command
 from tests.recovery.support import (
     CARD,
-    GIB,
     QLORA,
+    ROOMY,
     T5,
     T5_OOM,
     climb,
@@ -25,8 +25,6 @@ from tests.recovery.support import (
     peak,
     why_not,
 )
-
-ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=48 * GIB)
 
 
 def test_a_smaller_batch_leaves_each_process_its_share() -> None:

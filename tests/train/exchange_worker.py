@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from memtop.train import batches, checkpoint, engine, run
+from memtop.train import checkpoint, engine, host_memory, run
 from memtop.train.exchange import RING, GradientSum, plan_buckets
 from tests.train import support
 from tests.train.failing import TOO_MUCH, Scripted, following, fresh, measured, rank_splits_of, small
@@ -319,7 +319,7 @@ def waits(folder: Path) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LIMIT))])
     first = accelerator.is_main_process
     if first:
-        slow(batches, "host_plan")
+        slow(host_memory, "host_plan")
         slow(checkpoint, "ShardWriter")
         slow(run, "newest_complete")
     settings = small(dropout=0.0, batch=2, accumulation=1, world_size=2)
@@ -329,7 +329,7 @@ def waits(folder: Path) -> dict[str, Any]:
     training.trainer.save()
     found = run.find_state(folder / "train_latest_state", accelerator)
     assert found is not None
-    workers = batches.agree_on_host_plan(settings, accelerator).workers
+    workers = host_memory.agree_on_host_plan(settings, accelerator).workers
     exchange = GradientSum(accelerator, torch.nn.Linear(4, 4))
     if first:
         slow(exchange, "begin")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
     Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
 )
 ROOT = Path(__file__).resolve().parents[2]
-SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What torchrun sets for one process."""
 STRATEGIES = {
     "plain": Zero(),
     "zero2": Zero(stage=2),
@@ -38,19 +46,28 @@ def environment(device: str = "cpu") -> dict[str, str]:
     return {**found, "DS_ACCELERATOR": "cpu"} if device == "cpu" else found
 
 
-def start(settings: Settings, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    imported = ("deepspeed",) if settings.zero.stage else ()
-    return run([sys.executable, *command], imported=imported, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+def ended(words: Sequence[str], env: dict[str, str], *, cwd: Path = ROOT, imported: tuple[str, ...] = ()) -> str:
+    """What `python WORDS` prints. That it ends at all is part of the test."""
+    command = [sys.executable, *words]
+    done = run(command, imported=imported, env=env, cwd=cwd, capture_output=True, text=True, timeout=290)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(words)[-300:]}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
+    return str(done.stdout)
 
 
-def two_ranks(worker: str, folder: Path, *what: str) -> list[dict[str, Any]]:
-    """What each of two ranks of `tests.train.WORKER` writes into the folder. That they end at all
-    is part of the test.
-    """
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", f"tests.train.{worker}"]
-    arguments = [sys.executable, *command, str(folder), *what]
-    done = run(arguments, env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+def printed_by(*words: str, imported: tuple[str, ...] = (), **variables: str) -> Any:
+    """The JSON of the last line that `python WORDS` prints."""
+    return json.loads(ended(words, environment() | variables, imported=imported).splitlines()[-1])
+
+
+def libraries_of(settings: Settings) -> tuple[str, ...]:
+    return ("deepspeed",) if settings.zero.stage else ()
+
+
+def two_ranks(worker: str, folder: Path, *what: str, device: str = "cpu") -> list[dict[str, Any]]:
+    """What each of two ranks of this module writes into the folder."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", worker)
+    ended([*torchrun, str(folder), *what], environment(device))
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -62,9 +79,7 @@ def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dic
     report = folder / "report.json"
     arguments = ("--settings", str(folder / "settings.json"), "--state-dir", str(state), "--report", str(report))
     command = [*launcher(settings), "-m", "tests.train.state_worker", *arguments, "--updates", str(updates)]
-    done = start(settings, command, environment(settings.device), ROOT)
-    if done.returncode != 0:
-        raise AssertionError(f"{settings.zero} x {settings.world_size}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
+    ended(command, environment(settings.device), imported=libraries_of(settings))
     found: dict[str, Any] = json.loads(report.read_text())
     return found
 
@@ -93,9 +108,7 @@ def run_trainer(folder: Path, settings: Settings) -> Launched:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "TORCH_EXTENSIONS_DIR": COMPILED,
     }
-    done = start(settings, [*launcher(settings), *trainer], surroundings, folder)
-    if done.returncode != 0:
-        raise AssertionError(f"{settings.zero}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
+    ended([*launcher(settings), *trainer], surroundings, cwd=folder, imported=libraries_of(settings))
     reports = [json.loads(line) for line in (attempt / "rank-0.jsonl").read_text().splitlines() if line]
     (plan,) = [report for report in reports if report["type"] == "plan"]
     return Launched(state, plan["strategy"], [report["loss"] for report in reports if report["type"] == "step"])

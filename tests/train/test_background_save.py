@@ -177,7 +177,7 @@ def test_ranks_do_not_meet_more_often_for_a_save_in_the_background(tmp_path: Pat
 def test_without_host_memory_for_the_copy_training_stops_for_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing, free: int | None
 ) -> None:
-    monkeypatch.setattr(host_copy, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_copy, "addressable_bytes", lambda: free)
     training = Training(tmp_path / "state")
     assert training.run() == "finished"
     assert writing.threads == ["MainThread"] * 4

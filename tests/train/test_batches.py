@@ -44,8 +44,7 @@ class Watched:
 
 
 def batches_of(data: Watched, *, ahead: bool, settings: Settings = TINY, host: HostPlan = HOST) -> Batches:
-    orders = SampleOrder(data, settings.seed, AT_START.cuts), SampleOrder(data, settings.seed, AT_START.cuts)
-    batches = Batches(data, orders, PAD, 0, ahead=ahead)
+    batches = Batches(data, SampleOrder(data, settings.seed, AT_START.cuts), PAD, 0, ahead=ahead)
     batches.start(settings, host, AT_START, settings.target_samples)
     return batches
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,8 +20,7 @@ from memtop.presets.schema import Zero
 from memtop.train import BadInputError
 from memtop.train.devices import allocate_first, choose_device
 from memtop.train.run import train
-from tests.forking import run
-from tests.train.launching import ROOT, environment
+from tests.train.launching import LAUNCHED, printed_by
 from tests.train.support import TINY, edited
 
 CUDA_13 = TorchBuild(version="2.13.0+cu130", cuda="13.0", kernels=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
@@ -52,29 +50,12 @@ print(json.dumps([str(device) for device in (accelerator.device, accelerator.sta
 """
 
 
-LAUNCHED = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
-"""What torchrun sets for one process."""
-
-
-def opened(folder: Path, **changes: Any) -> list[str]:
+def opened(folder: Path, **changes: Any) -> Any:
     """The devices of an Accelerator that was opened on this machine with two GPUs."""
-    surroundings, imported = environment(), ()
-    if "zero" in changes:
-        surroundings, imported = surroundings | LAUNCHED, ("deepspeed",)
     path = folder / "settings.json"
     path.write_bytes(msgspec.json.encode(edited(**changes)))
-    command = [sys.executable, "-c", OPENS, str(path)]
-    done = run(command, imported=imported, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    engine: dict[str, Any] = {"imported": ("deepspeed",), **LAUNCHED} if "zero" in changes else {}
+    return printed_by("-c", OPENS, str(path), **engine)
 
 
 def test_the_gpu_of_a_single_process_has_an_index(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_each_row_of_the_ring_holds_each_dtype(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return two_ranks("exchange_worker", tmp_path_factory.mktemp("exchange"))
+    return two_ranks("tests.train.exchange_worker", tmp_path_factory.mktemp("exchange"))
 
 
 def test_a_failure_at_every_place_of_an_update_blocks_no_rank(ranks: list[dict[str, Any]]) -> None:
@@ -178,6 +178,6 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(ranks: list[dict[str
 
 
 def test_ranks_wait_for_a_slow_rank_beyond_the_time_limit_of_the_exchange(tmp_path: Path) -> None:
-    first, second = two_ranks("exchange_worker", tmp_path, "waits")
+    first, second = two_ranks("tests.train.exchange_worker", tmp_path, "waits")
     assert first == second
     assert first["updates"] == 0

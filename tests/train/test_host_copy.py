@@ -59,7 +59,7 @@ def test_only_a_small_part_of_host_memory_is_page_locked(monkeypatch: pytest.Mon
         locked.append(size)
         return empty(size, dtype=dtype)
 
-    monkeypatch.setattr(host_copy, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_copy, "addressable_bytes", lambda: free)
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     copy = HostCopy(pin=True)
@@ -82,7 +82,7 @@ def test_page_locked_memory_that_is_refused_is_replaced_by_ordinary_memory(monke
             raise torch.AcceleratorError("CUDA error: operation not supported")
         return empty(size, dtype=dtype)
 
-    monkeypatch.setattr(host_copy, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(host_copy, "addressable_bytes", lambda: 8 << 30)
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append(True))
     copy = HostCopy(pin=True)
@@ -91,16 +91,16 @@ def test_page_locked_memory_that_is_refused_is_replaced_by_ordinary_memory(monke
         assert copy.reserve(300 << 20) is None
         found = dict(copy.of(iter([("x", {"weight": tensor})])))["x"]["weight"]
         assert whole(found) == whole(stored(tensor))
-        monkeypatch.setattr(host_copy, "available_bytes", lambda: 1 << 20)
+        monkeypatch.setattr(host_copy, "addressable_bytes", lambda: 1 << 20)
         copy.release()
-        monkeypatch.setattr(host_copy, "available_bytes", lambda: 8 << 30)
+        monkeypatch.setattr(host_copy, "addressable_bytes", lambda: 8 << 30)
     # Later saves do not ask for it again.
     assert (len(given), len(freed)) == (3, 1)
 
 
 def test_the_memory_of_the_copy_is_given_back_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 8 << 30
-    monkeypatch.setattr(host_copy, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_copy, "addressable_bytes", lambda: free)
     copy = HostCopy(pin=False)
     assert copy.reserve(300 << 20) is None
     copy.release()

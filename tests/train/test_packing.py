@@ -371,8 +371,7 @@ def test_all_ranks_together_have_each_sample_once() -> None:
     host = host_plan(settings, None, on_gpu=False)
     of_all = []
     for rank in range(3):
-        orders = SampleOrder(samples(), 1, position.cuts), SampleOrder(samples(), 1, position.cuts)
-        batches = Batches(samples(), orders, PAD, rank, packed=True)
+        batches = Batches(samples(), SampleOrder(samples(), 1, position.cuts), PAD, rank, packed=True)
         batches.start(settings, host, position, 25)
         of_all.append([(batches.next_update(), batches.fetch()) for _ in range(3)])
         batches.close()

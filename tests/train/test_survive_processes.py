@@ -17,8 +17,8 @@ import torch
 
 from memtop.presets.schema import Lora
 from tests.forking import run, runs_torch
-from tests.train.failing import distance
-from tests.train.launching import ROOT, SURROUNDINGS, run_trainer, two_ranks
+from tests.train.failing import TOO_MUCH, distance
+from tests.train.launching import printed_by, run_trainer, two_ranks
 from tests.train.support import edited
 from tests.train.survive_worker import FAILURES, FEWER_FAILURES
 from tests.train.test_processes import environment, reports, trainer
@@ -28,7 +28,7 @@ from tests.train.test_processes import environment, reports, trainer
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks reported of all trainings of the worker."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, two_ranks("survive_worker", folder)
+    return folder, two_ranks("tests.train.survive_worker", folder)
 
 
 def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -259,10 +259,7 @@ print(json.dumps({"outcome": outcome, "records": records, "splits": splits_of(tr
 
 
 def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = run(command, env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = printed_by("-c", LIMITED, str(tmp_path))
     assert result["outcome"] == "finished"
     # One sample takes 4 MB: 64 need 256 MB, 32 need half of that, and 192 MB are available.
     assert result["records"]
@@ -309,7 +306,7 @@ import torch
 at, update = {at!r}, 0
 def fail(*_):
     if update == 2:
-        torch.empty(2**46)
+        torch.empty({TOO_MUCH})
 class Layer(torch.nn.Linear):
     def forward(self, x):
         x = super().forward(x)

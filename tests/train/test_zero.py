@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.zero import zero_config
-from tests.forking import LONG, run
-from tests.train.launching import ROOT, environment
+from tests.forking import LONG
+from tests.train.launching import LAUNCHED, printed_by
 from tests.train.support import TINY, edited
-from tests.train.test_devices import LAUNCHED
 
 OFFLOAD_2 = Zero(stage=2, offload_optimizer=True)
 OFFLOAD_3 = Zero(stage=3, offload_optimizer=True, offload_parameters=True)
@@ -26,11 +24,8 @@ def engine_of(folder: Path, zero: Zero, precision: str, available: float, **chan
     """What the engine answers after two updates of four micro-batches."""
     path = folder / "settings.json"
     path.write_bytes(msgspec.json.encode(edited(zero=zero, batch=2, accumulation=4, **changes)))
-    command = [sys.executable, "-m", "tests.train.zero_worker", str(path), precision, str(available)]
-    surroundings = environment() | LAUNCHED
-    done = run(command, imported=("deepspeed",), env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    words = ("-m", "tests.train.zero_worker", str(path), precision, str(available))
+    found: dict[str, Any] = printed_by(*words, imported=("deepspeed",), **LAUNCHED)
     return found
 
 
@@ -40,6 +35,8 @@ def engine_of(folder: Path, zero: Zero, precision: str, available: float, **chan
         (Zero(stage=1), "bf16", 64.0, "torch.float32", None),
         (Zero(stage=2), "fp16", 64.0, "torch.float32", None),
         (OFFLOAD_3, "bf16", 64.0, "torch.float32", True),
+        # 12 GiB and 10 KiB are free, but the parameters will take 60 KiB of them.
+        (OFFLOAD_3, "bf16", 12.00001, "torch.float32", False),
         # In fp32 the sum would take twice the memory of the weights on the GPU.
         (OFFLOAD_2, "bf16", 6.0, "torch.bfloat16", False),
     ],
@@ -61,6 +58,14 @@ def test_micro_batches_are_summed_in_fp32_and_buffers_pinned_where_memory_allows
     assert (found["skipped"], found["changed"]) == ([False, True], []), "the gradient of the second update is infinite"
 
 
+@pytest.mark.parametrize(("available", "pinned"), [(64.0, True), (12.00001, False)])
+def test_a_model_from_files_is_read_to_the_buffers_of_the_configuration(available: float, pinned: bool, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**TINY.model["config"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    found = engine_of(tmp_path, OFFLOAD_3, "bf16", available, model={"path": str(tmp_path / "base")})
+    assert found["pinned_while_read"] is found["pinned_parameters"] is found["pinned"] is pinned
+
+
 @pytest.mark.skipif(not LONG, reason="torch takes 12 s to trace DeepSpeed's hooks: make long")
 def test_compiled_layers_learn_the_same_under_zero_3(tmp_path: Path) -> None:
     one_layer = {"config": {**TINY.model["config"], "num_hidden_layers": 1}}
@@ -75,7 +80,7 @@ def test_compiled_layers_learn_the_same_under_zero_3(tmp_path: Path) -> None:
 )
 def test_buckets_hold_several_layers_and_stay_bounded(hidden: int, elements: int) -> None:
     settings = msgspec.structs.replace(TINY, zero=Zero(stage=3))
-    zero = zero_config(settings, hidden_size=hidden, precision="bf16", pin_memory=False)["zero_optimization"]
+    zero = zero_config(settings, hidden_size=hidden, precision="bf16")["zero_optimization"]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == elements
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * elements)
 
@@ -100,10 +105,7 @@ except ValueError:
 
 
 def test_deepspeed_finds_the_free_memory_of_a_gpu_that_is_chosen_by_uuid() -> None:
-    command = [sys.executable, "-c", ASKS]
-    done = run(command, imported=("deepspeed",), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert int(done.stdout.splitlines()[-1]) == 3 << 30
+    assert printed_by("-c", ASKS, imported=("deepspeed",)) == 3 << 30
 
 
 OTHER_DEFAULTS = """
@@ -126,8 +128,6 @@ def test_the_users_defaults_for_accelerate_change_nothing(tmp_path: Path) -> Non
     (tmp_path / "accelerate/default_config.yaml").write_text(OTHER_DEFAULTS)
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE")
     (tmp_path / "rank.py").write_text(SHOWS.replace("NAMES", repr(names)))
-    surroundings = environment() | {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-8c1e"}
-    command = [sys.executable, *launcher(edited(zero=Zero(stage=2))), str(tmp_path / "rank.py")]
-    done = run(command, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == dict(zip(names, ("GPU-8c1e", "0", "1"), strict=True))
+    words = (*launcher(edited(zero=Zero(stage=2))), str(tmp_path / "rank.py"))
+    found = printed_by(*words, HF_HOME=str(tmp_path), CUDA_VISIBLE_DEVICES="GPU-8c1e")
+    assert found == dict(zip(names, ("GPU-8c1e", "0", "1"), strict=True))

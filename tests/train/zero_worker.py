@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from transformers.integrations.deepspeed import deepspeed_config
 
 from memtop.presets.host_memory import host_plan
-from memtop.train import batches, run, zero
+from memtop.train import host_memory, run, zero
 from memtop.train.batches import Position
 from memtop.train.channel import Control
 from memtop.train.data.tokens import PAD, ByteTokens
@@ -34,9 +35,8 @@ def main() -> None:
     path, precision, available = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     # torch computes with fp16 on the CPU; DeepSpeed does not offer it there.
     CPU_Accelerator.is_fp16_supported = lambda self: True
-    for module in (batches, zero):
-        module.available_bytes = lambda: int(available * 2**30)  # type: ignore[attr-defined]
-        module.host_plan = lambda settings, left, on_gpu: host_plan(settings, left, on_gpu=True)  # type: ignore[attr-defined]
+    host_memory.available_bytes = lambda: int(available * 2**30)
+    host_memory.host_plan = lambda settings, left, on_gpu: host_plan(settings, left, on_gpu=True)  # type: ignore[attr-defined]
     settings = read_settings(path)
     graphs: list[Any] = []
 
@@ -47,7 +47,8 @@ def main() -> None:
     # Without code in C++, for which torch would need a minute.
     run.compile_layers = partial(compile_layers, backend=compiled)  # type: ignore[attr-defined]
     config = model_config(settings, ByteTokens())
-    accelerator = zero.open_deepspeed(settings, config, precision, "no" if precision == "fp32" else precision, False, {})
+    accelerator = zero.open_deepspeed(settings, config, precision, False, {})
+    given = deepspeed_config()
     made, _ = open_engine(settings, accelerator, config, None)
     engine: Any = made
     deepspeed: Any = engine.objective
@@ -80,6 +81,7 @@ def main() -> None:
         "steps": sorted({str(state["step"].device) for state in optimizer.state.values()}),
         "pinned": None if offload is None else offload.pin_memory,
         "pinned_parameters": None if offload_parameters is None else offload_parameters.pin_memory,
+        "pinned_while_read": given and given["zero_optimization"]["offload_param"]["pin_memory"],
         "overlap": deepspeed.zero_overlap_comm(),
         "bucket": deepspeed.zero_reduce_bucket_size(),
         "prefetch": deepspeed.zero_prefetch_bucket_size(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.forking import Program, run
+from tests.forking import Program
 
 PAIR = ["prompt", "response"]
 MEASURE_READING = """
@@ -91,14 +90,6 @@ def build_tokenizer(folder: Path, *, chat: bool = False, begin: bool = False, pa
         tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(str(folder))
     return folder
-
-
-def in_child(code: str, *arguments: str) -> dict[str, Any]:
-    """Run code in another process; the JSON object of its last line."""
-    done = run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def at_once(code: str, *arguments: str) -> list[list[str]]:

@@ -18,7 +18,8 @@ from memtop.train.data.files import cache_folder, fingerprint
 from memtop.train.data.rows import open_rows
 from memtop.train.data.samples import PromptResponse, RowSamples, RowText, Seq2SeqPairs
 from memtop.train.data.tokens import BEGIN, END, ByteTokens, LibraryTokens, TokenStore, token_cache
-from tests.train.data.support import at_once, build_tokenizer, in_child
+from tests.train.data.support import at_once, build_tokenizer
+from tests.train.launching import printed_by
 from tests.train.recipes import pairs, write_rows
 from tests.train.support import TINY
 
@@ -160,7 +161,7 @@ print(json.dumps({"growth": peak() - before, "tokens": len(store.tokens)}))
 
 
 def test_building_takes_bounded_memory(tmp_path: Path) -> None:
-    found = in_child(_MEASURE, str(tmp_path))
+    found = printed_by("-c", _MEASURE, str(tmp_path))
     assert found["tokens"] == 5000 * 10_002
     # 100 MB on disk, 400 MB as a list of ids.
     assert found["growth"] < 15e6

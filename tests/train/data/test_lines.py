@@ -11,7 +11,8 @@ import pytest
 
 from memtop.train import BadInputError
 from memtop.train.data.rows import open_rows
-from tests.train.data.support import MEASURE_READING, PAIR, in_child, pair, write_lines
+from tests.train.data.support import MEASURE_READING, PAIR, pair, write_lines
+from tests.train.launching import printed_by
 
 
 def test_json_lines_and_blank_ones(tmp_path: Path) -> None:
@@ -62,7 +63,8 @@ def test_a_bad_line_is_named_before_training_starts(tmp_path: Path, line: str | 
 
 def test_the_resident_set_does_not_grow_with_a_file_of_lines(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *(json.dumps({"prompt": f"{n}", "response": "x" * 2000}) for n in range(30_000)))
-    found = in_child(MEASURE_READING, str(path), "standard", str(write_lines(tmp_path / "b.jsonl", json.dumps(pair(0)))))
+    warm_up = write_lines(tmp_path / "b.jsonl", json.dumps(pair(0)))
+    found = printed_by("-c", MEASURE_READING, str(path), "standard", str(warm_up))
     assert found["read"] == 1000 * 2000
     assert found["growth"] < 10e6
 

@@ -19,7 +19,8 @@ from memtop.train import BadInputError
 from memtop.train.data.files import built_once
 from memtop.train.data.parquet import ParquetRows
 from memtop.train.data.rows import open_rows, window_order
-from tests.train.data.support import MEASURE_READING, PAIR, at_once, in_child, pair, write_lines, write_long, write_pairs
+from tests.train.data.support import MEASURE_READING, PAIR, at_once, pair, write_lines, write_long, write_pairs
+from tests.train.launching import printed_by
 
 _MEASURE_COPYING = """
 import json, resource, sys
@@ -213,7 +214,7 @@ def test_the_resident_set_does_not_grow_with_the_file(tmp_path: Path) -> None:
     path = write_long(tmp_path / "a.parquet", 30_000, 2000, group=250)
     assert path.stat().st_size > 60e6
     for level in ("standard", "extreme"):
-        found = in_child(MEASURE_READING, str(path), level, str(write_pairs(tmp_path / "b.parquet", 10, group=10)))
+        found = printed_by("-c", MEASURE_READING, str(path), level, str(write_pairs(tmp_path / "b.parquet", 10, group=10)))
         assert found["read"] == 1000 * 2000
         assert found["groups"] > 950, "this order is the worst for a cache"
         assert found["growth"] < 15e6
@@ -260,9 +261,8 @@ def test_texts_in_dictionaries_are_texts(tmp_path: Path) -> None:
 def test_a_giant_group_is_copied_in_bounded_memory(tmp_path: Path) -> None:
     path = write_long(tmp_path / "a.parquet", 60_000, 2000, group=60_000)
     assert pq.ParquetFile(path).metadata.num_row_groups == 1
-    found = in_child(
-        _MEASURE_COPYING, str(path), str(tmp_path / "cache"), str(write_pairs(tmp_path / "b.parquet", 10, group=10))
-    )
+    warm_up = write_pairs(tmp_path / "b.parquet", 10, group=10)
+    found = printed_by("-c", _MEASURE_COPYING, str(path), str(tmp_path / "cache"), str(warm_up))
     assert found["rows"] == 60_000
     # The group is 120 MB large.
     assert found["growth"] < 60e6
@@ -270,7 +270,7 @@ def test_a_giant_group_is_copied_in_bounded_memory(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     path = write_long(tmp_path / "a.parquet", 30_000, 200, group=30_000)
-    found = in_child(_NO_ROOM, str(path), str(tmp_path / "cache"))
+    found = printed_by("-c", _NO_ROOM, str(path), str(tmp_path / "cache"))
     assert "prepared data cannot be written there: " in found["error"]
     assert "XDG_CACHE_HOME" not in found["error"], "that is for a folder that refuses"
     assert "\n" not in found["error"]
