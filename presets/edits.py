@@ -9,7 +9,7 @@ field and the value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -47,12 +47,14 @@ def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | 
     return apply_preset(settings, preset)
 
 
-def _split_over(effective: int, processes: int, largest: int) -> tuple[int, int]:
-    """B and A of each of these processes."""
+def _split_over(effective: int, processes: int, largest: int, *, auto: bool = False) -> Split:
+    """B and A of each of these processes. If there are none, --gpus is refused, or with `auto`
+    --batch auto."""
     split = split_below(effective, processes, largest)
     if split is None:
-        why = f"{processes} processes do not divide the effective batch {effective}; give --batch and --accum"
-        raise SettingsError("--gpus", processes, why)
+        how = "--batch B --accum A first" if auto else "--batch and --accum"
+        why = f"{processes} processes do not divide the effective batch {effective}; give {how}"
+        raise SettingsError("--batch" if auto else "--gpus", "auto" if auto else processes, why)
     return split
 
 
@@ -163,7 +165,7 @@ def edit_settings(
     """
     before, texts = settings, assignments or {}
     if gpus is not None:
-        settings = _on_gpus(settings, gpus, is_split_given=bool(set(SPLIT) & set(texts)))
+        settings = _on_gpus(settings, gpus, set(texts))
     if preset is not None:
         settings = apply_preset(settings, find_preset(preset, settings.recipe), failed)
     settings = _assigned(settings, texts)
@@ -179,11 +181,14 @@ def edit_settings(
     return check(replace(settings, target_samples=target))
 
 
-def _on_gpus(settings: Settings, gpus: str, *, is_split_given: bool) -> Settings:
-    """The settings for these GPUs, with the effective batch kept if no split is given."""
+def _on_gpus(settings: Settings, gpus: str, given: Set[str]) -> Settings:
+    """The settings for these GPUs, with the effective batch kept if no split is among the `given`
+    settings."""
     processes = gpus.count(",") + 1
     after = replace(settings, gpus=gpus, world_size=processes)
-    if processes == settings.world_size or is_split_given:
+    # A split of each process suits the GPUs for which it was chosen.
+    of_others = bool(settings.rank_splits) and gpus != settings.gpus and not {"batch", "rank_splits"} & given
+    if not of_others and (processes == settings.world_size or set(SPLIT) & given):
         return after
     batch, accumulation = _split_over(settings.effective_batch, processes, settings.batch)
     return replace(after, batch=batch, accumulation=accumulation, rank_splits=())
@@ -192,8 +197,8 @@ def _on_gpus(settings: Settings, gpus: str, *, is_split_given: bool) -> Settings
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
     if "auto_batch" not in assignments and (after.zero.stage or set(SPLIT) & set(assignments)):
-        # Who gives a split wants that one. Under ZeRO there is no search: a remedy may have chosen
-        # it for a run that ran out of memory before it could search.
+        # A given split is kept. Under ZeRO there is no search: a remedy may have chosen it for a
+        # run that ran out of memory before it could search.
         after = replace(after, auto_batch=False)
     elif after.auto_batch and after.rank_splits:
         after = _even(after)
@@ -208,12 +213,8 @@ def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
 
 def _even(settings: Settings) -> Settings:
     """The settings with one split for all processes, and the effective batch kept."""
-    effective, processes = settings.effective_batch, settings.world_size
-    split = split_below(effective, processes, settings.batch)
-    if split is None:
-        why = f"{processes} processes do not divide the effective batch {effective}; give --batch B --accum A first"
-        raise SettingsError("--batch", "auto", why)
-    return replace(settings, batch=split[0], accumulation=split[1], rank_splits=())
+    batch, accumulation = _split_over(settings.effective_batch, settings.world_size, settings.batch, auto=True)
+    return replace(settings, batch=batch, accumulation=accumulation, rank_splits=())
 
 
 def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[str, str]) -> None:
@@ -265,9 +266,14 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
 _EACH = "gives no size for each process; write B,B or BxA,BxA"
 
 
+def is_for_each(text: str) -> bool:
+    """Whether this text of a batch has one size for each process: `3,1` or `2x12,1x8`."""
+    return "," in text or "x" in text
+
+
 def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
     """The settings with a split as text. `rank_splits`, or a batch with one size for each process,
-    says it for each process; a batch alone is that of all.
+    gives each process its own; a batch alone is that of all.
     """
     each = given.get("rank_splits") or given.get("batch", "")
     if "x" in each:

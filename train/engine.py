@@ -114,30 +114,31 @@ class SkippedSteps:
     def __init__(self, engine: Engine, tell: Callable[[str], None]) -> None:
         self._engine = engine
         self._tell = tell
-        self.in_a_row = 0
-        """How many there were up to now. A run that goes on like this may have bad weights."""
+        self._in_a_row = 0
+        self.doubt: str | None = None
+        """Why the weights may be bad, so that the last saved state is the better one; else None."""
 
     def check(self, update: int, loss: float, norm: float | None, *, last: bool) -> bool:
         """Whether the step of this update was skipped, because a gradient is not finite.
 
-        TrainingError if the weights must not be saved: too many steps in a row were skipped, more
-        than one at the end of the training (`last`), or a step was done although the loss or a
-        gradient is not finite.
+        TrainingError if a step was done although the loss or a gradient is not finite, if too many
+        steps in a row were skipped, or if the loss of the `last` update is not finite.
         """
-        skipped = self._engine.skipped(norm)
+        skipped, finite = self._engine.skipped(norm), math.isfinite(loss)
+        self.doubt = None if finite else self.doubt or f"the loss is {loss} since update {update}"
         if not skipped:
-            self.in_a_row = 0
-            if math.isfinite(loss) and (norm is None or math.isfinite(norm)):
+            self._in_a_row = 0
+            if finite and (norm is None or math.isfinite(norm)):
                 return False
-        elif (scale := self._engine.loss_scale()) is not None and scale.scale >= 1:
+        elif finite and (scale := self._engine.loss_scale()) is not None and scale.scale >= 1:
             # Skipped steps are how the scale of fp16 losses is found.
             return True
-        self.in_a_row += 1
-        if not skipped or self.in_a_row == MOST_SKIPPED or (last and self.in_a_row > 1):
-            what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-            times = f" ({self.in_a_row} updates in a row)" if skipped else ""
+        self._in_a_row += 1
+        if not skipped or self._in_a_row == MOST_SKIPPED or (last and not finite):
+            what = f"gradient norm is {norm}" if finite else f"loss is {loss}"
+            times = f" ({self._in_a_row} updates in a row)" if self._in_a_row > 1 else ""
             raise TrainingError(f"{what} at update {update}{times}; stopped, the last saved checkpoint is unchanged")
-        if self.in_a_row == 1:
+        if self._in_a_row == 1:
             self._tell(
                 f"update {update}: a gradient is not finite (loss {loss:.4g}, gradient norm {norm}), so its optimizer "
                 f"step is skipped; {MOST_SKIPPED} such updates in a row end the training"

@@ -143,7 +143,7 @@ class Trainer:
         if self._saver.saved_update == self.position.updates:
             return None
         how = "finished" if self._at_target else "stopped at"
-        problem = self._saver.problem or "the first rank reports the reason"
+        problem = self._skipped_steps.doubt or self._saver.problem or "the first rank reports the reason"
         return f"{how} update {self.position.updates}, not saved: {problem}"
 
     @property
@@ -176,15 +176,18 @@ class Trainer:
                 control.answer(number, *self._live.edit(values))
             if not self._at_target:
                 self._live.adapt_batch()
-            # While steps are skipped, there is no better state than the one that is saved.
-            due = plan.number % self.settings.save_every == 0 and not (self._at_target or self._skipped_steps.in_a_row)
-            if requests.save or requests.stop or best or due:
+            due = plan.number % self.settings.save_every == 0 and not self._at_target
+            if (doubt := self._skipped_steps.doubt) is not None:
+                for number in requests.commands:
+                    control.answer(number, False, f"not saved: {doubt}; the last saved checkpoint is unchanged", {})
+            elif requests.save or requests.stop or best or due:
                 self.save(best=best, commands=requests.commands, background=not requests.stop)
             if (plan.number + 1) % self.settings.save_every == 0:
                 self._saver.prepare()
             if plan.number % RECORD_EVERY == 0:
                 self._record(f"update {plan.number}")
             if requests.stop:
+                self._saver.finish()
                 return "stopped"
         return self._finish(control)
 

@@ -74,6 +74,15 @@ def test_a_training_that_finds_no_scale_ends(tmp_path: Path) -> None:
     assert [report["message"][:9] for report in training.channel.of("warning")] == ["update 9:"]
 
 
+def test_weights_that_are_not_finite_end_a_training_while_the_scale_is_found(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(target_samples=80, save_every=1))
+    with torch.no_grad():
+        next(iter(training.model.parameters())).fill_(math.inf)
+    with pytest.raises(TrainingError, match=r"^loss is nan at update 8 \(8 updates in a row\); "):
+        training.run()
+    assert training.channel.of("checkpoint") == []
+
+
 @pytest.mark.parametrize("told", [-1.0, torch.tensor(-1.0)])
 def test_deepspeeds_sign_for_a_gradient_that_is_not_finite_is_no_norm(told: Any) -> None:
     engine, _ = under_zero()

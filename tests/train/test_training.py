@@ -23,7 +23,7 @@ from memtop.train.model import blaming_config, model_config
 from memtop.train.optimizers import MOMENTS
 from memtop.train.order import SampleOrder
 from memtop.train.run import open_accelerator, open_engine
-from memtop.train.state_files import BrokenStateError, newest_complete, newest_update, previous_of, read_manifest
+from memtop.train.state_files import BrokenStateError, newest_complete, previous_of, read_manifest
 from tests.train.support import Recorder, Training, edited
 
 
@@ -127,7 +127,7 @@ def broken_at(training: Training, updates: set[int]) -> None:
 @pytest.mark.parametrize("clip_norm", [1.0, 0.0])
 def test_a_gradient_that_is_not_finite_leaves_out_only_the_optimizer_step(tmp_path: Path, clip_norm: float) -> None:
     skipped = {1, 4, 5}
-    training, other = (Training(tmp_path / name, edited(clip_norm=clip_norm, save_every=1)) for name in ("state", "other"))
+    training, other = (Training(tmp_path / name, edited(clip_norm=clip_norm)) for name in ("state", "other"))
     broken_at(training, skipped)
     optimizer: Any = other.optimizer
     step = optimizer.step
@@ -135,7 +135,6 @@ def test_a_gradient_that_is_not_finite_leaves_out_only_the_optimizer_step(tmp_pa
     assert training.run() == other.run() == "finished"
     assert (training.losses, training.digests) == (other.losses, other.digests)
     assert [report["update"] for report in training.channel.of("step") if report["skipped"]] == sorted(skipped)
-    assert [report["updates"] for report in training.channel.of("checkpoint")] == [2, 3, 6, 7, 8, 9, 10]
     for ours, theirs in zip(training.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for kind in (*MOMENTS, "step"):
@@ -152,15 +151,37 @@ def test_a_row_of_skipped_steps_is_counted_from_0_after_one_that_was_done(tmp_pa
         training.run()
 
 
-def test_a_training_does_not_finish_with_several_skipped_steps(tmp_path: Path) -> None:
-    once = Training(tmp_path / "once")
-    broken_at(once, {10})
-    assert once.run() == "finished"
-    twice = Training(tmp_path / "twice", edited(save_every=8))
-    broken_at(twice, {9, 10})
-    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 10 \(2 updates in a row\); "):
-        twice.run()
-    assert newest_update(tmp_path / "twice") == 8
+def weights_broken_after(training: Training, update: int) -> None:
+    """As after a step that was too large: the loss of the later updates is nan."""
+    report = training.channel.report
+
+    def then_break(kind: str, **values: Any) -> None:
+        report(kind, **values)
+        if kind == "step" and values["update"] == update:
+            with torch.no_grad():
+                next(iter(training.model.parameters())).fill_(math.inf)
+
+    training.channel.report = then_break  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("request_", ["stop", "checkpoint"])
+def test_no_state_is_saved_while_the_loss_is_not_finite(tmp_path: Path, request_: str) -> None:
+    training = Training(tmp_path / "state", edited(save_every=2))
+    weights_broken_after(training, 3)
+    training.channel.commands[6] = [(5, request_, {})]
+    why = "the loss is nan since update 4"
+    if request_ == "stop":
+        assert training.run() == "stopped"
+        assert (training.trainer.unsaved or "").startswith(f"stopped at update 6, not saved: {why}")
+    else:
+        with pytest.raises(TrainingError, match=r"^loss is nan at update 10 \(.* updates in a row\); stopped, "):
+            training.run()
+        ((number, ok, message),) = training.channel.answers
+        assert (number, ok) == (5, False)
+        assert message.startswith(f"not saved: {why}")
+    found = newest_complete(tmp_path / "state") or pytest.fail("no state")
+    assert found[1].updates == 2
+    assert all(tensor.isfinite().all() for tensor in Training(tmp_path / "state").weights().values())
 
 
 def test_an_optimizer_that_cannot_skip_its_step_stops_without_saving(tmp_path: Path) -> None:
