@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import msgspec
-
 from memtop.presets.checks import SettingsError
 from memtop.presets.files import load_presets
-from memtop.presets.parameters import MOMENT_BYTES, ModelSize, model_size
+from memtop.presets.parameters import LIVE_PARAMETERS, MOMENT_BYTES, ModelSize, model_size
 from memtop.presets.schema import Preset, Settings
 
 _GIB = 1 << 30
@@ -28,37 +26,14 @@ micro-batch and checkpointing reduce."""
 Under = Callable[[Preset], Settings]
 """The settings of the run under a preset; SettingsError if the two do not go together."""
 
-
-class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU memory of one process that does not depend on the batch, in bytes."""
-
-    weights: int
-    """Trained weights in fp32, their copies in the precision of the computation, and adapters."""
-    frozen: int
-    """The base model of adapters."""
-    gradients: int
-    moments: int
-
-    @property
-    def total(self) -> int:
-        """All of it, and the CUDA context."""
-        return self.weights + self.frozen + self.gradients + self.moments + CONTEXT_BYTES
-
-    def fits(self, free_bytes: int) -> bool:
-        """Whether it leaves room for activations."""
-        return self.total <= MOST_OF_FREE * free_bytes
-
-
 _MOMENTS = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "adafactor": 0}
 """Bytes of moments per trained parameter. Adafactor keeps sums of rows and columns."""
 _IN_4_BITS = 0.52
 """NF4 with double quantization: half a byte, and scales."""
-_LIVE_PARAMETERS = 100_000_000
-"""With offloaded parameters: how many DeepSpeed keeps on the GPU at one time."""
 
 
-def need(settings: Settings, size: ModelSize) -> Need:
-    """What the run needs on each GPU whatever its micro-batch is.
+def need(settings: Settings, size: ModelSize) -> int:
+    """The bytes that the run needs on each GPU whatever its micro-batch is, with the CUDA context.
 
     Of a trained parameter: 4 bytes for the weight, 4 for the gradient, 8 for Adam's moments, and 2
     for the copy in bf16 or fp16. A frozen base has the precision of the computation, or 4 bits.
@@ -75,7 +50,7 @@ def need(settings: Settings, size: ModelSize) -> Need:
         frozen = base * (compute if settings.model.get("path") or zero.stage else 4)
     copies = compute * size.trained if zero.stage or compute < 4 else 0
     if zero.offload_parameters:
-        copies, frozen = min(copies, compute * _LIVE_PARAMETERS), min(frozen, compute * _LIVE_PARAMETERS)
+        copies, frozen = min(copies, compute * LIVE_PARAMETERS), min(frozen, compute * LIVE_PARAMETERS)
     elif zero.stage == 3:
         copies, frozen = copies // world, frozen // world
     sharded = world if zero.stage else 1
@@ -83,7 +58,12 @@ def need(settings: Settings, size: ModelSize) -> Need:
     gradients = 4 * size.trained // (world if zero.stage >= 2 else 1)
     if zero.offload_optimizer:
         master = moments = gradients = 0
-    return Need(weights=master + copies, frozen=frozen, gradients=gradients, moments=moments)
+    return master + copies + frozen + gradients + moments + CONTEXT_BYTES
+
+
+def _fits(needed: int, free_bytes: int) -> bool:
+    """Whether it leaves room for activations."""
+    return needed <= MOST_OF_FREE * free_bytes
 
 
 def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Under) -> tuple[Preset, str]:
@@ -114,13 +94,13 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under) -> tuple[Pres
         return plain, f"{free}; what the model needs is not known before it is loaded"
     needed = need(settings, size)
     what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
-    words = f"{what} need {needed.total / _GIB:.2f} GiB"
-    if needed.fits(free_bytes):
+    words = f"{what} need {needed / _GIB:.2f} GiB"
+    if _fits(needed, free_bytes):
         return plain, f"{free}, {words}"
     if settings.auto_batch:
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
         return plain, f"{free}, {words}: too little. {advice}"
-    possible: list[tuple[Preset, Need]] = []
+    possible: list[tuple[Preset, int]] = []
     refused: list[str] = []
     for _, preset in _rungs():
         if preset.zero is None or not preset.zero.saves_memory(1):
@@ -133,9 +113,9 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under) -> tuple[Pres
     if not possible:
         why = "; ".join(refused) or "no preset of the ladder offloads"
         return plain, f"{free}, {words}: too little, but {why}"
-    preset, less = next((one for one in possible if one[1].fits(free_bytes)), possible[-1])
-    still = "" if less.fits(free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
-    after = f"with this offload {less.total / _GIB:.2f} GiB{still}"
+    preset, less = next((one for one in possible if _fits(one[1], free_bytes)), possible[-1])
+    still = "" if _fits(less, free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
+    after = f"with this offload {less / _GIB:.2f} GiB{still}"
     return preset, f"preset {preset.name}: {_free(free_bytes)}, {words}; {after}"
 
 

@@ -47,12 +47,14 @@ def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | 
     return apply_preset(settings, preset)
 
 
-def _split_over(effective: int, processes: int, largest: int) -> tuple[int, int]:
-    """B and A of each of these processes."""
+def _split_over(effective: int, processes: int, largest: int, *, auto: bool = False) -> Split:
+    """B and A of each of these processes. If there are none, --gpus is refused, or with `auto`
+    --batch auto."""
     split = split_below(effective, processes, largest)
     if split is None:
-        why = f"{processes} processes do not divide the effective batch {effective}; give --batch and --accum"
-        raise SettingsError("--gpus", processes, why)
+        how = "--batch B --accum A first" if auto else "--batch and --accum"
+        why = f"{processes} processes do not divide the effective batch {effective}; give {how}"
+        raise SettingsError("--batch" if auto else "--gpus", "auto" if auto else processes, why)
     return split
 
 
@@ -192,8 +194,8 @@ def _on_gpus(settings: Settings, gpus: str, *, is_split_given: bool) -> Settings
 def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
     if "auto_batch" not in assignments and (after.zero.stage or set(SPLIT) & set(assignments)):
-        # Who gives a split wants that one. Under ZeRO there is no search: a remedy may have chosen
-        # it for a run that ran out of memory before it could search.
+        # A given split is kept. Under ZeRO there is no search: a remedy may have chosen it for a
+        # run that ran out of memory before it could search.
         after = replace(after, auto_batch=False)
     elif after.auto_batch and after.rank_splits:
         after = _even(after)
@@ -208,12 +210,8 @@ def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
 
 def _even(settings: Settings) -> Settings:
     """The settings with one split for all processes, and the effective batch kept."""
-    effective, processes = settings.effective_batch, settings.world_size
-    split = split_below(effective, processes, settings.batch)
-    if split is None:
-        why = f"{processes} processes do not divide the effective batch {effective}; give --batch B --accum A first"
-        raise SettingsError("--batch", "auto", why)
-    return replace(settings, batch=split[0], accumulation=split[1], rank_splits=())
+    batch, accumulation = _split_over(settings.effective_batch, settings.world_size, settings.batch, auto=True)
+    return replace(settings, batch=batch, accumulation=accumulation, rank_splits=())
 
 
 def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[str, str]) -> None:
@@ -265,9 +263,14 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
 _EACH = "gives no size for each process; write B,B or BxA,BxA"
 
 
+def is_for_each(text: str) -> bool:
+    """Whether this text of a batch has one size for each process: `3,1` or `2x12,1x8`."""
+    return "," in text or "x" in text
+
+
 def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
     """The settings with a split as text. `rank_splits`, or a batch with one size for each process,
-    says it for each process; a batch alone is that of all.
+    gives each process its own; a batch alone is that of all.
     """
     each = given.get("rank_splits") or given.get("batch", "")
     if "x" in each:

@@ -20,6 +20,8 @@ TRAINED_BYTES = 16
 needs the same amount of host memory."""
 MOMENT_BYTES = 8
 """Of these, the bytes that certainly leave the GPU with an offload."""
+LIVE_PARAMETERS = 100_000_000
+"""With offloaded parameters: how many DeepSpeed keeps on the GPU at one time."""
 
 
 def model_parameters(config: Config) -> int | None:
@@ -136,7 +138,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """Of all, those of the input embeddings and of an output head of its own; 0 if not known."""
 
 
-def model_config(settings: Settings) -> dict[str, Any] | None:
+def stored_config(settings: Settings) -> dict[str, Any] | None:
     """The model's configuration. None if only the trainer can know it: a hub name whose files were
     not downloaded yet."""
     config, folder = settings.model.get("config"), _model_folder(settings)
@@ -150,7 +152,7 @@ def model_config(settings: Settings) -> dict[str, Any] | None:
 
 def model_size(settings: Settings) -> ModelSize | None:
     """The size of the run's model; None if it is not known before the model is loaded."""
-    config = model_config(settings) or {}
+    config = stored_config(settings) or {}
     found, trained = model_parameters(config), trained_parameters(settings, config)
     if found is None or trained is None:
         shapes = _stored_shapes(settings)
@@ -190,7 +192,7 @@ def _stored_shapes(settings: Settings) -> dict[str, list[int]]:
     are none, or if their weights are quantized."""
     folder = _model_folder(settings)
     found: dict[str, list[int]] = {}
-    if folder is None or (model_config(settings) or {}).get("quantization_config"):
+    if folder is None or (stored_config(settings) or {}).get("quantization_config"):
         return {}
     try:
         for path in folder.glob("model*.safetensors"):

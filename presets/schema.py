@@ -108,7 +108,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eval_every: int = 0
     """Updates between two evaluations; 0: none."""
     eval_batch: int = 0
-    """Samples per evaluation micro-batch and process; 0: the same as `batch`."""
+    """Samples per evaluation micro-batch and process; 0: the smallest batch of any process."""
     load_best_at_end: bool = False
     """Export the state with the best evaluation loss instead of the last one."""
     log_every: int = 1
@@ -266,7 +266,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     recipes: tuple[str, ...] = ()
     """The recipes whose new runs also take the guide's values; empty: all."""
     free_gib_from: float | None = None
-    """With preset "auto", several processes take this preset from this much free GPU memory on."""
+    """With preset "auto", several processes, and every run of a recipe with a family of its own,
+    take this preset from this much free GPU memory on."""
     max_batch: Positive | None = None
     """The largest micro-batch; accumulation follows so that the effective batch stays exactly the
     same."""

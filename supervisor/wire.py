@@ -9,6 +9,7 @@ same socket. They write their reports to `attempts/NNNN/rank-R.jsonl`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from typing import Annotated, Any
 
@@ -206,8 +207,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def saves_when_stopped(self) -> bool:
-        """Whether it is known to finish its update and save when it is stopped, and to resume."""
-        return self.settings is not None or "stop" in (self.offers or ())
+        """See the function of this name."""
+        return saves_when_stopped(self.settings, self.offers)
+
+
+def saves_when_stopped(settings: Settings | None, offers: Collection[str] | None) -> bool:
+    """Whether a program is known to finish its update and save when it is stopped, and to resume:
+    the built-in trainer, or one that offers the command `stop`."""
+    return settings is not None or "stop" in (offers or ())
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):

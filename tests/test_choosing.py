@@ -27,7 +27,7 @@ ADAPTERS = ModelSize(all=10**9, trained=10**6, embedded=10**8)
 
 
 def bytes_for(settings: Settings, size: ModelSize = MILLION) -> int:
-    return need(settings, size).total - CONTEXT_BYTES
+    return need(settings, size) - CONTEXT_BYTES
 
 
 def test_the_estimate_is_what_a_training_holds(tmp_path: Path) -> None:

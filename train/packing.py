@@ -1,6 +1,6 @@
 """Several samples in one row, without padding, that do not attend to each other.
 
-The tokens of a micro-batch's samples lie behind each other, in one row [1, n]. The positions begin
+The tokens of a micro-batch's samples follow each other in one row [1, n]. The positions begin
 at 0 in each sample, and the attention gets the lengths of the samples. So the tokens of a sample
 see what they would see in a row of their own, and padding costs neither time nor memory.
 """

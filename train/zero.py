@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings
-from memtop.presets.parameters import TRAINED_BYTES, model_size
+from memtop.presets.parameters import LIVE_PARAMETERS, TRAINED_BYTES, model_size
 from memtop.presets.schema import Zero
 from memtop.train.compile_lock import await_compiled
 from memtop.train.engine import ReadSaved, count_parameters, trained_parameters
@@ -56,7 +56,7 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str) -> dict
         if settings.zero.offload_parameters:
             zero["offload_param"] = {"device": "cpu", "pin_memory": False}
         # With the parameters in host memory, the GPU is too small for more elements.
-        most = 100_000_000 if settings.zero.offload_parameters else 1_000_000_000
+        most = LIVE_PARAMETERS if settings.zero.offload_parameters else 1_000_000_000
         zero |= {
             # Weights gathered ahead of the layer that needs them.
             "stage3_prefetch_bucket_size": int(0.9 * bucket),

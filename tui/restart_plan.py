@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.comparison import compatibility, describe_split, risk
+from memtop.presets.edits import is_for_each
 from memtop.presets.fields import can_change_live
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
@@ -36,7 +37,7 @@ def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: S
     values: dict[str, str] = {}
     for field in NUMBER_FIELDS:
         text = texts[field].strip().replace(" ", "")
-        each = field == "batch" and ("," in text or "x" in text)
+        each = field == "batch" and is_for_each(text)
         # int() would accept "1_0" and digits of other scripts.
         if not each and not (text.isascii() and text.removeprefix("-").isdigit()):
             return _wrong(field, f"{field} {text!r}: must be a whole number")

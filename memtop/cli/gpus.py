@@ -153,8 +153,8 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
     """Where a run with these GPUs (None: the person chose none) and this setting `device` trains.
 
     UsageError if its GPUs accept no other program, or if the person asks for a GPU on which the
-    installed torch cannot compute. Who asks for none then gets the CPU, and a message says so.
-    `run`: see `wanted`.
+    installed torch cannot compute. If nobody asked for one, the run gets the CPU, and a message
+    says so. `run`: see `wanted`.
     """
     if device == "cpu":
         return Place()

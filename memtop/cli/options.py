@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from memtop.presets.edits import is_for_each
 from memtop.presets.fields import FIELDS
 from memtop.supervisor.errors import UsageError
 
@@ -40,11 +41,7 @@ class _Batch(_Whole):
     name = "number, numbers or auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:  # type: ignore[override]
-        if value == AUTO:
-            return AUTO
-        if isinstance(value, str) and ("," in value or "x" in value):
-            for word in value.replace("x", ",").split(","):
-                super().convert(word, param, ctx)
+        if isinstance(value, str) and (value == AUTO or is_for_each(value)):
             return value
         return super().convert(value, param, ctx)
 

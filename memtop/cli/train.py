@@ -5,7 +5,6 @@ The functions import NVML and asyncio themselves, since `memtop train --help` ne
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import time
@@ -38,8 +37,9 @@ from memtop.presets import (
     edit_settings,
     load_recipes,
 )
+from memtop.presets.checks import did_you_mean
 from memtop.presets.edits import draft, find_preset
-from memtop.presets.fields import OPTIONS
+from memtop.presets.fields import OPTIONS, SPLIT
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
@@ -143,12 +143,12 @@ def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
 def _free_name_of(run: RunFolder) -> None:
     """Let the supervisor of an ended run leave, so that the run can be moved aside. RunFolderError
     if the run goes on, or is another user's."""
-    from memtop.supervisor.run.starting import make_room
+    from memtop.supervisor.run.starting import let_leave
     from memtop.supervisor.run.view import refuse_living
 
     if (problem := why_not_own(run.path)) is not None:
         raise RunFolderError(f"--fresh: {problem}; --name chooses another name")
-    make_room(run)
+    let_leave(run)
     refuse_living(run)
 
 
@@ -202,22 +202,21 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     for words in told:
         print_message(f"memtop: {words}")
-    return NewRun(settings=settings, choice=". ".join(told) or None)
+    return NewRun(settings=settings, choice="; ".join(told) or None)
 
 
 def _recipe(name: str) -> Recipe:
     recipes = load_recipes()
     if name not in recipes:
-        near = difflib.get_close_matches(name, list(recipes), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UsageError(f"RECIPE {name!r}: unknown; there are {', '.join(recipes)}{hint}; your own program goes after `--`")
+        known = f"{', '.join(recipes)}{did_you_mean(name, recipes)}"
+        raise UsageError(f"RECIPE {name!r}: unknown; there are {known}; your own program goes after `--`")
     return recipes[name]
 
 
 def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
-    # If a batch is given, the number of processes need not divide the recipe's effective batch.
+    # If a split is given, the number of processes need not divide the recipe's effective batch.
     world = len(gpus) if gpus else 1
-    given = "batch" in edits.assignments or "accumulation" in edits.assignments
+    given = bool(set(SPLIT) & set(edits.assignments))
     settings = replace(draft(recipe, preset=preset, world_size=1 if given else world, whole=whole), world_size=world)
     updates = edits.max_updates
     if updates is None and settings.target_samples and "epochs" not in edits.assignments:

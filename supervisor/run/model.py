@@ -332,11 +332,6 @@ def is_connected(model: Model, command: str) -> bool:
     return 0 in model.agents and (model.progress.offers is None or command in model.progress.offers)
 
 
-def saves_when_stopped(model: Model) -> bool:
-    """Whether it is known to finish its update and save when it is stopped, and to resume."""
-    return model.settings is not None or "stop" in (model.progress.offers or ())
-
-
 def refused(answers: tuple[AgentAnswer, ...]) -> str | None:
     """Why a command was not carried out; None if it was."""
     if not answers:

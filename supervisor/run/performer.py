@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.presets.parameters import model_config
+from memtop.presets.parameters import stored_config
 from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
@@ -291,7 +291,7 @@ class Performer:
             disk_free_bytes=post_mortem.free_bytes(self._folder.path),
             deepspeed=importlib.util.find_spec("deepspeed") is not None,
             inherited_allocator=inherited_allocator(os.environ),
-            model_config=model_config(effect.settings) if effect.settings is not None else None,
+            model_config=stored_config(effect.settings) if effect.settings is not None else None,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
             environment=of_process(os.environ, platform.release(), in_container=any(map(os.path.exists, CONTAINER_FILES))),
         )

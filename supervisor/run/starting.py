@@ -124,7 +124,7 @@ def _start_error(folder: RunFolder, status: int, begins: int) -> MemtopError:
     return UsageError(message) if status == UsageError.exit_status else RunFolderError(message)
 
 
-def make_room(folder: RunFolder) -> None:
+def let_leave(folder: RunFolder) -> None:
     """Let the supervisor of a run that is over end now, so that the run can be moved aside.
 
     After the end it stays for a moment, or as long as a dashboard shows the run.

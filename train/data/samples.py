@@ -176,7 +176,7 @@ def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
 
 
 def in_one_row(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Samples of a causal model behind each other: input_ids and labels [1, n], lengths [samples].
+    """Samples of a causal model in one row: input_ids and labels [1, n], lengths [samples].
 
     The first token of a sample is never predicted from the sample before it.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.presets.parameters import model_config
+from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
@@ -164,7 +164,7 @@ def oom_record(rank: int, report: Oom) -> OomRecord | None:
 
 def vocabulary(settings: Settings) -> int | None:
     """The model's vocabulary size. None if only the trainer can know it."""
-    size = (model_config(settings) or {}).get("vocab_size")
+    size = (stored_config(settings) or {}).get("vocab_size")
     return size if isinstance(size, int) else None
 
 

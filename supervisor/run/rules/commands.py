@@ -24,10 +24,20 @@ from memtop.supervisor.run.model import (
     emit,
     note,
     refused,
-    saves_when_stopped,
 )
 from memtop.supervisor.run.rules import attempts, restart, stopping, trials
-from memtop.supervisor.wire import Answer, CheckpointNow, Edit, FreeCache, Outcome, Phase, Restart, Stop, Try
+from memtop.supervisor.wire import (
+    Answer,
+    CheckpointNow,
+    Edit,
+    FreeCache,
+    Outcome,
+    Phase,
+    Restart,
+    Stop,
+    Try,
+    saves_when_stopped,
+)
 
 RECONNECT_SECONDS = 10.0
 """After a supervisor has taken over: how long a request waits for the ranks to connect again."""
@@ -119,8 +129,10 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
     if model.phase is not Phase.STOPPING or model.pending is not None:
         model = stopping.stop_run(model)
-    saves = "the program finishes its update, saves and exits"
-    text = saves if saves_when_stopped(model) else "memtop sends SIGINT to the program; what it saves is up to the program"
+    if saves_when_stopped(model.settings, model.progress.offers):
+        text = "the program finishes its update, saves and exits"
+    else:
+        text = "memtop sends SIGINT to the program; what it saves is up to the program"
     model = accept(model, client, request.id, f"stopping: {text}")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
 
@@ -141,7 +153,7 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
 
 def _restarting(model: Model) -> str:
     """Where the run begins again, as far as memtop knows."""
-    if not saves_when_stopped(model):
+    if not saves_when_stopped(model.settings, model.progress.offers):
         return "restarting: the program begins as it does by itself"
     if model.saved is None and not model.alive:
         return "restarting from the first update: there is no complete checkpoint"
