@@ -9,7 +9,7 @@ field and the value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -165,7 +165,7 @@ def edit_settings(
     """
     before, texts = settings, assignments or {}
     if gpus is not None:
-        settings = _on_gpus(settings, gpus, is_split_given=bool(set(SPLIT) & set(texts)))
+        settings = _on_gpus(settings, gpus, set(texts))
     if preset is not None:
         settings = apply_preset(settings, find_preset(preset, settings.recipe), failed)
     settings = _assigned(settings, texts)
@@ -181,11 +181,14 @@ def edit_settings(
     return check(replace(settings, target_samples=target))
 
 
-def _on_gpus(settings: Settings, gpus: str, *, is_split_given: bool) -> Settings:
-    """The settings for these GPUs, with the effective batch kept if no split is given."""
+def _on_gpus(settings: Settings, gpus: str, given: Set[str]) -> Settings:
+    """The settings for these GPUs, with the effective batch kept if no split is among the `given`
+    settings."""
     processes = gpus.count(",") + 1
     after = replace(settings, gpus=gpus, world_size=processes)
-    if processes == settings.world_size or is_split_given:
+    # A split of each process suits the GPUs for which it was chosen.
+    of_others = bool(settings.rank_splits) and gpus != settings.gpus and not {"batch", "rank_splits"} & given
+    if not of_others and (processes == settings.world_size or set(SPLIT) & given):
         return after
     batch, accumulation = _split_over(settings.effective_batch, processes, settings.batch)
     return replace(after, batch=batch, accumulation=accumulation, rank_splits=())

@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from memtop.cli import doctor, gpus, run
 from memtop.presets.gpu_support import TorchBuild
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample
+from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record.folder import RunSpec, create_run
 from memtop.supervisor.units import GIB
 from tests.nvml_double.double import Script, driver, nvml_library
@@ -187,10 +188,21 @@ def test_a_run_for_which_every_gpu_is_closed_does_not_begin(modes: Script) -> No
             gpus.choose_place(None, device)
 
 
-def test_a_restart_may_stay_on_an_exclusive_gpu() -> None:
-    own = GpuSample(index=0, processes=(GpuProcess(pid=7, run="a"),), details=GpuDetails(compute_mode="exclusive process"))
-    assert gpus.why_closed(own, "a") is None, "it ends its own process first"
-    assert "process 7 computes on it" in str(gpus.why_closed(own, "b"))
+def test_a_restart_ends_its_own_processes_first(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gpus.Sampler.sample
+
+    def of_run_a(sampler: gpus.Sampler) -> MachineSnapshot:
+        machine = plain(sampler)
+        own = [tuple(replace(process, run="a") for process in gpu.processes) for gpu in machine.gpus]
+        return replace(machine, gpus=tuple(replace(gpu, processes=each) for gpu, each in zip(machine.gpus, own, strict=True)))
+
+    monkeypatch.setattr(gpus.Sampler, "sample", of_run_a)
+    four_gpus(four.clear(), gpu0=2 * GIB).gpu(0, total=20 * GIB, used=2 * GIB, **EXCLUSIVE).write()
+    assert gpus.wanted("free:3", "a") == ["0", "1", "3"]
+    assert gpus.wanted("0,1", "a") == ["0", "1"]
+    for text in ("free:3", "0,1"):
+        with pytest.raises(UsageError, match=r"GPU 0: its compute mode is exclusive process, and process \d+ computes on it"):
+            gpus.wanted(text, "b")
 
 
 def test_your_own_program_keeps_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

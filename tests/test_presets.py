@@ -271,7 +271,9 @@ def test_other_gpus_have_one_process_each_and_keep_the_effective_batch() -> None
     assert (two.gpus, two.world_size, two.split_text) == ("0,GPU-1", 2, "8 x 2 x 2")
     assert changes(base, two) == ["split 8 x 4 x 1 -> 8 x 2 x 2", "GPUs default -> 0,GPU-1"]
     uneven = edit_settings(two, assignments={"batch": "3,1", "accumulation": "8"})
-    assert edit_settings(uneven, gpus="2,3").split_text == "3+1 x 8", "as many processes keep their splits"
+    assert edit_settings(uneven, gpus=uneven.gpus).split_text == "3+1 x 8"
+    assert edit_settings(uneven, gpus="2,3").split_text == "2 x 8 x 2", "other GPUs may not have the same sizes"
+    assert edit_settings(uneven, gpus="2", assignments={"accumulation": "4"}).split_text == "2 x 4 x 1"
     assert edit_settings(uneven, gpus="2").split_text == "2 x 16 x 1"
     assert edit_settings(base, gpus="0,1,2", assignments={"batch": "3", "accumulation": "4"}).effective_batch == 36
     assert edit_settings(base, gpus="0,1", assignments={"batch": "6,2"}).split_text == "6+2 x 4"

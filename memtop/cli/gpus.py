@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.cli.output import print_message
 from memtop.presets import gpu_support
@@ -25,14 +26,29 @@ it."""
 _MPS = "nvidia-cuda-mps-server"
 
 
-def sample() -> MachineSnapshot:
-    """The machine now."""
+def sample(without: str | None = None) -> MachineSnapshot:
+    """The machine now; or once the processes of the run `without` have ended, as a restart does
+    before it begins."""
     # Wake sleeping GPUs: a run is about to use them.
     sampler = Sampler(patience=ONCE_SECONDS, wake=True)
     try:
-        return sampler.sample()
+        machine = sampler.sample()
     finally:
         sampler.close()
+    return machine if without is None else replace(machine, gpus=tuple(_gpu_without(gpu, without) for gpu in machine.gpus))
+
+
+def _gpu_without(gpu: GpuSample, run: str) -> GpuSample:
+    def more(free: int | None, ended: list[GpuProcess]) -> int | None:
+        return None if free is None else free + sum(process.used_bytes or 0 for process in ended)
+
+    ended = [process for process in gpu.processes if process.run == run]
+    parts = tuple(
+        replace(one, free_bytes=more(one.free_bytes, [each for each in ended if each.mig_instance == one.position]))
+        for one in gpu.mig
+    )
+    left = tuple(process for process in gpu.processes if process.run != run)
+    return replace(gpu, processes=left, free_bytes=more(gpu.free_bytes, ended), mig=parts)
 
 
 def wanted(text: str | None, run: str | None = None) -> list[str] | None:
@@ -41,7 +57,7 @@ def wanted(text: str | None, run: str | None = None) -> list[str] | None:
 
     UsageError for text that is no index, for GPUs that this machine does not have (training would
     silently run on the CPU) or that no further program can use, and if fewer GPUs are certainly
-    free. A GPU is not in use by `run`: a restart ends its processes first.
+    free. `run` is the one that is restarted: its processes do not count.
     """
     if text is None:
         return None
@@ -51,13 +67,13 @@ def wanted(text: str | None, run: str | None = None) -> list[str] | None:
             number = "1"
         if not _is_index(number) or int(number) < 1:
             raise UsageError(f"--gpus {text}: give how many free GPUs, like free:2")
-        return _free(int(number), text)
+        return _free(int(number), text, sample(run))
     indices = _parsed(text, "free:2 for two free ones")
-    machine, given = sample(), f"--gpus {','.join(indices)}"
+    machine, given = sample(run), f"--gpus {','.join(indices)}"
     _need_some(machine, given, "to train on the CPU")
     _check(indices, machine, given)
     for gpu in machine.gpus:
-        if str(gpu.index) in indices and (closed := why_closed(gpu, run)) is not None:
+        if str(gpu.index) in indices and (closed := why_closed(gpu)) is not None:
             raise UsageError(f"{given}: GPU {gpu.index}: {closed}")
     return indices
 
@@ -158,7 +174,7 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
     """
     if device == "cpu":
         return Place()
-    found = _place(sample(), gpus, installed_build(), run)
+    found = _place(sample(run), gpus, installed_build())
     chosen = f"--gpus {','.join(gpus)}" if gpus is not None else f"device {device or 'auto'}"
     if found.closed is not None:
         if gpus is None and VARIABLE in os.environ:
@@ -172,7 +188,7 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
     return Place()
 
 
-def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | None, run: str | None) -> Place:
+def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild | None) -> Place:
     """One process trains on the emptiest of the GPUs and MIG instances among which memtop may
     choose. With CUDA_VISIBLE_DEVICES it trains on the first one there. Several processes are
     measured by the fullest GPU.
@@ -186,17 +202,17 @@ def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild |
     if gpus is None and VARIABLE in os.environ:
         first = _first_visible(machine, devices)
         devices = [] if first is None else [first]
-    return _emptiest(machine, devices, build, run)
+    return _emptiest(machine, devices, build)
 
 
-def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuild | None, run: str | None) -> Place:
+def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuild | None) -> Place:
     problems = {device.gpu.index: why_unusable(machine, device.gpu, build) for device in devices}
     usable = [device for device in devices if problems[device.gpu.index] is None]
     if not usable:
         return Place(problem=next(iter(problems.values()), None))
-    accepting = [device for device in usable if _why_closed(device, run) is None]
+    accepting = [device for device in usable if _why_closed(device) is None]
     if not accepting:
-        return Place(closed=f"{usable[0].name}: {_why_closed(usable[0], run)}")
+        return Place(closed=f"{usable[0].name}: {_why_closed(usable[0])}")
     best = max(accepting, key=_room)
     if len(devices) == 1:
         return Place(free_bytes=best.free_bytes)
@@ -234,14 +250,14 @@ def _first_visible(machine: MachineSnapshot, devices: list[_Device]) -> _Device 
     return min(first or seen, key=_room, default=None)
 
 
-def why_closed(gpu: GpuSample, run: str | None = None) -> Unusable | None:
+def why_closed(gpu: GpuSample) -> Unusable | None:
     """Why this GPU, with all its MIG instances, accepts no other program. None if nothing is known
-    against it. The processes of `run` do not count."""
-    reasons = [_why_closed(device, run) for device in _devices_of(gpu)]
+    against it."""
+    reasons = [_why_closed(device) for device in _devices_of(gpu)]
     return None if None in reasons else next(iter(reasons), None)
 
 
-def _why_closed(device: _Device, run: str | None) -> Unusable | None:
+def _why_closed(device: _Device) -> Unusable | None:
     mode, index = device.gpu.details.compute_mode or "", device.gpu.index
     if mode == "prohibited":
         advice = f"choose another GPU, or allow it as root: nvidia-smi -i {index} -c DEFAULT"
@@ -250,7 +266,7 @@ def _why_closed(device: _Device, run: str | None) -> Unusable | None:
     # An MPS server is the only process on such a GPU, and lets several programs use it.
     if not mode.startswith("exclusive") or any(process.kind == "mps" or _MPS in (process.name or "") for process in there):
         return None
-    others = [process for process in there if not process.gone and (run is None or process.run != run)]
+    others = [process for process in there if not process.gone]
     if not others:
         return None
     advice = f"choose another GPU, or wait until process {others[0].pid} has ended"
@@ -301,9 +317,8 @@ def _need_some(machine: MachineSnapshot, given: str, without: str) -> None:
         raise UsageError(f"{given}: {machine.gpu_note or 'no NVIDIA GPU'}; leave --gpus out {without}")
 
 
-def _free(count: int, given: str) -> list[str]:
+def _free(count: int, given: str, machine: MachineSnapshot) -> list[str]:
     """The free GPUs with the most free memory, in the order of their indices."""
-    machine = sample()
     _need_some(machine, f"--gpus {given}", "to train on the CPU")
     allowed = _allowed(machine)
     candidates = [gpu for gpu in machine.gpus if allowed is None or str(gpu.index) in allowed]

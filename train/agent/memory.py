@@ -180,6 +180,8 @@ def keep_freed_memory() -> None:
     By default it returns blocks of the size of activations to the kernel when they are freed. The
     kernel then has to clear every page again: 3 % of the time of a small model on a CPU.
     """
+    if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}:
+        return  # The user's own choice.
     with contextlib.suppress(AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
