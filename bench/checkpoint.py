@@ -35,10 +35,10 @@ from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.train import checkpoint
 from memtop.train.channel import Unsupervised
 from memtop.train.data.tokens import ByteTokens
-from memtop.train.engine import PlainEngine
+from memtop.train.engine import PlainEngine, count_parameters
 from memtop.train.exchange import Ranks
 from memtop.train.model import model_config
-from memtop.train.run import count_parameters, open_accelerator, open_engine
+from memtop.train.run import open_accelerator, open_engine
 from memtop.train.state_files import Cut, ShardReader, newest_complete, sync
 from memtop.train.state_saver import DiskWait, StateSaver
 

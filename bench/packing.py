@@ -22,12 +22,12 @@ from accelerate import Accelerator
 from bench.common import MIDDLE_LLAMA, device_options, ratios, report, spread, versions
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.presets.host_memory import host_plan
-from memtop.train.batches import Batches, MicroBatches, Position, to_device
+from memtop.train.batches import Batches, MicroBatches, to_device
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import ByteTokens, TokenStore
 from memtop.train.model import build_model, model_config
 from memtop.train.objective import Objective
-from memtop.train.order import SampleOrder
+from memtop.train.order import Position, SampleOrder
 from memtop.train.packing import use_packing
 from memtop.train.run import open_accelerator
 from memtop.train.state_files import Cut

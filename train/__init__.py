@@ -6,6 +6,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, and of a user whose quota is used up."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of its text, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class TrainingError(Exception):
     """Training cannot continue; the text is one line that names what, where, and what to do."""
 

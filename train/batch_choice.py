@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memtop.presets.schema import Positive, Split, exact_splits
-from memtop.train.batch_adapter import SAFE_FRACTION
+from memtop.train.batch_sizer import SAFE_FRACTION
 
 _ALIKE = 1.1
 """Ranks whose speeds differ by less than this factor compute as many samples each."""
@@ -27,12 +27,12 @@ class Tried(msgspec.Struct, frozen=True):
     """A micro-batch that a rank has tried."""
 
     batch: int
-    share: float | None
+    fullness: float | None
     """How full the rank's memory was at the peak (0-1); None if it ran out."""
 
     @property
     def fits(self) -> bool:
-        return self.share is not None and self.share < SAFE_FRACTION
+        return self.fullness is not None and self.fullness < SAFE_FRACTION
 
 
 def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast: Callable[[int], float]) -> int | None:
@@ -50,7 +50,7 @@ def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast
         return None
     if not fits:
         return max(size for size in possible if size <= max(1, too_large // 2))
-    if sum(one.share is not None for one in tried) < 2:
+    if sum(one.fullness is not None for one in tried) < 2:
         return next((size for size in possible if size >= 2 * fits), possible[-1])
     return max((size for size in possible if forecast(size) < SAFE_FRACTION), default=None)
 

@@ -26,10 +26,10 @@ from memtop.presets import Settings, user_cache
 from memtop.presets.fields import SPLIT, memory_shape
 from memtop.presets.schema import Split, exact_splits, ranks_text
 from memtop.train.agent.memory import free_cache
-from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard
 from memtop.train.batch_choice import Measured, Tried, choose_splits, even_splits, next_size, update_seconds
+from memtop.train.batch_sizer import SAFE_FRACTION, BatchSizer, OomGuard
 from memtop.train.batches import Batch, completed, to_device
-from memtop.train.channel import Channel
+from memtop.train.channel import Channel, warn_from_first
 from memtop.train.data.files import digest
 from memtop.train.data.samples import Sample, collate
 from memtop.train.engine import Engine, PlainEngine
@@ -60,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """What the search has found on one rank."""
 
     measured: Measured
-    share: float
+    fullness: float
     """How full the memory is with the largest micro-batch that fits (0-1)."""
     total_bytes: int
     tried: list[Tried]
@@ -109,16 +109,15 @@ class BatchSearch:
         samples: Samples,
         pad: int,
         guard: OomGuard,
-        adapter: BatchAdapter,
-        memory: DeviceMemory,
+        sizer: BatchSizer,
         channel: Channel,
     ) -> None:
         self._engine = engine
         self._samples = samples
         self._pad = pad
         self._guard = guard
-        self._adapter = adapter
-        self._memory = memory
+        self._sizer = sizer
+        self._memory = sizer.memory
         self._channel = channel
         self._ranks = Ranks(engine.accelerator)
         self._rank, self._several = engine.accelerator.process_index, engine.accelerator.num_processes > 1
@@ -147,10 +146,10 @@ class BatchSearch:
         found, tried = self._recalled(sizes), list[Tried]()
         if found is None:
             found, tried = self._searched(settings, accumulations)
-        each = self._ranks.from_each(Outcome(found, self._known_share(found.largest), total, tried))
+        each = self._ranks.from_each(Outcome(found, self._known_fullness(found.largest), total, tried))
         splits = choose_splits(settings.effective_batch, [one.measured for one in each])
         self._report(splits, each, larger=next((size for size in sizes if size > found.largest), None))
-        self._measured, self._before = found, self._adapter.peaks
+        self._measured, self._before = found, self._sizer.peaks
         self._checks = _CHECKS if all(one.fits for one in each) else 0
         return splits
 
@@ -166,22 +165,22 @@ class BatchSearch:
         if self._checks == _CHECKS - 1:
             # The estimate of the moments becomes a measurement.
             missing = max(0, (self._memory.held_bytes() or 0) - self._held - self._moments)
-            peaks = self._adapter.peaks
+            peaks = self._sizer.peaks
             for size, peak in self._before.items():
                 peaks[size] = max(peaks.get(size, 0), peak + missing)
-            self._adapter.recall(peaks)
+            self._sizer.recall(peaks)
         split = settings.splits[self._rank]
-        share = self._adapter.measured_share(split[0])
-        if self._ranks.any(math.isinf(share)):
+        fullness = self._sizer.measured_fullness(split[0])
+        if self._ranks.any(math.isinf(fullness)):
             # A person has changed the batch, or something else that shapes the peaks.
             self._checks = 0
             return None
-        if not self._ranks.any(share >= SAFE_FRACTION):
+        if not self._ranks.any(fullness >= SAFE_FRACTION):
             if not self._checks:
                 self._remember()
             return None
         self.forget()
-        if share >= SAFE_FRACTION:
+        if fullness >= SAFE_FRACTION:
             split = self._smaller(split)
         splits = tuple(self._ranks.from_each(split))
         if splits == settings.splits:
@@ -196,7 +195,7 @@ class BatchSearch:
         smaller = [found for found in exact_splits(split[0] * split[1]) if found[0] < split[0]]
         if not smaller:
             return split
-        found = next((one for one in smaller if self._adapter.share(one[0]) < SAFE_FRACTION), smaller[-1])
+        found = next((one for one in smaller if self._sizer.fullness(one[0]) < SAFE_FRACTION), smaller[-1])
         if self._measured is not None:
             self._measured = replace(self._measured, largest=found[0])
         return found
@@ -219,7 +218,7 @@ class BatchSearch:
         tried: list[Tried] = []
         seconds: dict[int, float] = {}
         with self._leaving_no_trace(settings):
-            while (size := next_size(sizes, settings.batch, tried, self._adapter.share)) is not None:
+            while (size := next_size(sizes, settings.batch, tried, self._sizer.fullness)) is not None:
                 # With accumulation, the gradients of the first pass exist during the second. A rank
                 # of several may get more samples than an even share.
                 passes = 2 if self._several else min(2, accumulations[size])
@@ -245,13 +244,13 @@ class BatchSearch:
 
     def _try(self, size: int, work: Callable[[], None], passes: int) -> Tried:
         self._memory.reset()
-        share = math.inf
+        fullness = math.inf
         if all(self._guard.fits(work) for _ in range(passes)):
-            self._adapter.probed(size, self._moments)
-            share = self._adapter.measured_share(size)
+            self._sizer.probed(size, self._moments)
+            fullness = self._sizer.measured_fullness(size)
         self._engine.drop_gradients()
         free_cache()
-        return Tried(size, None if math.isinf(share) else share)
+        return Tried(size, None if math.isinf(fullness) else fullness)
 
     def _timed(self, size: int, work: Callable[[], None]) -> dict[int, float]:
         """The size, and how many seconds the fastest of a few passes takes; empty if memory runs
@@ -308,18 +307,18 @@ class BatchSearch:
         """
         remembered, fitting = self._read(), list[int]()
         if remembered is not None:
-            self._adapter.recall(remembered.peaks)
+            self._sizer.recall(remembered.peaks)
             known = [size for size in sizes if size <= remembered.measured.largest]
-            fitting = [size for size in known if self._known_share(size) < SAFE_FRACTION]
+            fitting = [size for size in known if self._known_fullness(size) < SAFE_FRACTION]
         if self._ranks.any(not fitting) or remembered is None:
-            self._adapter.changed(forget=True)
+            self._sizer.changed(forget=True)
             return None
         return replace(remembered.measured, largest=fitting[-1])
 
-    def _known_share(self, size: int) -> float:
+    def _known_fullness(self, size: int) -> float:
         """How full this rank's memory was with this size (0-1), or would be if it was not tried."""
-        measured = self._adapter.measured_share(size)
-        return self._adapter.share(size) if math.isinf(measured) else measured
+        measured = self._sizer.measured_fullness(size)
+        return self._sizer.fullness(size) if math.isinf(measured) else measured
 
     def _read(self) -> Remembered | None:
         if self._path is None:
@@ -336,7 +335,7 @@ class BatchSearch:
         with self._told("cannot be remembered"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(msgspec.json.encode(Remembered(self._measured, self._adapter.peaks)))
+            temporary.write_bytes(msgspec.json.encode(Remembered(self._measured, self._sizer.peaks)))
             temporary.replace(self._path)
 
     @contextmanager
@@ -350,15 +349,13 @@ class BatchSearch:
     # --- what the person sees
 
     def _refuse(self, settings: Settings, reason: str) -> None:
-        text = f"not available: {reason}; training with {settings.batch} x {settings.accumulation}"
-        if not self._rank:
-            self._channel.report("warning", message=f"batch auto: {text}")
-        self._print(text)
+        text = f"batch auto: not available: {reason}; training with {settings.batch} x {settings.accumulation}"
+        warn_from_first(self._channel, self._engine.accelerator, text)
 
     def _report(self, splits: Sequence[Split], each: Sequence[Outcome], larger: int | None) -> None:
         own, forecast = each[self._rank], None
         if larger is not None and all(one.batch != larger for one in own.tried):
-            forecast = self._adapter.share(larger)
+            forecast = self._sizer.fullness(larger)
             forecast = None if math.isinf(forecast) else forecast
         if self._several:
             text = _text_of_several(splits, each)
@@ -370,7 +367,7 @@ class BatchSearch:
             batch=max(batch for batch, _ in splits),
             accumulation=max(accumulation for _, accumulation in splits),
             rank_splits=splits if len(set(splits)) > 1 else (),
-            tried=[{"batch": one.batch, "share": _fullest(one.batch, each), "own_share": one.share} for one in own.tried],
+            tried=[{"batch": one.batch, "share": _fullest(one.batch, each), "own_share": one.fullness} for one in own.tried],
             samples_per_second=own.measured.speed if own.measured.seconds else None,
             remembered=not own.tried,
             forecast_batch=None if forecast is None else larger,
@@ -390,7 +387,7 @@ def _text_of_one(split: Split, found: Outcome, forecast: str) -> str:
     for number, one in enumerate(sorted(found.tried, key=lambda one: one.batch)):
         parts.append(f"{one.batch} {_peak_text(one, '' if number else size)}")
     if not found.tried:
-        parts.append(f"{split[0]} fits ({_percent(found.share)}{size}), {_REMEMBERED}")
+        parts.append(f"{split[0]} fits ({_percent(found.fullness)}{size}), {_REMEMBERED}")
     text = f"{', '.join([*parts, *filter(None, [forecast])])}: {split[0]} x {split[1]}"
     return text if found.fits else f"{text}, although none stays below {_percent(SAFE_FRACTION)}"
 
@@ -398,7 +395,7 @@ def _text_of_one(split: Split, found: Outcome, forecast: str) -> str:
 def _text_of_several(splits: Sequence[Split], each: Sequence[Outcome]) -> str:
     parts = []
     for number, one in enumerate(each):
-        largest = f"{one.measured.largest} fits ({_percent(one.share)}{_size(one)})"
+        largest = f"{one.measured.largest} fits ({_percent(one.fullness)}{_size(one)})"
         speed = f", {one.measured.speed:.3g} samples/s" if one.measured.seconds else ""
         parts.append(f"process {number}: {largest}{speed}" if one.fits else f"process {number}: none fits")
     text = "; ".join(parts) + ("" if each[0].tried else f", {_REMEMBERED}")
@@ -419,17 +416,17 @@ def _percent(fraction: float) -> str:
 
 
 def _peak_text(tried: Tried, size: str = "") -> str:
-    if tried.share is None:
+    if tried.fullness is None:
         return "is too large (out of memory)"
-    return f"{'fits' if tried.fits else 'is too large'} ({_percent(tried.share)}{size})"
+    return f"{'fits' if tried.fits else 'is too large'} ({_percent(tried.fullness)}{size})"
 
 
 def _fullest(batch: int, each: Sequence[Outcome]) -> float | None:
     """How full the memory was on the fullest of the ranks that have tried this; None if it ran
     out.
     """
-    shares = [tried.share for one in each for tried in one.tried if tried.batch == batch]
-    return None if None in shares else max(share for share in shares if share is not None)
+    found = [tried.fullness for one in each for tried in one.tried if tried.batch == batch]
+    return None if None in found else max(fullness for fullness in found if fullness is not None)
 
 
 def _path_of(settings: Settings, device: str | None, total: int, rank: int) -> Path | None:

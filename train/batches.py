@@ -17,9 +17,8 @@ from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan
 from memtop.train.data.samples import Sample, collate, in_one_row
 from memtop.train.objective import IGNORED, counted_positions
-from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, grouped, plan_updates
+from memtop.train.order import Key, Position, SampleOrder, Samples, UpdatePlan, grouped, plan_updates
 from memtop.train.packing import packed_row
-from memtop.train.state_files import Cut
 
 Batch = dict[str, Any]
 """What the objective takes: input_ids [b, t], labels [b, u], and by the task the attention_mask
@@ -36,14 +35,6 @@ class MicroBatches(msgspec.Struct, frozen=True):
     """Tokens that the model computes."""
     filled: int
     """Of these, tokens of samples; the others are padding."""
-
-
-class Position(msgspec.Struct, kw_only=True):
-    """How far a training has come, and where texts were cut into another length."""
-
-    updates: int = 0
-    samples_seen: int = 0
-    cuts: tuple[Cut, ...]
 
 
 class Batches:
@@ -154,8 +145,8 @@ class _Maker:
         found: list[Batch] = []
         tokens = places = filled_places = 0
         batch = next(self._batches, None)
-        filled = self._begun.popleft() if batch is not None else []
-        for number, has_samples in enumerate(filled, start=1):
+        with_samples = self._begun.popleft() if batch is not None else []
+        for number, has_samples in enumerate(with_samples, start=1):
             assert batch is not None
             size, used = _fill(batch, self._settings.task)
             places += size
@@ -165,7 +156,7 @@ class _Maker:
             tokens += counted
             if self.stopped:
                 break
-            batch = next(self._batches) if number < len(filled) else None
+            batch = next(self._batches) if number < len(with_samples) else None
         return MicroBatches(found, tokens, places, filled_places)
 
     def close(self) -> None:

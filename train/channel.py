@@ -25,7 +25,7 @@ from memtop.presets.checks import check
 from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, differing, not_live
 from memtop.presets.schema import ranks_text
-from memtop.train import BadInputError
+from memtop.train import BadInputError, first_line
 from memtop.train.exchange import Ranks
 
 RECORD_EVERY = 200
@@ -102,6 +102,12 @@ def warn(channel: Channel, text: str) -> None:
     """Warn the user, in the log and in the events of the run."""
     channel.report("warning", message=text)
     print(f"memtop: {text}", flush=True)
+
+
+def warn_from_first(channel: Channel, accelerator: Accelerator, text: str) -> None:
+    """Warn the user once: all ranks call this, and only the first one warns."""
+    if accelerator.is_main_process:
+        warn(channel, text)
 
 
 class Stopwatch:
@@ -202,9 +208,8 @@ class Tracking:
             self._accelerator.init_trackers("memtop", config=_flat(settings), init_kwargs=options)
         # Trackers open files and connect to servers, so any kind of error is possible.
         except Exception as error:  # noqa: BLE001
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             names = ", ".join(str(getattr(tracker, "name", tracker)) for tracker in self._accelerator.log_with)
-            raise BadInputError(f"trackers {names.lower()}: cannot start: {first}") from None
+            raise BadInputError(f"trackers {names.lower()}: cannot start: {first_line(error)}") from None
 
     def step(self, update: int, values: dict[str, Any]) -> None:
         """Log the numbers of one update, without those that are not known."""

@@ -21,7 +21,7 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train import DISK_FULL, BadInputError
-from memtop.train.engine import Engine, trained_parameters
+from memtop.train.engine import Engine, count_parameters, trained_parameters
 from memtop.train.state_files import (
     MANIFEST_NAME,
     Cut,
@@ -63,7 +63,7 @@ class NoSpaceError(Exception):
 
 
 class SavedProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run has come when its state is saved."""
+    """How far a run has come when its state is saved: its `Position`, and more."""
 
     updates: int
     samples_seen: int
@@ -167,8 +167,7 @@ def _copy_into(parameter: Any, tensor: torch.Tensor) -> None:
 
 def state_bytes(model: torch.nn.Module) -> int:
     """Bytes of a saved state on the disk: weights and two moments in fp32."""
-    sizes = (getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained_parameters(model).values())
-    return sum(sizes) * 12 + _MARGIN_BYTES
+    return 12 * count_parameters(trained_parameters(model).values()) + _MARGIN_BYTES
 
 
 def _move_into_place(temporary: Path, state_dir: Path, *, keep: int) -> None:

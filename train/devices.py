@@ -15,7 +15,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 from memtop.presets import Settings
 from memtop.presets.gpu_support import Gpu, TorchBuild, why_unusable
-from memtop.train import BadInputError
+from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_allocation_failure
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -145,7 +145,7 @@ def _why_cuda_fails() -> str:
     try:
         cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().partition("\n")[0].rstrip(".")
+        return first_line(error).rstrip(".")
     return "torch counts no GPU"
 
 
@@ -171,6 +171,16 @@ def usable_fraction(device: torch.device) -> float:
     # The oldest supported torch lacks the function.
     fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return 1.0 if fraction is None else float(fraction(device))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What torch can still allocate on the GPU; None on another device."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(usable_fraction(device) * total)
+    return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 
 def device_uuid(device: torch.device) -> str | None:
@@ -211,7 +221,7 @@ def allocate_first(device: torch.device) -> str | None:
         # torch resets options that are left out.
         _set_allocator(without)
         torch.empty(1, device=device)
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         return f"allocator: this GPU has no expandable segments ({reason}); the training goes on without them"
     return None
 

@@ -9,7 +9,7 @@ the all-reduces, and allocates nothing for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -149,6 +149,11 @@ class SkippedSteps:
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that are trained and saved, by their name in the model."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """The number of elements. A sharded parameter counts with its whole size."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 class PlainEngine:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from memtop.presets import Settings
-from memtop.train.batch_adapter import OomGuard
+from memtop.train.batch_sizer import OomGuard
 from memtop.train.batches import collated, completed, to_device
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine

@@ -24,8 +24,6 @@ _SLOTS = 8
 _ALIGNMENT = 512
 
 Value = TypeVar("Value")
-_Contents = tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]
-"""What is summed, its memory in the ring, and gradients with the parts that hold their sums."""
 
 
 @lru_cache(maxsize=1)
@@ -153,14 +151,22 @@ def plan_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[
     return [*plan, *open_buckets.values()]
 
 
+class _Contents(NamedTuple):
+    """What an all-reduce sums."""
+
+    whole: torch.Tensor
+    memory: torch.Tensor | None = None
+    """The part of the ring that it uses; None if a gradient is summed in place."""
+    gradients: tuple[torch.Tensor, ...] = ()
+    sums: tuple[torch.Tensor, ...] = ()
+    """The parts of `whole` that are copied to the gradients afterwards."""
+
+
 class _Flight(NamedTuple):
-    """An all-reduce that has begun, and the copies that follow it."""
+    """An all-reduce that has begun."""
 
     work: torch.distributed.Work
-    memory: torch.Tensor | None
-    """The part of the ring that it uses; None if a gradient is summed in place."""
-    gradients: list[torch.Tensor]
-    sums: list[torch.Tensor]
+    contents: _Contents
 
 
 class GradientSum:
@@ -351,15 +357,15 @@ class GradientSum:
     def _launch(self, contents: Callable[[Bucket], _Contents]) -> None:
         """Begin the next all-reduce. With NCCL the host does not wait for it."""
         with self._aside():
-            tensor, memory, gradients, sums = contents(self._plan[self._next])
+            summed = contents(self._plan[self._next])
             try:
-                work = torch.distributed.all_reduce(tensor, async_op=True)
+                work = torch.distributed.all_reduce(summed.whole, async_op=True)
             except Exception as error:
                 # It is not known whether the other ranks see this all-reduce.
                 self._fault = error
                 raise
             self._next += 1
-            self._flights.append(_Flight(work, memory, gradients, sums))
+            self._flights.append(_Flight(work, summed))
             if self._nccl:
                 self._land(self._flights.popleft())
 
@@ -375,34 +381,34 @@ class GradientSum:
 
     def _land(self, flight: _Flight) -> None:
         flight.work.wait()
-        if flight.sums:
-            torch._foreach_copy_(flight.gradients, flight.sums)
+        if flight.contents.sums:
+            torch._foreach_copy_(flight.contents.gradients, flight.contents.sums)
 
     def _contents(self, bucket: Bucket) -> _Contents:
         """This rank's gradients; zeros for those that it does not have."""
         found = [self._parameters[number].grad for number in bucket.numbers]
         if len(found) == 1 and found[0] is not None:
-            return _flat(found[0])[bucket.start : bucket.start + bucket.length], None, [], []
+            return _Contents(_flat(found[0])[bucket.start : bucket.start + bucket.length])
         whole, memory, _, _ = self._anything(bucket)
         if len(found) == 1:
-            return whole.zero_(), memory, [], []
+            return _Contents(whole.zero_(), memory)
         parts = torch.split(whole, [self._parameters[number].numel() for number in bucket.numbers])
         for part, gradient in zip(parts, found, strict=True):
             if gradient is None:
                 part.zero_()
         held = [(_flat(gradient), part) for gradient, part in zip(found, parts, strict=True) if gradient is not None]
-        gradients, sums = [gradient for gradient, _ in held], [part for _, part in held]
+        gradients, sums = tuple(gradient for gradient, _ in held), tuple(part for _, part in held)
         if held:
             torch._foreach_copy_(sums, gradients)
-        return whole, memory, gradients, sums
+        return _Contents(whole, memory, gradients, sums)
 
     def _anything(self, bucket: Bucket) -> _Contents:
         """Memory of the bucket's size, with what is left in it."""
         memory = self._ring[0]
         self._ring.rotate(-1)
-        while any(flight.memory is memory for flight in self._flights):
+        while any(flight.contents.memory is memory for flight in self._flights):
             self._land(self._flights.popleft())
-        return memory[: bucket.size_bytes].view(bucket.dtype), memory, [], []
+        return _Contents(memory[: bucket.size_bytes].view(bucket.dtype), memory)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,15 @@ from memtop.presets.fields import LIVE, SPLIT
 from memtop.presets.host_memory import HostPlan
 from memtop.presets.schema import Split, with_splits
 from memtop.train import BadInputError
-from memtop.train.batch_adapter import SAFE_FRACTION, BatchAdapter, DeviceMemory, OomGuard, larger_split, smaller_split
 from memtop.train.batch_search import BatchSearch
-from memtop.train.batches import Batches, Position
+from memtop.train.batch_sizer import SAFE_FRACTION, BatchSizer, OomGuard, larger_split, smaller_split
+from memtop.train.batches import Batches
 from memtop.train.channel import Channel, edit_live
 from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
 from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import set_checkpointing
+from memtop.train.order import Position
 
 
 class LiveSettings:
@@ -41,8 +42,7 @@ class LiveSettings:
         channel: Channel,
         host: HostPlan,
         guard: OomGuard,
-        memory: DeviceMemory,
-        adapter: BatchAdapter,
+        sizer: BatchSizer,
         search: BatchSearch,
     ) -> None:
         self.now = settings
@@ -53,8 +53,7 @@ class LiveSettings:
         self._channel = channel
         self._host = host
         self._guard = guard
-        self._memory = memory
-        self._adapter = adapter
+        self._sizer = sizer
         self._search = search
         self._ranks = Ranks(engine.accelerator)
         self._largest = settings.splits
@@ -92,7 +91,7 @@ class LiveSettings:
             else:
                 splits[rank] = smaller
         if hit:
-            self._adapter.failed(self.split[0])
+            self._sizer.failed(self.split[0])
             self._search.forget()
             self._change_splits(reason, splits)
 
@@ -100,21 +99,21 @@ class LiveSettings:
         """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
         if not self._engine.retries or self._use_found(self._search.after_update(self.now)):
             return
-        if self._adapter.pressed:
-            self.shrink("pressure", here=self._adapter.pressed_here and smaller_split(self.split) is not None)
+        if self._sizer.pressed:
+            self.shrink("pressure", here=self._sizer.pressed_here and smaller_split(self.split) is not None)
             return
         splits = self.now.splits
         larger = [larger_split(split, most) for split, (most, _) in zip(splits, self._largest, strict=True)]
-        if not self._adapter.due or not any(larger):
+        if not self._sizer.due or not any(larger):
             return
         own = larger[self._engine.accelerator.process_index]
         # Each rank decides for itself: its samples stay the same.
-        fits = self._ranks.each(own is not None and self._adapter.share(own[0]) < SAFE_FRACTION)
+        fits = self._ranks.each(own is not None and self._sizer.fullness(own[0]) < SAFE_FRACTION)
         if any(fits):
             found = [new if new and fit else old for old, new, fit in zip(splits, larger, fits, strict=True)]
             self._change_splits("grown back", found)
         else:
-            self._adapter.refused()
+            self._sizer.refused()
 
     def edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
         """Apply a live edit from the next update on; return success, a message, and the details."""
@@ -147,11 +146,11 @@ class LiveSettings:
             workers = agree_on_host_plan(self.now, accelerator).workers
             self._host = msgspec.structs.replace(self._host, workers=workers)
         # The cached blocks have the old split's sizes, and the peak so far is the old split's.
-        self._memory.reset()
+        self._sizer.memory.reset()
         if changes.keys() & set(SPLIT):
-            self._adapter.changed(grown=reason == "grown back", forget=reason == "asked")
+            self._sizer.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
-            self._adapter.changed(forget=True)
+            self._sizer.changed(forget=True)
         if changes.keys() & {*SPLIT, "workers"}:
             self._start_batches()
         update = self._position.updates + 1

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memtop.presets import Settings
 from memtop.presets.checks import did_you_mean
-from memtop.train import BadInputError
+from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens
 
@@ -110,14 +110,10 @@ def _no_model(path: str, error: Exception) -> str:
     folder = Path(path)
     if folder.is_dir():
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-        return f"model.path {path}: cannot read a model there (found {there}): {_first_line(error)}"
+        return f"model.path {path}: cannot read a model there (found {there}): {first_line(error)}"
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         return f"model.path {path}: no such folder, and HF_HUB_OFFLINE=1 forbids a download; give a local folder"
-    return f"model.path {path}: no such folder, and not found on the hub: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"model.path {path}: no such folder, and not found on the hub: {first_line(error)}"
 
 
 def _brief(error: Exception) -> str:
@@ -313,7 +309,7 @@ def with_adapters(settings: Settings, model: Any) -> Any:
     try:
         return get_peft_model(model, how)
     except ValueError as error:
-        raise BadInputError(f"lora.targets {', '.join(targets)}: {_first_line(error)} (there are {_layers(model)})") from None
+        raise BadInputError(f"lora.targets {', '.join(targets)}: {first_line(error)} (there are {_layers(model)})") from None
 
 
 def _layers(model: torch.nn.Module) -> str:

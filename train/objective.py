@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
-from memtop.train.devices import usable_fraction
+from memtop.train.devices import free_bytes
 
 IGNORED = -100
 """The label of positions that do not count, the default of torch's cross entropy."""
@@ -35,8 +35,8 @@ _ROWS = 256
 class Objective(torch.nn.Module):
     """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
-    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for a number that
-    `tokens_at_once` chooses.
+    `chunk`, the setting `loss_chunk`, is the number of tokens in a piece, whose logits exist at one
+    time: 0 for all, -1 for a number that `tokens_at_once` chooses.
     """
 
     def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
@@ -144,8 +144,8 @@ class Objective(torch.nn.Module):
         # A head with adapters or in 4 bits: call its forward, and recompute it in the backward
         # pass. Without gradients, nothing is kept.
         total = torch.zeros((), device=hidden.device)
-        for part in _parts(len(labels), chunk):
-            total = total + checkpoint(_piece, head, hidden[part], labels[part], use_reentrant=False)
+        for rows in _pieces(len(labels), chunk):
+            total = total + checkpoint(_piece, head, hidden[rows], labels[rows], use_reentrant=False)
         return total
 
 
@@ -165,16 +165,6 @@ def tokens_at_once(free: int | None, vocabulary: int, tokens: int, dtype: torch.
     most = 1 << (most.bit_length() - 1)
     pieces = -(-max(1, tokens) // most)
     return -(-max(1, tokens) // (pieces * _STEP)) * _STEP
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """What torch can still allocate on the GPU; None on another device."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    allowed = int(usable_fraction(device) * total)
-    return max(0, min(free, allowed - reserved)) + reserved - torch.cuda.memory_allocated(device)
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -221,7 +211,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _parts(count: int, chunk: int) -> list[slice]:
+def _pieces(count: int, chunk: int) -> list[slice]:
     """At least one, so that no tokens give zeros."""
     return [slice(start, start + chunk) for start in range(0, max(1, count), chunk)]
 
@@ -297,15 +287,15 @@ class _LossInPieces(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if need_hidden else None
         weight_gradient, bias_gradient = None, None
         with torch.autocast(_autocast_device(hidden), enabled=False):
-            for part in _parts(len(labels), chunk):
-                piece, counted = hidden[part], (labels[part] != IGNORED).unsqueeze(1)
+            for rows in _pieces(len(labels), chunk):
+                piece, counted = hidden[rows], (labels[rows] != IGNORED).unsqueeze(1)
                 logits = linear(piece.to(kind), matrix, offset)
-                losses, gradient, scale = _gradient(logits, labels[part].unsqueeze(1).clamp_min(0))
+                losses, gradient, scale = _gradient(logits, labels[rows].unsqueeze(1).clamp_min(0))
                 del logits
                 total += (losses * counted).sum()
                 scale = scale * counted
                 if hidden_gradient is not None:
-                    torch.mul(_product(gradient, matrix), scale, out=hidden_gradient[part])
+                    torch.mul(_product(gradient, matrix), scale, out=hidden_gradient[rows])
                 if need_weight:
                     weight_gradient = _product(gradient.T, (piece * scale).to(kind), weight_gradient)
                 if need_bias:
@@ -336,7 +326,7 @@ def _gradient(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
     # Many probabilities are smaller than fp16's smallest number.
     larger = 1024 if logits.dtype == torch.float16 else 1
     losses = torch.empty(wanted.shape, device=logits.device)
-    for rows in _parts(len(logits), _ROWS):
+    for rows in _pieces(len(logits), _ROWS):
         block, index = logits[rows], wanted[rows]
         softmax = torch.log_softmax(block, 1, dtype=torch.float32)
         picked = softmax.gather(1, index)

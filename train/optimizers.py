@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from memtop.presets import Settings
-from memtop.train import BadInputError
+from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.compile_lock import await_compiled
 
@@ -81,8 +81,8 @@ def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> t
     except Exception as error:
         if is_allocation_failure(error):
             raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"optimizer cpu_adam: cannot be built here ({first}); give --set optimizer=adamw") from None
+        reason = first_line(error)
+        raise BadInputError(f"optimizer cpu_adam: cannot be built here ({reason}); give --set optimizer=adamw") from None
 
 
 def bytes_of_first_step(optimizer: torch.optim.Optimizer) -> int:

@@ -55,6 +55,14 @@ class Samples(Protocol):
         """The number of tokens of each sample, known without making the sample."""
 
 
+class Position(msgspec.Struct, kw_only=True):
+    """How far a training has come, and where texts were cut into another length."""
+
+    updates: int = 0
+    samples_seen: int = 0
+    cuts: tuple[Cut, ...]
+
+
 class _Stretch(msgspec.Struct):
     """Positions [start, end) of the sequence: the first samples of a shuffled table."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from memtop.presets.host_memory import HostPlan
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import keep_freed_memory
-from memtop.train.batches import Position
-from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn
+from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn_from_first
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.devices import (
@@ -31,12 +30,13 @@ from memtop.train.devices import (
     disable_missing_transfers,
     give_index,
 )
-from memtop.train.engine import Engine, PlainEngine, trained_parameters
+from memtop.train.engine import Engine, PlainEngine, count_parameters, trained_parameters
 from memtop.train.exchange import Ranks
 from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import accelerate_name, blaming_config, build_model, compile_layers, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
+from memtop.train.order import Position
 from memtop.train.packing import use_packing
 from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, newest_complete
 from memtop.train.trainer import Trainer
@@ -82,7 +82,7 @@ def _train(
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
     accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
-    notify = _Notifier(channel, accelerator.is_main_process)
+    notify = _Notifier(channel, accelerator)
     for warning in filter(None, (chosen.warning, allocate_first(accelerator.device))):
         notify(warning)
     record = MemoryRecorder(channel, accelerator)
@@ -160,16 +160,14 @@ def _report_plan(
 class _Notifier:
     """Notifies the user, from the first rank: in the log and, as a warning, the supervisor."""
 
-    def __init__(self, channel: Channel, first: bool) -> None:
+    def __init__(self, channel: Channel, accelerator: Accelerator) -> None:
         self._channel = channel
-        self._first = first
+        self._accelerator = accelerator
 
     def __call__(self, text: str, *, warning: bool = True) -> None:
-        if not self._first:
-            return
         if warning:
-            warn(self._channel, text)
-        else:
+            warn_from_first(self._channel, self._accelerator, text)
+        elif self._accelerator.is_main_process:
             print(f"memtop: {text}", flush=True)
 
 
@@ -237,11 +235,6 @@ def _position(manifest: Manifest, settings: Settings) -> Position:
         kept = tuple(cut for cut in cuts if cut.position < manifest.samples_seen)
         cuts = (*kept, Cut(manifest.samples_seen, settings.seq_len))
     return Position(updates=manifest.updates, samples_seen=manifest.samples_seen, cuts=cuts)
-
-
-def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """The number of elements. A sharded parameter counts with its whole size."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def read_settings(path: Path) -> Settings:

@@ -152,12 +152,12 @@ class StateSaver:
         progress: SavedProgress,
         settings: Settings,
         *,
-        copy: bool,
+        background: bool,
         best: bool = False,
         waiting: bool = False,
         commands: tuple[int, ...] = (),
     ) -> None:
-        """Save the state: with `copy` in a thread, if host memory allows it; else at once.
+        """Save the state: with `background` in a thread, if host memory allows it; else at once.
 
         Then call `finish`, or give what `ended` returns to all ranks at the end of each update.
 
@@ -170,7 +170,7 @@ class StateSaver:
         # exists.
         self._channel.flush()
         loss = progress.evaluation_loss if best else None
-        written = self._write(progress, settings, best=best, copy=copy)
+        written = self._write(progress, settings, best=best, background=background)
         self._save = _Save(progress.updates, loss, commands, waiting, started, written)
         self._save.pause_seconds = time.perf_counter() - started
 
@@ -230,7 +230,7 @@ class StateSaver:
         """Whether another attempt may succeed now, on the first rank; False on the others."""
         return self._disk_wait.due(at_once=at_once)
 
-    def _write(self, progress: SavedProgress, settings: Settings, *, best: bool, copy: bool) -> Future[_Written] | None:
+    def _write(self, progress: SavedProgress, settings: Settings, *, best: bool, background: bool) -> Future[_Written] | None:
         """Write the state on the first rank; return None on the others."""
         first = self._engine.accelerator.is_main_process
         if not first and not self._engine.sharded:
@@ -248,7 +248,7 @@ class StateSaver:
                 done = write_state(self._state_dir, found, manifest, keep=settings.save_total_limit, needed=needed)
                 return _Written(done, time.perf_counter(), self._keep_best() if best else None)
 
-            if copy and self._can_copy(needed):
+            if background and self._can_copy(needed):
                 held = self._copy.of(tensors)
                 return in_thread(lambda: write(held), "memtop-save")
             return at_once(lambda: write(as_stored(tensors)))

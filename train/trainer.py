@@ -2,7 +2,7 @@
 
 Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches),
 `objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step),
-`batch_adapter.py` (what happens when memory runs out), and `live_settings.py` (what changes between
+`batch_sizer.py` (what happens when memory runs out), and `live_settings.py` (what changes between
 two updates).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import torch
 from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train.agent.memory import free_cache
-from memtop.train.batch_adapter import PATIENCE, BatchAdapter, DeviceMemory, OomGuard, open_device_memory
 from memtop.train.batch_search import BatchSearch
-from memtop.train.batches import Batch, Batches, Position, to_device
-from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, warn
+from memtop.train.batch_sizer import PATIENCE, BatchSizer, DeviceMemory, OomGuard, open_device_memory
+from memtop.train.batches import Batch, Batches, to_device
+from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, warn_from_first
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine, SkippedSteps
@@ -30,7 +31,7 @@ from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
 from memtop.train.live_settings import LiveSettings
 from memtop.train.optimizers import learning_rate
-from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
+from memtop.train.order import Position, SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
 from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 
@@ -80,9 +81,8 @@ class Trainer:
         self._tracking = Tracking(self._accelerator)
         self._ranks = Ranks(self._accelerator)
         self._guard = OomGuard(channel, retries=engine.retries)
-        self._skipped_steps = SkippedSteps(engine, self._warn)
-        memory = memory or open_device_memory(self._accelerator.device)
-        self._adapter = BatchAdapter(memory, patience)
+        self._skipped_steps = SkippedSteps(engine, partial(warn_from_first, channel, self._accelerator))
+        self._sizer = BatchSizer(memory or open_device_memory(self._accelerator.device), patience)
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order = SampleOrder(samples, settings.seed, position.cuts)
         on_cpu = self._accelerator.device.type == "cpu"
@@ -117,9 +117,8 @@ class Trainer:
             channel=channel,
             host=host,
             guard=self._guard,
-            memory=memory,
-            adapter=self._adapter,
-            search=BatchSearch(engine, samples, pad, self._guard, self._adapter, memory, channel),
+            sizer=self._sizer,
+            search=BatchSearch(engine, samples, pad, self._guard, self._sizer, channel),
         )
 
     @property
@@ -200,10 +199,6 @@ class Trainer:
             self._saver.note(failed=requests.save_failed)
         return requests
 
-    def _warn(self, text: str) -> None:
-        if self._accelerator.is_main_process:
-            warn(self._channel, text)
-
     def train_step(self, plan: UpdatePlan) -> None:
         """Do one update over the samples of `plan`. All ranks call this together.
 
@@ -229,8 +224,8 @@ class Trainer:
         skipped = self._skipped_steps.check(plan.number, loss, norm, last=end >= self.target_samples)
         self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, end
-        if self._adapter.updated(self._live.split[0], pressed=gradients.pressed):
-            self._channel.report("pressure", update=plan.number, allocation_retries=self._adapter.retries)
+        if self._sizer.updated(self._live.split[0], pressed=gradients.pressed):
+            self._channel.report("pressure", update=plan.number, allocation_retries=self._sizer.retries)
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         more = {"tokens": gradients.tokens, "padding_fraction": gradients.padding}
         self._report(plan, values, skipped=skipped, sample_digest=digest, **more)
@@ -258,7 +253,7 @@ class Trainer:
         found = self._guard.attempt(lambda: self._forward_backward(batches, tokens), **split)
         if found is None:
             self._engine.abandon()
-        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._adapter.new_retries())
+        failed, missing, pressed = self._ranks.sums(found is None, found or 0, self._sizer.new_retries())
         if not failed and missing:
             self._engine.share_missing()
             allocated = self._guard.attempt(self._engine.fill_missing, **split)
@@ -323,7 +318,7 @@ class Trainer:
         if self._evaluator is None or update % self.settings.eval_every:
             return False
         self._guard.phase = "evaluation"
-        with self._adapter.outside_updates():
+        with self._sizer.outside_updates():
             while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
                 if self._evaluation_batch == 1:
                     self._guard.give_up(f"evaluation after update {update}")
@@ -358,9 +353,14 @@ class Trainer:
             evaluation_loss=self._evaluated.loss if self._evaluated else None,
         )
         self._guard.phase = "save"
-        with self._adapter.outside_updates():
+        with self._sizer.outside_updates():
             self._saver.begin(
-                progress, self.settings, best=best, waiting=end and self._wait_for_disk, commands=commands, copy=background
+                progress,
+                self.settings,
+                best=best,
+                waiting=end and self._wait_for_disk,
+                commands=commands,
+                background=background,
             )
             if not background:
                 self._saver.finish()

@@ -16,7 +16,7 @@ from memtop.presets import Settings
 from memtop.presets.parameters import LIVE_PARAMETERS, TRAINED_BYTES, model_size
 from memtop.presets.schema import Zero
 from memtop.train.compile_lock import await_compiled
-from memtop.train.engine import ReadSaved, trained_parameters
+from memtop.train.engine import ReadSaved, count_parameters, trained_parameters
 from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import COMPUTE, accelerate_name
 from memtop.train.objective import Objective
@@ -164,7 +164,7 @@ def _finish_config(accelerator: Accelerator, settings: Settings, model: torch.nn
     offload = config["zero_optimization"].get("offload_optimizer")
     if offload is not None:
         # Page-locked memory cannot be swapped out, so the rest of the machine must have enough.
-        elements = sum(getattr(p, "ds_numel", p.numel()) for p in trained_parameters(model).values())
+        elements = count_parameters(trained_parameters(model).values())
         offload["pin_memory"] = agree_on_host_plan(settings, accelerator, taken=TRAINED_BYTES * elements).pin_memory
     folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
     if folder and accelerator.is_main_process:

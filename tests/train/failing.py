@@ -122,7 +122,7 @@ class Scripted:
     def held_bytes(self) -> int | None:
         return self.held
 
-    def share(self, peak_bytes: int) -> float | None:
+    def fullness(self, peak_bytes: int) -> float | None:
         return peak_bytes / self.limit
 
     def retries(self) -> int | None:

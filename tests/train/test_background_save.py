@@ -274,7 +274,7 @@ def test_a_state_that_is_being_saved_as_the_best_is_the_one_to_beat(tmp_path: Pa
         progress = SavedProgress(
             updates=update, samples_seen=8, epoch=0.1, cuts=(Cut(0, 16),), target_samples=80, evaluation_loss=loss
         )
-        saver.begin(progress, training.settings, copy=True, best=True)
+        saver.begin(progress, training.settings, background=True, best=True)
 
     def wait() -> None:
         assert go_on.wait(MOST_SECONDS)
@@ -319,7 +319,7 @@ def test_ranks_gather_a_sharded_tensor_only_when_all_are_ready_for_it(
     ranks = Ranks(engine.accelerator)
     saver = StateSaver(tmp_path / "state", engine, Recorder(), ranks, DiskWait(), 0, pin_memory=False)
     progress = SavedProgress(updates=1, samples_seen=8, epoch=0.1, cuts=(Cut(0, 16),), target_samples=80, evaluation_loss=None)
-    saver.begin(progress, training.settings, copy=False)
+    saver.begin(progress, training.settings, background=False)
     saver.finish()
     assert newest_update(tmp_path / "state") == (1 if first else None)
     assert events == ["gather", "meet"] * len(list(engine.model.parameters()))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.batch_adapter import CudaMemory
 from memtop.train.batch_choice import Tried, next_size
 from memtop.train.batch_search import longest_sample
+from memtop.train.batch_sizer import CudaMemory
 from memtop.train.objective import IGNORED
 from memtop.train.optimizers import bytes_of_first_step
 from memtop.train.order import Table

@@ -15,9 +15,9 @@ import torch
 
 from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
-from memtop.train.batches import Batches, MicroBatches, Position
+from memtop.train.batches import Batches, MicroBatches
 from memtop.train.data.tokens import PAD
-from memtop.train.order import Key, SampleOrder
+from memtop.train.order import Key, Position, SampleOrder
 from memtop.train.state_files import Cut
 from tests.train.support import TINY, samples
 

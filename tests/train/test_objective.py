@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from memtop.train import objective
 from memtop.train.batches import completed
 from memtop.train.data.samples import collate
-from memtop.train.objective import IGNORED, Objective, counted_positions, free_bytes, tokens_at_once
+from memtop.train.devices import free_bytes
+from memtop.train.objective import IGNORED, Objective, counted_positions, tokens_at_once
 from tests.train.card import put_in
 
 SMALL = {

@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memtop.presets import Settings
 from memtop.presets.host_memory import host_plan
 from memtop.train import packing
-from memtop.train.batches import Batches, Position, collated, completed
+from memtop.train.batches import Batches, collated, completed
 from memtop.train.data.samples import Sample, in_one_row
 from memtop.train.model import set_checkpointing
 from memtop.train.objective import IGNORED, Objective
-from memtop.train.order import Key, SampleOrder, grouped
+from memtop.train.order import Key, Position, SampleOrder, grouped
 from memtop.train.packing import is_prepared, packed_row, use_packing, varlen, varlen_fits
 from memtop.train.state_files import Cut
 from tests.train.support import TINY, Training, edited, samples

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.batch_adapter import CudaMemory
+from memtop.train.batch_sizer import CudaMemory
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
 from tests.train.support import Training, held_out

@@ -15,7 +15,7 @@ import torch
 
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
-from memtop.train.batch_adapter import OomGuard, larger_split, smaller_split
+from memtop.train.batch_sizer import OomGuard, larger_split, smaller_split
 from memtop.train.channel import Unsupervised
 from memtop.train.engine import PlainEngine
 from memtop.train.exchange import GradientSum

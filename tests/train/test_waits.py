@@ -14,7 +14,6 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Lora
-from memtop.train.batches import Position
 from memtop.train.channel import Control, Stopwatch
 from memtop.train.data import open_data
 from memtop.train.data.tokens import ByteTokens
@@ -22,6 +21,7 @@ from memtop.train.engine import PlainEngine
 from memtop.train.model import build_model, model_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
+from memtop.train.order import Position
 from memtop.train.packing import use_packing
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer

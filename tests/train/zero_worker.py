@@ -20,11 +20,11 @@ from transformers.integrations.deepspeed import deepspeed_config
 
 from memtop.presets.host_memory import host_plan
 from memtop.train import host_memory, run, zero
-from memtop.train.batches import Position
 from memtop.train.channel import Control
 from memtop.train.data.tokens import PAD, ByteTokens
 from memtop.train.engine import Engine
 from memtop.train.model import compile_layers, model_config
+from memtop.train.order import Position
 from memtop.train.run import open_engine, read_settings
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer

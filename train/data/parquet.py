@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memtop.train import BadInputError
+from memtop.train import BadInputError, first_line
 from memtop.train.data.files import DataFile, built_once, fingerprint
 
 GROUP_BYTES = 32 * 2**20
@@ -230,4 +230,4 @@ def _batches(source: DataFile, file: Any, rows: int, **which: Any) -> Iterator[A
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
+    return first_line(error).rstrip(". ")

@@ -47,7 +47,7 @@ class _Pairs(Dataset[Sample]):
         `key` must change with the rows. The cache does not depend on T.
         """
         kind = type(self).__name__
-        self._store = token_cache(self._all_encoded(), self._tokens, folder, f"{kind} {key}", whole=True)
+        self._store = token_cache(self._all_encoded(), self._tokens, folder, f"{kind} {key}", bare=True)
         # From now on only the sizes of their groups are needed, for the order.
         self.rows.close()
 

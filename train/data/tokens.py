@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from memtop.train import BadInputError
+from memtop.train import BadInputError, first_line
 from memtop.train.data.files import built_once, digest
 
 # Byte-level tokens: 0-255 are bytes.
@@ -150,7 +150,7 @@ def _load(path: str) -> Any:
         return AutoTokenizer.from_pretrained(expanded, trust_remote_code=False)
     # Broken files raise any kind of error from three libraries.
     except Exception as error:  # noqa: BLE001
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         help_ = (
             "the folder needs tokenizer.json or another tokenizer file"
             if looks_local
@@ -216,23 +216,23 @@ class TokenStore:
 
 
 def token_cache(
-    rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str, *, whole: bool = False
+    rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str, *, bare: bool = False
 ) -> TokenStore:
     """Every document as [begin] ids [end], built once in bounded memory and then mapped.
 
-    Documents are texts or lists of ids, such as RowText gives. With `whole` they are stored as they
-    are. `key` must change with them (see `files.fingerprint`); the tokenizer's identity is added to
-    it. One process builds, the others wait.
+    Documents are texts or lists of ids, such as RowText gives. With `bare`, nothing is put
+    around them. `key` must change with them (see `files.fingerprint`); the tokenizer's identity is
+    added to it. One process builds, the others wait.
     """
     name = digest("tokens 1", key, tokens.identity)
-    path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary, whole=whole))
+    path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary, bare=bare))
     return TokenStore.open(path)
 
 
-def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, *, whole: bool) -> None:
+def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, *, bare: bool) -> None:
     folder.mkdir()
-    begin = [] if whole or tokens.begin is None else [tokens.begin]
-    end = [] if whole else [tokens.end]
+    begin = [] if bare or tokens.begin is None else [tokens.begin]
+    end = [] if bare else [tokens.end]
     dtype = _dtype(tokens.vocabulary)
     with (folder / _TOKENS).open("wb") as file, (folder / _BOUNDARIES).open("wb") as boundaries_file:
         flat = _GrowingArray(file, dtype, tokens.vocabulary)

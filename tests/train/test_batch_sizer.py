@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memtop.presets import Settings
-from memtop.train.batch_adapter import BatchAdapter, UnmeasuredMemory
+from memtop.train.batch_sizer import BatchSizer, UnmeasuredMemory
 from tests.train.failing import Failing, Failure, Scripted, fails_above, fresh, measured, small, splits_of
 
 
@@ -33,7 +33,7 @@ class Card:
     def held_bytes(self) -> int | None:
         return self.held
 
-    def share(self, peak_bytes: int) -> float | None:
+    def fullness(self, peak_bytes: int) -> float | None:
         return peak_bytes / 1000
 
     def retries(self) -> int | None:
@@ -43,10 +43,10 @@ class Card:
         """Do nothing: nothing is cached."""
 
 
-def after(peaks: dict[int, int], *, patience: int = 3) -> BatchAdapter:
-    """A BatchAdapter after updates with these batches, the largest first."""
+def after(peaks: dict[int, int], *, patience: int = 3) -> BatchSizer:
+    """A BatchSizer after updates with these batches, the largest first."""
     card = Card(peaks)
-    growth = BatchAdapter(card, patience)
+    growth = BatchSizer(card, patience)
     for batch in sorted(peaks, reverse=True):
         card.batch = batch
         growth.updated(batch, pressed=False)
@@ -56,54 +56,54 @@ def after(peaks: dict[int, int], *, patience: int = 3) -> BatchAdapter:
 def test_the_peak_of_a_larger_batch_is_on_the_line_through_two() -> None:
     # 100 for the model, 50 for each sample.
     growth = after({2: 200, 4: 300})
-    assert growth.share(8) == pytest.approx(0.5)
-    assert growth.share(16) == pytest.approx(0.9)
+    assert growth.fullness(8) == pytest.approx(0.5)
+    assert growth.fullness(16) == pytest.approx(0.9)
 
 
 def test_a_prediction_is_never_below_what_was_measured() -> None:
-    assert after({2: 200, 4: 300, 8: 850}).share(8) == pytest.approx(0.85)
+    assert after({2: 200, 4: 300, 8: 850}).fullness(8) == pytest.approx(0.85)
     # The peak fell as the batch grew, so something else shaped it and the line is useless.
-    assert after({2: 600, 4: 500}).share(8) == pytest.approx(0.6)
+    assert after({2: 600, 4: 500}).fullness(8) == pytest.approx(0.6)
 
 
 def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
-    assert after({4: 300}).share(8) == math.inf
-    growth = BatchAdapter(UnmeasuredMemory(), 1)
+    assert after({4: 300}).fullness(8) == math.inf
+    growth = BatchSizer(UnmeasuredMemory(), 1)
     for batch in (8, 4, 2):
         growth.updated(batch, pressed=False)
-    assert growth.share(8) == math.inf
+    assert growth.fullness(8) == math.inf
 
 
 def test_one_peak_is_joined_with_the_memory_held_at_batch_0() -> None:
     card = Card({4: 300})
-    growth = BatchAdapter(card, 3)
+    growth = BatchSizer(card, 3)
     growth.updated(4, pressed=False)
     card.held = 100
-    assert growth.share(8) == pytest.approx(0.5)
+    assert growth.fullness(8) == pytest.approx(0.5)
     # Once two batches are measured, only they count.
     card.batch, card.peaks = 2, {2: 250}
     growth.updated(2, pressed=False)
-    assert growth.share(8) == pytest.approx(0.4)
+    assert growth.fullness(8) == pytest.approx(0.4)
 
 
 def test_forgotten_peaks_are_predicted_again_from_the_next_one() -> None:
     card = Card({4: 500, 8: 900})
     card.held = 100
-    growth = BatchAdapter(card, 3)
+    growth = BatchSizer(card, 3)
     growth.updated(8, pressed=False)
     card.batch = 4
     growth.updated(4, pressed=False)
-    assert growth.share(8) == pytest.approx(0.9)
+    assert growth.fullness(8) == pytest.approx(0.9)
     growth.changed(forget=True)
-    assert growth.share(8) == math.inf, "nothing is known of the new setting"
+    assert growth.fullness(8) == math.inf, "nothing is known of the new setting"
     card.peaks = {4: 200}
     growth.updated(4, pressed=False)
-    assert growth.share(8) == pytest.approx(0.3)
+    assert growth.fullness(8) == pytest.approx(0.3)
 
 
 def test_only_retries_of_updates_are_pressure() -> None:
     card = Card({4: 300})
-    growth = BatchAdapter(card, 3)
+    growth = BatchSizer(card, 3)
     with growth.outside_updates():
         card.retried += 2
     assert not growth.new_retries()
@@ -120,7 +120,7 @@ def test_only_retries_of_updates_are_pressure() -> None:
 
 def test_retries_of_a_failed_attempt_do_not_count_for_the_next() -> None:
     card = Card({8: 300})
-    growth = BatchAdapter(card, 3)
+    growth = BatchSizer(card, 3)
     card.retried += 1
     growth.failed(8)
     growth.changed()

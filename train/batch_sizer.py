@@ -1,6 +1,6 @@
 """A micro-batch that fits into memory: smaller after a failure or before one, larger again later.
 
-`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `BatchAdapter`
+`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `BatchSizer`
 decides from values alone. `batch_search.py` finds the batch to start with.
 """
 
@@ -118,7 +118,7 @@ class DeviceMemory(Protocol):
     def held_bytes(self) -> int | None:
         """What is allocated now. Between two updates that is what a batch of any size needs."""
 
-    def share(self, peak_bytes: int) -> float | None:
+    def fullness(self, peak_bytes: int) -> float | None:
         """How full the memory would be (0-1) at this peak, with everything that others hold."""
 
     def retries(self) -> int | None:
@@ -146,7 +146,7 @@ class UnmeasuredMemory:
     def held_bytes(self) -> int | None:
         return None
 
-    def share(self, peak_bytes: int) -> float | None:
+    def fullness(self, peak_bytes: int) -> float | None:
         return None
 
     def retries(self) -> int | None:
@@ -174,7 +174,7 @@ class CudaMemory:
     def held_bytes(self) -> int | None:
         return torch.cuda.memory_allocated(self._device)
 
-    def share(self, peak_bytes: int) -> float | None:
+    def fullness(self, peak_bytes: int) -> float | None:
         free, total = torch.cuda.mem_get_info(self._device)
         # This process's CUDA context and the memory of all other processes.
         others = total - free - torch.cuda.memory_reserved(self._device)
@@ -194,7 +194,7 @@ def open_device_memory(device: torch.device) -> DeviceMemory:
     return CudaMemory(device) if device.type == "cuda" else UnmeasuredMemory()
 
 
-class BatchAdapter:
+class BatchSizer:
     """Decides from the updates of one rank when its micro-batch may grow and when it should shrink.
 
     Failures and pressure are the same on all ranks, so all ranks count alike. Only the peaks are
@@ -202,7 +202,7 @@ class BatchAdapter:
     """
 
     def __init__(self, memory: DeviceMemory, patience: int = PATIENCE) -> None:
-        self._memory = memory
+        self.memory = memory
         self._patience = self._wait = patience
         self._peaks: dict[int, int] = {}
         self._stable = 0
@@ -228,7 +228,7 @@ class BatchAdapter:
 
     def new_retries(self) -> bool:
         """Whether the allocator had to free its cache since the last call."""
-        before, self.retries = self.retries, self._memory.retries()
+        before, self.retries = self.retries, self.memory.retries()
         others, self._not_counted = self._not_counted, 0
         self.pressed_here = before is not None and self.retries is not None and self.retries > before + others
         return self.pressed_here
@@ -236,14 +236,14 @@ class BatchAdapter:
     @contextmanager
     def outside_updates(self) -> Iterator[None]:
         """Do not count the peak and retries of the block: an evaluation, a save."""
-        before = self._memory.retries()
+        before = self.memory.retries()
         try:
             yield
         finally:
-            after = self._memory.retries()
+            after = self.memory.retries()
             if before is not None and after is not None:
                 self._not_counted += after - before
-            self._memory.reset()
+            self.memory.reset()
 
     def updated(self, batch: int, *, pressed: bool) -> bool:
         """Note an update with this batch; `pressed` if any rank had new retries.
@@ -272,7 +272,7 @@ class BatchAdapter:
         """
         self._stable = self._pressed = self._not_counted = 0
         # The retries of a failed attempt must not count against the next one.
-        self.retries = self._memory.retries()
+        self.retries = self.memory.retries()
         self._on_trial = grown
         if forget:
             self._peaks.clear()
@@ -292,7 +292,7 @@ class BatchAdapter:
 
         `to_come`: bytes that the first update will allocate and keep.
         """
-        peak = self._memory.peak_bytes()
+        peak = self.memory.peak_bytes()
         if peak is not None:
             self._peaks[batch] = peak + to_come
 
@@ -300,13 +300,13 @@ class BatchAdapter:
         """Replace the peaks by others: corrected ones, or those of another process."""
         self._peaks = dict(peaks)
 
-    def measured_share(self, batch: int) -> float:
+    def measured_fullness(self, batch: int) -> float:
         """How full this rank's memory is at the peak of this batch (0-1); infinite if not known."""
         peak = self._peaks.get(batch)
-        share = None if peak is None else self._memory.share(peak)
-        return math.inf if share is None else share
+        fullness = None if peak is None else self.memory.fullness(peak)
+        return math.inf if fullness is None else fullness
 
-    def share(self, batch: int) -> float:
+    def fullness(self, batch: int) -> float:
         """How full this rank's memory would be with this batch (0-1); infinite if not known.
 
         Call it between two updates.
@@ -318,17 +318,17 @@ class BatchAdapter:
         """
         points = dict(self._peaks)
         if len(points) == 1:
-            held = self._memory.held_bytes()
+            held = self.memory.held_bytes()
             if held is not None:
                 points[0] = held
         if len(points) < 2:
             return math.inf
         line = statistics.linear_regression(list(points), list(points.values()))
         measured = max((peak for size, peak in self._peaks.items() if size <= batch), default=0)
-        share = self._memory.share(max(measured, math.ceil(line.intercept + line.slope * batch)))
-        return math.inf if share is None else share
+        fullness = self.memory.fullness(max(measured, math.ceil(line.intercept + line.slope * batch)))
+        return math.inf if fullness is None else fullness
 
     def _note_peak(self, batch: int) -> None:
-        peak = self._memory.peak_bytes()
+        peak = self.memory.peak_bytes()
         if peak is not None:
             self._peaks[batch] = max(peak, self._peaks.get(batch, 0))
