@@ -45,6 +45,8 @@ _CHECKS = 2
 second is the first to compute gradients while they exist."""
 _TIMED_PASSES = 3
 """Passes with one size, of which the fastest counts: the first one loads kernels."""
+_MORE_ROOM = 0.05
+"""If others hold this share of the memory less than at an earlier start, a larger batch may fit."""
 _REMEMBERED = "as an earlier start has found"
 
 
@@ -54,6 +56,8 @@ class Remembered(msgspec.Struct, frozen=True):
     measured: Measured
     peaks: dict[int, int]
     """Bytes by micro-batch."""
+    others: float
+    """How full the memory was then with what other programs held (0-1)."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -122,6 +126,8 @@ class BatchSearch:
         self._ranks = Ranks(engine.accelerator)
         self._rank, self._several = engine.accelerator.process_index, engine.accelerator.num_processes > 1
         self._moments = self._held = 0
+        self._others = 0.0
+        self._is_new = False
         self._measured: Measured | None = None
         self._before: dict[int, int] = {}
         self._checks = 0
@@ -140,6 +146,7 @@ class BatchSearch:
             self._refuse(settings, "the memory of this device cannot be measured")
             return None
         self._path = _path_of(settings, self._memory.name(), total, self._rank)
+        self._others = self._memory.fullness(0) or 0.0
         self._moments, self._held = bytes_of_first_step(engine.bare_optimizer), self._memory.held_bytes() or 0
         accumulations = dict(exact_splits(settings.effective_batch, settings.world_size))
         sizes = sorted(accumulations)
@@ -149,7 +156,7 @@ class BatchSearch:
         each = self._ranks.from_each(Outcome(found, self._known_fullness(found.largest), total, tried))
         splits = choose_splits(settings.effective_batch, [one.measured for one in each])
         self._report(splits, each, larger=next((size for size in sizes if size > found.largest), None))
-        self._measured, self._before = found, self._sizer.peaks
+        self._measured, self._is_new, self._before = found, bool(tried), self._sizer.peaks
         self._checks = _CHECKS if all(one.fits for one in each) else 0
         return splits
 
@@ -197,7 +204,7 @@ class BatchSearch:
             return split
         found = next((one for one in smaller if self._sizer.fullness(one[0]) < SAFE_FRACTION), smaller[-1])
         if self._measured is not None:
-            self._measured = replace(self._measured, largest=found[0])
+            self._measured, self._is_new = replace(self._measured, largest=found[0]), True
         return found
 
     def forget(self) -> None:
@@ -303,10 +310,10 @@ class BatchSearch:
 
     def _recalled(self, sizes: Sequence[int]) -> Measured | None:
         """What an earlier start has measured, with the largest size that fits into what is free
-        now; None on all ranks if any of them must search.
+        now; None on all ranks if any of them must search, because more is free than then.
         """
         remembered, fitting = self._read(), list[int]()
-        if remembered is not None:
+        if remembered is not None and self._others > remembered.others - _MORE_ROOM:
             self._sizer.recall(remembered.peaks)
             known = [size for size in sizes if size <= remembered.measured.largest]
             fitting = [size for size in known if self._known_fullness(size) < SAFE_FRACTION]
@@ -330,12 +337,12 @@ class BatchSearch:
             return None
 
     def _remember(self) -> None:
-        if self._path is None or self._measured is None:
+        if self._path is None or self._measured is None or not self._is_new:
             return
         with self._told("cannot be remembered"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(msgspec.json.encode(Remembered(self._measured, self._sizer.peaks)))
+            temporary.write_bytes(msgspec.json.encode(Remembered(self._measured, self._sizer.peaks, self._others)))
             temporary.replace(self._path)
 
     @contextmanager

@@ -19,6 +19,8 @@ class Card:
     total = 1000
     held = 100
     """Weights and moments."""
+    others = 0
+    """What other programs hold."""
 
     def __init__(self) -> None:
         self.reserved = self.peak_reserved = self.peak_allocated = self.held
@@ -53,7 +55,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
         "max_memory_reserved": of_device(lambda: card.peak_reserved),
         "memory_reserved": of_device(lambda: card.reserved),
         "memory_allocated": of_device(lambda: card.held),
-        "mem_get_info": of_device(lambda: (card.total - card.reserved, card.total)),
+        "mem_get_info": of_device(lambda: (card.total - card.reserved - card.others, card.total)),
         "memory_stats": of_device(lambda: {"num_alloc_retries": card.retried}),
         "get_per_process_memory_fraction": of_device(lambda: 1.0),
         "reset_peak_memory_stats": of_device(lambda: card.reset()),

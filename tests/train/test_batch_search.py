@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,16 +260,27 @@ def test_the_next_start_remembers_and_tries_nothing(tmp_path: Path, card: Card) 
 
 def test_a_remembered_batch_must_fit_into_what_is_free_now(tmp_path: Path, card: Card) -> None:
     settings = settings_of(target_samples=48 * 4)
-    on_card(tmp_path / "first", card, settings).run()
-    for path in (tmp_path / "cache/memtop/batches").iterdir():
-        # As if others used 250,000 bytes of the same GPU.
-        remembered = json.loads(path.read_bytes())
-        remembered["peaks"] = {size: peak + 250_000 for size, peak in remembered["peaks"].items()}
-        path.write_text(json.dumps(remembered))
-    second = on_card(tmp_path / "second", card, settings)
-    second.run()
-    assert second.channel.of("batch_search")[0]["remembered"]
-    assert splits_of(second.channel)[1] == (6, 8)
+    found = []
+    # What another program holds of the same GPU at each start.
+    for number, card.others in enumerate((0, 250_000, 0)):
+        card.held = HELD
+        training = on_card(tmp_path / str(number), card, settings)
+        training.run()
+        (report,) = training.channel.of("batch_search")
+        found.append((report["batch"], report["remembered"]))
+    assert found == [(8, False), (6, True), (8, True)]
+
+
+def test_a_batch_that_was_found_while_others_held_memory_is_not_kept(tmp_path: Path, card: Card) -> None:
+    settings = settings_of(target_samples=48 * 4)
+    found = []
+    for number, card.others in enumerate((250_000, 250_000, 0, 0)):
+        card.held = HELD
+        training = on_card(tmp_path / str(number), card, settings)
+        training.run()
+        (report,) = training.channel.of("batch_search")
+        found.append((report["batch"], report["remembered"]))
+    assert found == [(6, False), (6, True), (8, False), (8, True)]
 
 
 def test_a_remembered_batch_that_fails_is_forgotten(tmp_path: Path, card: Card) -> None:
