@@ -79,7 +79,7 @@ def measure_save(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
 
     def save() -> None:
         if arm.startswith("memtop"):
-            saver.begin(progress, settings, copy=arm == "memtop")
+            saver.begin(progress, settings, background=arm == "memtop")
             return
         engine.accelerator.save_state(str(folder / "state"))
         if arm == "accelerate_synced":
