@@ -121,8 +121,9 @@ class SkippedSteps:
     def check(self, update: int, loss: float, norm: float | None, *, last: bool) -> bool:
         """Whether the step of this update was skipped, because a gradient is not finite.
 
-        TrainingError if a step was done although the loss or a gradient is not finite, if too many
-        steps in a row were skipped, or if the loss of the `last` update is not finite.
+        TrainingError if a step was done although the loss or a gradient is not finite, or if too
+        many steps in a row were skipped. Before the end of the training two are too many, and one
+        if the loss of the `last` update is not finite.
         """
         skipped, finite = self._engine.skipped(norm), math.isfinite(loss)
         self.doubt = None if finite else self.doubt or f"the loss is {loss} since update {update}"
@@ -134,7 +135,7 @@ class SkippedSteps:
             # Skipped steps are how the scale of fp16 losses is found.
             return True
         self._in_a_row += 1
-        if not skipped or self._in_a_row == MOST_SKIPPED or (last and not finite):
+        if not skipped or self._in_a_row == MOST_SKIPPED or (last and (not finite or self._in_a_row > 1)):
             what = f"gradient norm is {norm}" if finite else f"loss is {loss}"
             times = f" ({self._in_a_row} updates in a row)" if self._in_a_row > 1 else ""
             raise TrainingError(f"{what} at update {update}{times}; stopped, the last saved checkpoint is unchanged")

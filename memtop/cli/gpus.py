@@ -26,16 +26,20 @@ it."""
 _MPS = "nvidia-cuda-mps-server"
 
 
-def sample(without: str | None = None) -> MachineSnapshot:
-    """The machine now; or once the processes of the run `without` have ended, as a restart does
-    before it begins."""
+def sample() -> MachineSnapshot:
+    """The machine now."""
     # Wake sleeping GPUs: a run is about to use them.
     sampler = Sampler(patience=ONCE_SECONDS, wake=True)
     try:
-        machine = sampler.sample()
+        return sampler.sample()
     finally:
         sampler.close()
-    return machine if without is None else replace(machine, gpus=tuple(_gpu_without(gpu, without) for gpu in machine.gpus))
+
+
+def _sample_without(run: str | None) -> MachineSnapshot:
+    """The machine once the processes of this run have ended: a restart ends them first."""
+    machine = sample()
+    return machine if run is None else replace(machine, gpus=tuple(_gpu_without(gpu, run) for gpu in machine.gpus))
 
 
 def _gpu_without(gpu: GpuSample, run: str) -> GpuSample:
@@ -67,9 +71,9 @@ def wanted(text: str | None, run: str | None = None) -> list[str] | None:
             number = "1"
         if not _is_index(number) or int(number) < 1:
             raise UsageError(f"--gpus {text}: give how many free GPUs, like free:2")
-        return _free(int(number), text, sample(run))
+        return _free(int(number), text, _sample_without(run))
     indices = _parsed(text, "free:2 for two free ones")
-    machine, given = sample(run), f"--gpus {','.join(indices)}"
+    machine, given = _sample_without(run), f"--gpus {','.join(indices)}"
     _need_some(machine, given, "to train on the CPU")
     _check(indices, machine, given)
     for gpu in machine.gpus:
@@ -174,7 +178,7 @@ def choose_place(gpus: list[str] | None, device: str | None, run: str | None = N
     """
     if device == "cpu":
         return Place()
-    found = _place(sample(run), gpus, installed_build())
+    found = _place(_sample_without(run), gpus, installed_build())
     chosen = f"--gpus {','.join(gpus)}" if gpus is not None else f"device {device or 'auto'}"
     if found.closed is not None:
         if gpus is None and VARIABLE in os.environ:

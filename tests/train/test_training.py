@@ -23,7 +23,7 @@ from memtop.train.model import blaming_config, model_config
 from memtop.train.optimizers import MOMENTS
 from memtop.train.order import SampleOrder
 from memtop.train.run import open_accelerator, open_engine
-from memtop.train.state_files import BrokenStateError, newest_complete, previous_of, read_manifest
+from memtop.train.state_files import BrokenStateError, newest_complete, newest_update, previous_of, read_manifest
 from tests.train.support import Recorder, Training, edited
 
 
@@ -182,6 +182,17 @@ def test_no_state_is_saved_while_the_loss_is_not_finite(tmp_path: Path, request_
     found = newest_complete(tmp_path / "state") or pytest.fail("no state")
     assert found[1].updates == 2
     assert all(tensor.isfinite().all() for tensor in Training(tmp_path / "state").weights().values())
+
+
+def test_a_training_does_not_finish_with_several_skipped_steps(tmp_path: Path) -> None:
+    once = Training(tmp_path / "once")
+    broken_at(once, {10})
+    assert once.run() == "finished"
+    twice = Training(tmp_path / "twice", edited(save_every=8))
+    broken_at(twice, {9, 10})
+    with pytest.raises(TrainingError, match=r"^gradient norm is (nan|inf) at update 10 \(2 updates in a row\); "):
+        twice.run()
+    assert newest_update(tmp_path / "twice") == 8
 
 
 def test_an_optimizer_that_cannot_skip_its_step_stops_without_saving(tmp_path: Path) -> None:
