@@ -32,6 +32,8 @@ def check(settings: Settings) -> Settings:
     _check_shares(settings)
     _check_method(settings)
     _check_memory_strategy(settings)
+    if settings.python and not settings.python.startswith("/"):
+        raise SettingsError("python", settings.python, "give its whole path, which begins with /")
     longest = max_seq_len(settings)
     if longest is not None and settings.seq_len > longest:
         raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")

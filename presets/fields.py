@@ -122,6 +122,7 @@ FIELDS: dict[str, Field] = {
         bounds=(1, 1 << 12),
     ),
     "gpus": Field(label="GPUs", editable=False, saves=_differs),
+    "python": Field(label="Python"),
     "zero.stage": Field(label="ZeRO stage", shapes="peak", saves=_more, saves_much=True),
     "zero.offload_optimizer": Field(label="optimizer offload", shapes="peak", saves=_on, saves_much=True),
     "zero.offload_parameters": Field(label="parameter offload", shapes="peak", saves=_on, saves_much=True),

@@ -2,16 +2,19 @@
 them by name.
 
 User files: `<config dir>/memtop/<family>/*.toml` (families: levels, ladder, t5, qlora; and
-recipes), and `./memtop.toml` with tables `[presets.NAME]`, `[levels.NAME]` and `[recipes.NAME]`.
+recipes), and the project's file with tables `[presets.NAME]`, `[levels.NAME]` and
+`[recipes.NAME]`. The project's file is the nearest `memtop.toml`, or `pyproject.toml` with a table
+`[tool.memtop]`, in the working directory or above. It contains the project's settings, too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import platformdirs
@@ -106,12 +109,17 @@ def _preset_tables() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield from _local_tables("presets")
 
 
-def _user_folders() -> tuple[Path, ...]:
-    """The folder of the user's files; none for a user without a home folder."""
+def user_config() -> Path | None:
+    """The folder of the user's files; None for a user without a home folder."""
     try:
-        return (Path(platformdirs.user_config_dir("memtop")),)
+        return Path(platformdirs.user_config_dir("memtop"))
     except RuntimeError:
-        return ()
+        return None
+
+
+def _user_folders() -> tuple[Path, ...]:
+    folder = user_config()
+    return () if folder is None else (folder,)
 
 
 def user_cache() -> Path | None:
@@ -127,24 +135,86 @@ def _folder_tables(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield str(path), path.stem, parse(path)
 
 
+class ProjectFile(NamedTuple):
+    """The file with a project's settings, presets and recipes."""
+
+    path: Path
+    shown: str
+    """For people: without its folder if that is the working directory."""
+    prefix: str
+    """What is before the names of its tables: `tool.memtop.` in pyproject.toml."""
+    table: dict[str, Any]
+
+
+def project_file() -> ProjectFile | None:
+    """The project's file, nearest first; None if there is none.
+
+    A file above that another user has put there does not count: see `is_trusted`.
+    """
+    try:
+        cwd = Path.cwd()
+    except FileNotFoundError:
+        return None  # it was removed
+    for folder in (cwd, *cwd.parents):
+        for name in ("memtop.toml", "pyproject.toml"):
+            path = folder / name
+            if path.is_file() and is_trusted(path, cwd):
+                shown = name if folder == cwd else str(path)
+                if name == "memtop.toml":
+                    return ProjectFile(path, shown, "", parse(path, shown))
+                if (table := _tool_table(path, shown)) is not None:
+                    return ProjectFile(path, shown, "tool.memtop.", table)
+    return None
+
+
+def is_trusted(path: Path, cwd: Path) -> bool:
+    """Whether a file in the working directory or above may say what memtop starts.
+
+    Its owner is the caller, root, or the owner of the working directory, where the caller chose to
+    work. Others may have put it into a shared folder above, such as /tmp.
+    """
+    try:
+        return path.stat().st_uid in (os.geteuid(), 0, cwd.stat().st_uid)
+    except OSError:
+        return False
+
+
+def _tool_table(path: Path, shown: str) -> dict[str, Any] | None:
+    """The table [tool.memtop] of a pyproject.toml. None without one: such a file is not ours, and
+    may be damaged."""
+    try:
+        if b"memtop" not in path.read_bytes():
+            return None
+    except OSError:
+        return None
+    tools = parse(path, shown).get("tool", {})
+    table = tools.get("memtop") if isinstance(tools, dict) else None
+    if table is not None and not isinstance(table, dict):
+        raise PresetFileError(f"{shown}: tool.memtop is not a table; write [tool.memtop]")
+    return table
+
+
 def _local_tables(kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    local = Path("memtop.toml")
-    if not local.is_file():
+    local = project_file()
+    if local is None:
         return
-    tables = parse(local).get(kind, {})
+    tables = local.table.get(kind, {})
+    where = f"{local.prefix}{kind}"
     if not isinstance(tables, dict):
-        raise PresetFileError(f"{local}: {kind} is not a table; write [{kind}.NAME]")
+        raise PresetFileError(f"{local.shown}: {where} is not a table; write [{where}.NAME]")
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise PresetFileError(f"{local}: [{kind}.{name}] is not a table")
-        yield f"{local} [{kind}.{name}]", name, table
+            raise PresetFileError(f"{local.shown}: [{where}.{name}] is not a table")
+        yield f"{local.shown} [{where}.{name}]", name, table
 
 
-def parse(path: Path) -> dict[str, Any]:
+def parse(path: Path, shown: str = "") -> dict[str, Any]:
+    """The contents of a TOML file; PresetFileError calls it `shown`."""
+    shown = shown or str(path)
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PresetFileError(f"{path}: not valid TOML: {error}") from None
+        raise PresetFileError(f"{shown}: not valid TOML: {error}") from None
     except OSError as error:
-        raise PresetFileError(f"{path}: cannot be read: {error.strerror}") from None
+        raise PresetFileError(f"{shown}: cannot be read: {error.strerror}") from None
     return table

@@ -94,6 +94,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gpus: str = ""
     """Their CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between them; empty: that of the
     environment."""
+    python: str = ""
+    """The interpreter that trains, by its whole path; empty: the one that runs memtop."""
     seq_len: int
     """T: tokens per sample."""
     target_samples: int = 0

@@ -11,10 +11,12 @@ from pathlib import Path
 from memtop.presets.gpu_support import TorchBuild
 
 
-def installed_build() -> TorchBuild | None:
-    """The build of the torch of this Python; None if there is none, or its files say nothing."""
-    found = importlib.util.find_spec("torch")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+def installed_build(torch: str | None = None) -> TorchBuild | None:
+    """The build of the torch in this folder, or else of the torch of this Python; None if there is
+    none, or its files say nothing."""
+    found = importlib.util.find_spec("torch") if torch is None else None
+    folders = (found.submodule_search_locations or ()) if found else ()
+    for folder in folders if torch is None else (torch,):
         try:
             return read_build((Path(folder) / "version.py").read_text(encoding="utf-8"))
         except (OSError, ValueError):

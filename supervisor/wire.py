@@ -19,6 +19,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.program import Program
 from memtop.supervisor.recovery.values import Advice, Peak, Remedy, Trend
 
 
@@ -90,6 +91,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     reason: str
     settings: Settings | None = None
+    knobs: dict[str, str] = {}
+    """The settings that memtop gave to your own program."""
     peak: Peak | None = None
     samples_per_second: float | None = None
     outcome: str | None = None
@@ -153,6 +156,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None = None
     """None for external commands, whose settings are unknown."""
     command: tuple[str, ...] = ()
+    program: Program | None = None
+    """None for the built-in trainer."""
     choice: str | None = None
     """Which preset and GPU memtop chose when the run was created, and why. None if it chose
     neither, or if they have changed since."""
@@ -210,10 +215,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         """See the function of this name."""
         return saves_when_stopped(self.settings, self.offers)
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the program is known to continue from what it has saved when it starts again."""
+        return self.settings is not None or (self.program is not None and self.program.resumes is True)
+
 
 def saves_when_stopped(settings: Settings | None, offers: Collection[str] | None) -> bool:
-    """Whether a program is known to finish its update and save when it is stopped, and to resume:
-    the built-in trainer, or one that offers the command `stop`."""
+    """Whether a program is known to finish its update and save when it is stopped: the built-in
+    trainer, or one that offers the command `stop`."""
     return settings is not None or "stop" in (offers or ())
 
 

@@ -68,6 +68,7 @@ _SLOW_FILES = (
     "tests/test_survival_chaos.py",
     "tests/recovery/test_trend_live.py",
     "tests/test_survival_commands.py",
+    "tests/test_interpreters.py",
     "tests/test_full_disk.py",
     "tests/recovery/test_trend_restart.py",
     "tests/run/test_taking_over.py",

@@ -19,7 +19,7 @@ from tests.terminal import Terminal
 CONTRACT = {
     "train": {
         *("recipe", "--preset", "--batch", "--accum", "--seq-len", "--set", "--gpus", "--name", "--runs-dir"),
-        *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh"),
+        *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh", "--python"),
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),
@@ -40,6 +40,7 @@ CONTRACT = {
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
     "doctor": {"--json", "--runs-dir"},
+    "config": {"--json"},
     "diagnose": {"log", "--exit-code", "--json"},
 }
 

@@ -147,7 +147,7 @@ EXCLUSIVE = {"compute_mode": 3}
 def modes(driver: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     """GPU 0 is prohibited, 1 is exclusive and in use, 2 is exclusive and free, 3 is fullest."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "installed_build", lambda: TorchBuild(version="2.13.0+cu126", cuda="12.6"))
+    monkeypatch.setattr(gpus, "build_of", lambda _: TorchBuild(version="2.13.0+cu126", cuda="12.6"))
     for index, (used, mode) in enumerate(((0, PROHIBITED), (GIB, EXCLUSIVE), (GIB + 1, EXCLUSIVE), (GIB + 2, {}))):
         driver.gpu(index, total=20 * GIB, used=used, uuid=f"GPU-{index}", **mode)
     return driver.process(1, pid=os.getpid(), used=GIB).write()
@@ -281,7 +281,7 @@ def test_the_doctor_says_why_torch_cannot_use_a_gpu(
     advice: str,
 ) -> None:
     driver.gpu(0, total=16 * GIB, used=0, name="P100", major=6).write()
-    monkeypatch.setattr(doctor, "installed_build", lambda: build)
+    monkeypatch.setattr(doctor, "build_of", lambda _: build)
     (check,) = torch_checks(tmp_path, capsys).values()
     assert check == (None, found, f"{advice}{BUILDS}")
 
@@ -295,7 +295,7 @@ def test_the_doctor_asks_torch_itself_for_its_kernels(
     driver.gpu(0, total=16 * GIB, used=0, name="A100", major=8).gpu(
         1, total=16 * GIB, used=0, name="H100", uuid="GPU-b"
     ).write()
-    monkeypatch.setattr(doctor, "installed_build", lambda: TorchBuild(version="2.9.0a0+own", cuda="12.4"))
+    monkeypatch.setattr(doctor, "build_of", lambda _: TorchBuild(version="2.9.0a0+own", cuda="12.4"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     package = tmp_path / "torch"
     package.mkdir()

@@ -69,6 +69,7 @@ def test_the_standard_preset_reverts_the_others() -> None:
     [
         ({"assignments": {"batch": "0"}}, "batch 0: must be at least 1"),
         ({"assignments": {"accumulation": "-1"}}, "accumulation -1: must be at least 1"),
+        ({"assignments": {"python": "env/bin/python"}}, "python env/bin/python: give its whole path, which begins with /"),
         ({"assignments": {"seq_len": "1"}}, "seq_len 1: must be at least 2"),
         ({"assignments": {"seq_len": "2000"}}, "seq_len 2000: beyond the model's 1024 positions; give at most 1024"),
         ({"preset": "extrem"}, "(did you mean extreme?)"),

@@ -182,8 +182,8 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
         "number": str(of.number),
         "attempt": str(of.attempt),
         "since": units.count(of.since_update),
-        "split": split_words(of.settings),
-        "seq_len": units.UNKNOWN if of.settings is None else str(of.settings.seq_len),
+        "split": _given_split(of.knobs) if of.knobs else split_words(of.settings),
+        "seq_len": of.knobs.get("seq_len", units.UNKNOWN) if of.settings is None else str(of.settings.seq_len),
         "preset": units.UNKNOWN if of.settings is None else of.settings.preset,
         "peak": peak_words(of.peak),
         "speed": units.UNKNOWN if of.samples_per_second is None else units.rate(of.samples_per_second),
@@ -217,6 +217,11 @@ def split_words(settings: Settings | None) -> str:
     return units.UNKNOWN if settings is None else settings.split_text
 
 
+def _given_split(knobs: dict[str, str]) -> str:
+    """The split that memtop gave to the user's own program, as far as it gave one."""
+    return f"{knobs.get('batch', units.UNKNOWN)} x {knobs.get('accumulation', units.UNKNOWN)}"
+
+
 def peak_words(peak: Peak | None) -> str:
     """`17.1 GiB` if measured; `≥ 19.1 GiB` if the allocation failed."""
     if peak is None:
@@ -248,8 +253,18 @@ def differences(of: Configuration, now: Configuration | None) -> list[str]:
     if now is None or now.number == of.number:
         return ["it is the current one"]
     if of.settings is None or now.settings is None:
+        if of.knobs or now.knobs:
+            return [
+                f"{name} {now.knobs.get(name, 'of its own')} -> {of.knobs.get(name, 'of its own')}" for name in _knobs(of, now)
+            ]
         return ["the differences are not known: this program's settings are unknown"]
     return changes(now.settings, of.settings) or ["the same settings as now"]
+
+
+def _knobs(of: Configuration, now: Configuration) -> list[str]:
+    """The settings that memtop gave to the user's own program in one of the two only, or with
+    another value."""
+    return [name for name in {**now.knobs, **of.knobs} if now.knobs.get(name) != of.knobs.get(name)]
 
 
 def present_of(rows: Sequence[Configuration]) -> Configuration | None:

@@ -226,7 +226,7 @@ def foreign(action: Action, run: RunState) -> str | None:
     if action.id == "preset":
         return "presets need a built-in recipe: this program's settings are not known"
     if action.id == "checkpoint" and "checkpoint" not in (run.offers or ()):
-        return "only the built-in trainer can save on request"
+        return "this program cannot save on request"
     return None
 
 

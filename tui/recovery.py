@@ -129,7 +129,7 @@ class OomCard(Dialog[Remedy]):
         for cause in proposal.causes:
             entries.append(text_entry(wrap(f"! {cause}", width, "edge")))
         alive = store.run is not None and store.run.alive
-        resumes = store.run is None or store.run.saves_when_stopped
+        resumes = store.run is None or store.run.resumes
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
             entries.append(text_entry([(), head] if width >= _AIRY_FROM else [head]))

@@ -210,13 +210,14 @@ class FolderRecording:
         """
         attempt = self.attempt(now)
         last = self.last
-        lasting = ("name", "folder", "created", "command", "total_updates", "target_samples")
+        lasting = ("name", "folder", "created", "command", "program", "total_updates", "target_samples")
         base = {name: getattr(last, name) for name in lasting}
         if attempt is None:
             return wire.RunState(**base, state=wire.Phase.CREATED)
         place = bisect_right(self._times, now)
         own = [step for step in self._steps[max(0, place - _RATE_STEPS) : place] if step.attempt == attempt.number]
         step = own[-1].report if own else Step(update=attempt.start_updates or 0)
+        logged = next((one.report for one in reversed(own) if one.report.logged), step)
         phase, reason = self._phase(attempt, bool(own), now)
         rates = _rates(own)
         seen = step.samples_seen
@@ -231,14 +232,14 @@ class FolderRecording:
             started=attempt.started,
             ended=None if alive else attempt.ended,
             settings=attempt.settings,
-            effective_batch=attempt.settings.effective_batch if attempt.settings else None,
+            effective_batch=attempt.settings.effective_batch if attempt.settings else last.effective_batch,
             updates=step.update if own else attempt.start_updates,
             samples_seen=seen,
             epoch=step.epoch,
-            loss=step.loss,
+            loss=logged.loss,
             best_loss=self._best[place - 1] if place else None,
             learning_rate=step.learning_rate,
-            gradient_norm=step.gradient_norm,
+            gradient_norm=logged.gradient_norm,
             padding_fraction=step.padding_fraction,
             samples_per_second=rates[0],
             tokens_per_second=rates[1],

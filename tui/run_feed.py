@@ -229,5 +229,5 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def _unsupervised(run: wire.RunState) -> Disconnected:
     if run.alive:
         return Disconnected("supervisor is gone, training continues - reconnecting")
-    again = "resumes it" if run.saves_when_stopped else "starts it again"
+    again = "resumes it" if run.resumes else "starts it again"
     return Disconnected(f"the run is over ({run.state.value}); r or memtop restart {run.name} {again}", ended=True)

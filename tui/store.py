@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
+
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
@@ -153,10 +155,21 @@ def _with_metrics(rows: tuple[wire.Metric, ...], message: wire.MetricRows) -> tu
     if message.reset_from is not None:
         rows = tuple(row for row in rows if row.update < message.reset_from)
     if rows and message.rows and message.rows[0].update <= rows[-1].update:
-        # After a reconnect the stream repeats updates: the newer row of an update counts.
-        repeated = {row.update for row in message.rows}
-        rows = tuple(row for row in rows if row.update not in repeated)
+        # After a reconnect the stream repeats updates, and a loss that is read from a program's
+        # output comes after the agent's report.
+        merged = {row.update: row for row in rows}
+        for row in message.rows:
+            merged[row.update] = _filled(row, merged.get(row.update))
+        return tuple(merged[update] for update in sorted(merged))[-METRICS_KEPT:]
     return (*rows, *message.rows)[-METRICS_KEPT:]
+
+
+def _filled(row: wire.Metric, before: wire.Metric | None) -> wire.Metric:
+    """The newer row of an update, and what only the one before has."""
+    if before is None or before.attempt != row.attempt:
+        return row
+    missing = {name: getattr(before, name) for name in wire.Metric.__struct_fields__ if getattr(row, name) is None}
+    return msgspec.structs.replace(row, **missing)
 
 
 def _with_machine(store: Store, machine: MachineSnapshot) -> Store:

@@ -21,6 +21,7 @@ from memtop.supervisor.errors import MemtopError, UsageError
 COMMANDS = {
     "advise": "Show what limits a run's speed and what would make it faster.",
     "checkpoint": "Save the training state after the current update.",
+    "config": "Show each value of the configuration and where it comes from.",
     "diagnose": "Find out from its log what ended a training program.",
     "doctor": "Check what memtop finds on this machine.",
     "export": "Write the trained model in Hugging Face's format.",

@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
+from memtop.cli.configuration import default_runs_dir
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
-from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
 from memtop.supervisor.wire import Proposal, RunState
 

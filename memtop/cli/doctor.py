@@ -14,21 +14,25 @@ from pathlib import Path
 import click
 import msgspec
 
+from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import why_closed, why_unusable
+from memtop.cli.installing import install_trainer
+from memtop.cli.interpreters import command_for, search
 from memtop.cli.options import json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines
 from memtop.presets import PresetFileError, load_presets, load_recipes, user_cache
-from memtop.presets.torch_build import installed_build
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.interpreters import NEEDED, Interpreter, Search, build_of
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.run.client import socket_path
-from memtop.supervisor.run.record.folder import default_runs_dir
 
-_TRAINING = ("torch", "transformers", "accelerate", "safetensors")
+_SHOWN = ("torch", "transformers", "accelerate", "safetensors")
+"""The packages of the trainer that are listed; the others only if they are missing."""
+_NOT_NEEDED = "not needed for your own programs"
 _TORCH_SECONDS = 60.0
 # Host values that are worth a note if they are unknown; the others are often unknown.
 _NOTED_IF_UNKNOWN = {
@@ -72,8 +76,9 @@ def doctor(as_json: bool, runs_dir: Path | None) -> int:
 def _findings(runs_dir: Path) -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
     yield CheckResult(check="python", ok=sys.version_info >= (3, 10), found=version)
-    yield from _packages()
-    yield from _machine()
+    result = search()
+    yield from _packages(result)
+    yield from _machine(result.found)
     yield _writable(runs_dir)
     yield _prepared_data()
     yield _socket(runs_dir)
@@ -81,19 +86,28 @@ def _findings(runs_dir: Path) -> Iterator[CheckResult]:
     yield _data_files()
 
 
-def _packages() -> Iterator[CheckResult]:
-    for name in ("textual", *_TRAINING):
-        try:
-            yield CheckResult(check=name, ok=True, found=importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            if name == "textual":
-                yield CheckResult(check=name, ok=False, found="not installed", advice="pip install textual")
-            else:
-                advice = "in memtop's folder: pip install '.[train]' (not needed to watch other programs)"
-                yield CheckResult(check=name, ok=None, found="not installed", advice=advice)
+def _packages(result: Search) -> Iterator[CheckResult]:
+    """The packages of the dashboard here, and those of the trainer in the Python that trains."""
+    try:
+        yield CheckResult(check="textual", ok=True, found=importlib.metadata.version("textual"))
+    except importlib.metadata.PackageNotFoundError:
+        yield CheckResult(check="textual", ok=False, found="not installed", advice="pip install textual")
+    python = result.found
+    if python is None:
+        found = f"no Python with torch was found: {result.reasons()}"
+        yield CheckResult(check="trains with", ok=None, found=found, advice=f"{install_trainer()} ({_NOT_NEEDED})")
+        return
+    before = f"; not taken before it: {result.reasons()}" if result.refused else ""
+    yield CheckResult(check="trains with", ok=True, found=f"{python.text()}{before}")
+    for name in NEEDED:
+        if python.missing([name]):
+            advice = f"{command_for(python, python.missing([name]))} ({_NOT_NEEDED})"
+            yield CheckResult(check=name, ok=None, found="not installed", advice=advice)
+        elif name in _SHOWN:
+            yield CheckResult(check=name, ok=True, found=python.proof.packages[name] or "version not known")
 
 
-def _machine() -> Iterator[CheckResult]:
+def _machine(python: Interpreter | None) -> Iterator[CheckResult]:
     sampler = Sampler(patience=ONCE_SECONDS)
     machine = sampler.sample()
     sampler.close()
@@ -107,7 +121,8 @@ def _machine() -> Iterator[CheckResult]:
         yield _gpu(gpu)
     if machine.gpus:
         yield _processes(machine)
-        yield from _torch(machine)
+        if python is not None:
+            yield from _torch(machine, python.path)
     host = machine.host
     limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
     yield CheckResult(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
@@ -124,15 +139,14 @@ def _gpu(gpu: GpuSample) -> CheckResult:
     return CheckResult(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
 
 
-def _torch(machine: MachineSnapshot) -> Iterator[CheckResult]:
-    """Whether the installed torch can compute on each GPU. Without torch there is nothing to
-    check."""
-    build = installed_build()
+def _torch(machine: MachineSnapshot, python: str) -> Iterator[CheckResult]:
+    """Whether the torch of the Python that trains can compute on each GPU."""
+    build = build_of(python)
     if build is None:
         return
     gpus = [gpu for gpu in machine.gpus if gpu.error is None]
     if build.cuda is not None and not any(why_unusable(machine, gpu, build) for gpu in gpus):
-        build = msgspec.structs.replace(build, kernels=_kernels())
+        build = msgspec.structs.replace(build, kernels=_kernels(python))
     for gpu in gpus:
         problem = why_unusable(machine, gpu, build)
         check = f"torch, gpu {gpu.index}"
@@ -142,11 +156,11 @@ def _torch(machine: MachineSnapshot) -> Iterator[CheckResult]:
             yield CheckResult(check=check, ok=None, found=problem.found, advice=problem.advice)
 
 
-def _kernels() -> tuple[str, ...] | None:
+def _kernels(python: str) -> tuple[str, ...] | None:
     """What torch itself says about its kernels; None if it does not."""
     code = "import torch; print(*torch.cuda.get_arch_list())"
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS, check=True)
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return tuple(done.stdout.split()) or None

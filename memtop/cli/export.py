@@ -14,7 +14,11 @@ import click
 from memtop.cli.common import find_run
 from memtop.cli.options import PATH, RUN_HELP, run_argument, runs_dir_option
 from memtop.cli.output import print_lines, print_message
+from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.interpreters import TRAINER_PATH, is_own
+from memtop.supervisor.run.processes.attempt import require_python
+from memtop.supervisor.run.record.folder import read_json
 
 
 @click.command(epilog=RUN_HELP)
@@ -37,9 +41,12 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
     written = sorted(folder.path.glob("attempts/*/settings.json"))
     if not written:
         raise UsageError(f"RUN {folder.name}: was never started: there is nothing to export")
+    settings = read_json(written[-1], Settings)
+    require_python(folder, settings)
     where = ("--settings", str(written[-1]), "--state-dir", str(folder.latest_state), "--out", str(out))
     form = [*(["--adapter"] if adapter else []), *(["--merge"] if merge else [])]
-    status = _printed([sys.executable, "-m", "memtop.train.export", *where, *form])
+    command = [settings.python or sys.executable, "-m", "memtop.train.export", *where, *form]
+    status = _printed(command, [] if is_own(settings.python) else [str(TRAINER_PATH)])
     if status < 0:
         raise MemtopError(
             f"export of {folder.name}: killed by signal {-status}; 9 means that host memory ran out: the model needs "
@@ -48,12 +55,17 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
     return status
 
 
-def _printed(command: Sequence[str]) -> int:
-    """Run the command and print what it prints, cleaned: messages as they come, then the result."""
+def _printed(command: Sequence[str], python_path: Sequence[str]) -> int:
+    """Run the command and print what it prints, cleaned: messages as they come, then the result.
+
+    `python_path` comes before the PYTHONPATH of the environment.
+    """
+    inherited = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
     with subprocess.Popen(
         command,
         # A folder named `tokenizers` in the current directory must not shadow the library.
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": paths} if paths else {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

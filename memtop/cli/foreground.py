@@ -238,7 +238,7 @@ class _Follower:
             return 130
         assert state is not None
         if state.state is Phase.FAILED and state.proposal is not None:
-            for line in proposal_lines(state.proposal, resumes=state.saves_when_stopped):
+            for line in proposal_lines(state.proposal, resumes=state.resumes):
                 self._print(line)
         where = f"; memtop show {state.name}"
         self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from memtop.cli.output import print_message
 from memtop.presets import gpu_support
 from memtop.presets.gpu_support import Gpu, TorchBuild, Unusable, why_no_kernels
-from memtop.presets.torch_build import installed_build
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.interpreters import build_of
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
@@ -169,16 +169,16 @@ class _Device(msgspec.Struct, frozen=True):
     """Of the instance."""
 
 
-def choose_place(gpus: list[str] | None, device: str | None, run: str | None = None) -> Place:
+def choose_place(gpus: list[str] | None, device: str | None, run: str | None = None, *, python: str = "") -> Place:
     """Where a run with these GPUs (None: the person chose none) and this setting `device` trains.
 
     UsageError if its GPUs accept no other program, or if the person asks for a GPU on which the
     installed torch cannot compute. If nobody asked for one, the run gets the CPU, and a message
-    says so. `run`: see `wanted`.
+    says so. `run`: see `wanted`. `python`: the interpreter that trains; empty: memtop's own.
     """
     if device == "cpu":
         return Place()
-    found = _place(_sample_without(run), gpus, installed_build())
+    found = _place(_sample_without(run), gpus, build_of(python))
     chosen = f"--gpus {','.join(gpus)}" if gpus is not None else f"device {device or 'auto'}"
     if found.closed is not None:
         if gpus is None and VARIABLE in os.environ:

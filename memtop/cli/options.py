@@ -59,9 +59,7 @@ class _Seconds(click.ParamType[float]):
 WHOLE, SECONDS, PATH = _Whole(), _Seconds(), click.Path(path_type=Path)
 
 run_argument = click.argument("run_name", metavar="RUN")
-runs_dir_option = click.option(
-    "--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [MEMTOP_RUNS_DIR or ./runs]"
-)
+runs_dir_option = click.option("--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [./runs]")
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
 detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from memtop.cli.common import living_runs
+from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
@@ -18,7 +19,6 @@ from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.run.record.folder import default_runs_dir
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
 

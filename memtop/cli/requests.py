@@ -10,6 +10,7 @@ import click
 
 from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.foreground import stay
+from memtop.cli.interpreters import python_for
 from memtop.cli.options import (
     RUN_HELP,
     WHOLE,
@@ -27,7 +28,9 @@ from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
-from memtop.supervisor.run.record.configurations import before_the_present, same
+from memtop.supervisor.run.grip import consequences
+from memtop.supervisor.run.record import program_checkpoints
+from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
 from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
@@ -114,12 +117,16 @@ def restart(
 ) -> int:
     """Restart a run from its saved state, with other settings.
 
-    A run in progress finishes its update and saves its state first; your own program gets SIGINT
-    and begins as it does by itself. --live refuses settings that need a restart.
+    A run in progress finishes its update and saves its state first. Your own program, if it is
+    built on Hugging Face's Trainer, gets --batch, --accum and --seq-len and resumes from its newest
+    checkpoint; any other gets SIGINT and begins as it does by itself. --live refuses settings that
+    need a restart.
     """
     refuse_both(headless, detach)
     folder = find_run(run_name, runs_dir)
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
+    if "python" in values:
+        values["python"] = python_for(f"run {folder.name}: the built-in trainer", values["python"], "--set python").path
     chosen = None if gpus is None else _chosen_gpus(folder, gpus, values.get("device"))
     change = Change(preset=preset, assignments=values, gpus=chosen, max_updates=max_updates)
     if not live:
@@ -138,7 +145,7 @@ def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:
         advice = f"a new run may have others: memtop train --gpus {text} -- COMMAND"
         raise UsageError(f"--gpus {text}: this run's program is your own, and keeps its GPUs; {advice}")
     indices = wanted(text, folder.name) or []
-    place = choose_place(indices, device or settings.device, folder.name)
+    place = choose_place(indices, device or settings.device, folder.name, python=settings.python)
     if place.pinned:
         print_message(f"memtop: trains {place.note}")
     return place.pinned or ",".join(indices)
@@ -155,6 +162,8 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
         warning = risk_of(folder, change)
+        if foreseen := _of_own_program(folder, change):
+            print_message(f"memtop: {foreseen}")
         starting.start_supervisor(folder, change)
         for line in (again, f"memtop: {warning}" if warning else None):
             if line:
@@ -168,6 +177,19 @@ def _repeated_updates(folder: RunFolder, change: Change) -> str | None:
     if state.settings is None or change.state_before is not None:
         return None
     return explain.done_again(state.updates, state.checkpoint)
+
+
+def _of_own_program(folder: RunFolder, change: Change) -> str | None:
+    """What the change means for a program built on Hugging Face's Trainer that is not running now.
+    A supervisor says it of one that runs."""
+    state, file = read_state(folder), folder.state()
+    knobs = {name: text for name, text in change.assignments.items() if name != "allocator"}
+    if file is None or file.grip is None or state.settings is not None:
+        return None
+    found = program_checkpoints.newest_for(folder.path, file.grip.output_dir)
+    if found is None or not found.complete:
+        return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
+    return f"resumes at update {found.updates}{consequences(file.grip, knobs, found, state.updates, state.total_updates)}"
 
 
 def risk_of(folder: RunFolder, change: Change) -> str | None:
@@ -212,7 +234,7 @@ def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Cha
         rows = read_configurations(folder.path)
     there = _there(rows[-1].number) if rows else "it was never started"
     if number is None:
-        if rows and rows[-1].settings is None:
+        if rows and rows[-1].settings is None and not any(row.knobs for row in rows):
             raise UsageError(_OWN)
         chosen = before_the_present(rows)
         if chosen is None:
@@ -221,10 +243,10 @@ def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Cha
         chosen = next((row for row in rows if row.number == number), None)
         if chosen is None:
             raise UsageError(f"N {number}: run {folder.name!r} has no such configuration: {there}")
-    if chosen.settings is None:
+    if chosen.settings is None and (with_state or not any(row.knobs for row in rows)):
         raise UsageError(_OWN)
     if not with_state:
-        if same(chosen.settings, rows[-1].settings):
+        if same_configuration(chosen, rows[-1]):
             raise UsageError(_nothing_to_do(folder.name, chosen.number, rows[-1].number))
         return Change(configuration=chosen.number)
     if chosen.until_update is None:

@@ -10,13 +10,14 @@ import click
 import msgspec
 
 from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
+from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import view
-from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.wire import Phase, RunState
 
@@ -97,7 +98,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield from _attempt_lines(attempt, state)
     if state.proposal is not None:
         yield "  what can be done"
-        for line in proposal_lines(state.proposal, resumes=state.saves_when_stopped):
+        for line in proposal_lines(state.proposal, resumes=state.resumes):
             yield f"    {line}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import msgspec
 
+from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import WHOLE, json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
@@ -22,7 +23,6 @@ from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.strays import choose, forbidden, rows_of
 from memtop.supervisor.monitor.termination import end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot, why_incomplete, why_incomplete_on
-from memtop.supervisor.run.record.folder import default_runs_dir
 from memtop.supervisor.run.view import known_runs
 
 _SECOND_SAMPLE_SECONDS = 0.6

@@ -5,8 +5,8 @@ The functions import NVML and asyncio themselves, since `memtop train --help` ne
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop import __version__
+from memtop.cli.configuration import configured, default_runs_dir
+from memtop.cli.interpreters import libraries_of, python_for, refuse_missing, refuse_missing_trackers, said_at_start
 from memtop.cli.options import (
     WHOLE,
     assignments_of,
@@ -42,22 +44,18 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS, SPLIT
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.output.lines import PATTERN_GROUPS
+from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
     from memtop.cli.gpus import Place
 
-# By tracker: the modules of which one must be installed, and the package to install. The trainer
-# refuses unknown names.
-_TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
-_NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
-
-def _known_on_oom(context: click.Context, option: click.Parameter, value: str) -> str:
+def _known_on_oom(value: str, given: str) -> str:
     if value not in ON_OOM:
-        raise UsageError(f"--on-oom {value}: give auto (continue with less), ask (propose it) or stop (report it)")
+        raise UsageError(f"{given} {value}: give auto (continue with less), ask (propose it) or stop (report it)")
     return value
 
 
@@ -67,11 +65,10 @@ def _known_on_oom(context: click.Context, option: click.Parameter, value: str) -
 @gpus_option
 @click.option("--name", metavar="NAME", help="the name of the run")
 @click.option("--save-every", type=WHOLE, metavar="N", help="updates between two saves")
+@click.option("--python", metavar="PATH", help="the Python that trains a recipe, or the folder of its environment")
 @headless_option
 @detach_option
-@click.option(
-    "--on-oom", default="auto", metavar="auto|ask|stop", callback=_known_on_oom, help="what to do when memory runs out [auto]"
-)
+@click.option("--on-oom", metavar="auto|ask|stop", help="what to do when memory runs out [auto; your own program: ask]")
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
 @runs_dir_option
 @click.pass_obj
@@ -87,9 +84,10 @@ def train(
     gpus: str | None,
     name: str | None,
     save_every: int | None,
+    python: str | None,
     headless: bool,
     detach: bool,
-    on_oom: str,
+    on_oom: str | None,
     fresh: bool,
     runs_dir: Path | None,
 ) -> int:
@@ -103,12 +101,17 @@ def train(
 
     begun = time.time()
     refuse_both(headless, detach)
-    gpu_list = gpu_choice.wanted(gpus)
-    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, save_every=save_every)
+    when_short = _on_oom(on_oom, program=bool(program))
+    gpu_list = gpu_choice.wanted(gpus if gpus is not None else configured("gpus").value)
+    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, save_every=save_every, python=python)
     edits = Change(assignments=values, max_updates=max_updates)
     recipe_name = recipe or "first-run"
     if program:
         refuse_for_program(recipe, preset, edits)
+    else:
+        preset = preset or configured("preset").value
+        every = configured("save-every").value
+        edits = replace(edits, assignments={**({"save_every": every} if every else {}), **values})
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
@@ -119,10 +122,37 @@ def train(
         cwd=str(Path.cwd()),
         gpus=",".join(gpu_list) if program and gpu_list else None,
         choice=plan.choice,
-        on_oom=on_oom,
+        on_oom=when_short,
+        step_pattern=_step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
         memtop_version=__version__,
     )
     return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
+
+
+def _step_pattern(pattern: str | None) -> str | None:
+    """MEMTOP_STEP, which tells how the user's program prints its step; UsageError if it cannot be
+    used.
+    """
+    if not pattern:
+        return None
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise UsageError(f"MEMTOP_STEP={pattern!r}: not a regular expression: {error}") from None
+    unknown = [name for name in groups if name not in PATTERN_GROUPS]
+    if "step" not in groups or unknown:
+        what = f"the group {unknown[0]!r} is not known" if unknown else "it has no group (?P<step>...)"
+        raise UsageError(f"MEMTOP_STEP={pattern!r}: {what}: the groups are {', '.join(PATTERN_GROUPS)}")
+    return pattern
+
+
+def _on_oom(given: str | None, *, program: bool) -> str:
+    if given is not None:
+        return _known_on_oom(given, "--on-oom")
+    found = configured("on-oom")
+    if found.value is None:
+        return "ask" if program else "auto"
+    return _known_on_oom(found.value, f"{found.where}: on-oom")
 
 
 def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
@@ -176,10 +206,11 @@ def new_run(
     """
     from memtop.cli.gpus import choose_place
 
-    _refuse_missing(_NEEDED, f"RECIPE {recipe_name}: the built-in trainer")
+    python = python_for(f"RECIPE {recipe_name}: the built-in trainer", edits.assignments.get("python"))
+    edits = replace(edits, assignments={**edits.assignments, "python": python.path})
     try:
         recipe = _recipe(recipe_name)
-        place = choose_place(gpus, edits.assignments.get("device"))
+        place = choose_place(gpus, edits.assignments.get("device"), python=python.path)
         reason = None
         if preset_name is not None:
             preset = find_preset(preset_name, recipe.name)
@@ -189,8 +220,8 @@ def new_run(
         settings = _edited(recipe, preset, whole, edits, gpus)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
-    _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
-    _refuse_missing_trackers(settings.trackers)
+    refuse_missing(python, libraries_of(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
+    refuse_missing_trackers(python, settings.trackers)
     settings = replace(
         settings,
         data=_placed_data(settings.data),
@@ -200,6 +231,8 @@ def new_run(
     told = [f"{reason}; --preset NAME chooses another"] if reason else []
     if place.pinned:
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
+    if (words := said_at_start(python)) is not None:
+        told.append(words)
     for words in told:
         print_message(f"memtop: {words}")
     return NewRun(settings=settings, choice="; ".join(told) or None)
@@ -237,28 +270,6 @@ def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None, place: Pl
 
     preset, reason = choose_preset(place.free_bytes, recipe.name, processes, under)
     return preset, f"{reason}, {place.note}" if processes > 1 and place.note else reason
-
-
-def _libraries(settings: Settings) -> tuple[str, ...]:
-    needed = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(settings.method, ())
-    eight_bit = ("bitsandbytes",) if settings.optimizer.endswith("8bit") else ()
-    return (*needed, *eight_bit, *(("deepspeed",) if settings.zero.stage else ()))
-
-
-def _refuse_missing(names: tuple[str, ...], who: str) -> None:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"{who} needs {', '.join(missing)}: in memtop's folder, pip install '.[train]'; "
-            "your own program, given after `--`, does not need it"
-        )
-
-
-def _refuse_missing_trackers(names: tuple[str, ...]) -> None:
-    for name in names:
-        modules, package = _TRACKERS.get(name, ((), ""))
-        if modules and not any(importlib.util.find_spec(module) for module in modules):
-            raise UsageError(f"trackers {name}: not installed: pip install {package}")
 
 
 def _placed_data(data: dict[str, Any]) -> dict[str, Any]:

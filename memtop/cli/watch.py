@@ -12,6 +12,7 @@ import msgspec
 
 from memtop.cli import dashboard
 from memtop.cli.common import Unreadable, find_run, run_folders, run_line, state_of, summary
+from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import watched
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
@@ -22,7 +23,7 @@ from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
 from memtop.supervisor.run import view
-from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import RunState
 

@@ -13,7 +13,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.wire import Answer, Change, Event
+from memtop.supervisor.wire import Answer, Change, Checkpoint, Event
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
@@ -34,6 +34,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     """Allocator options for an external command."""
     state_before: int | None = None
     """Go back to the newest kept state at or before this update."""
+    output_dir: str | None = None
+    """Of a program built on Hugging Face's Trainer: the folder with the checkpoints from which it
+    resumes. None if memtop does not make it resume."""
+    knobs: dict[str, Any] = {}
+    """The settings that such a program is given."""
 
 
 class Target(str, Enum):
@@ -77,8 +82,23 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
     settings: Settings | None
 
 
+class KeepCheckpoint(msgspec.Struct, frozen=True, tag="keep_checkpoint"):
+    """Keep the newest complete checkpoint of a program built on Hugging Face's Trainer, because the
+    program may delete it while it stops."""
+
+    output_dir: str
+
+
 class ReadStates(msgspec.Struct, frozen=True, tag="read_states"):
     """Answered by `StatesRead`."""
+
+
+class CheckSaved(msgspec.Struct, frozen=True, tag="check_saved"):
+    """Find out whether the checkpoint that a program has reported is complete. Answered by
+    `SavedChecked`.
+    """
+
+    reported: Checkpoint
 
 
 class HoldState(msgspec.Struct, frozen=True, tag="hold_state"):
@@ -164,7 +184,9 @@ Effect = (
     | Signal
     | ClearLeftovers
     | Examine
+    | KeepCheckpoint
     | ReadStates
+    | CheckSaved
     | HoldState
     | ReleaseState
     | AskRanks

@@ -16,6 +16,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Trend
+from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
@@ -42,6 +43,8 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     """
     kept: tuple[Checkpoint, ...] = ()
     """All complete states, the newest first."""
+    program: Checkpoint | None = None
+    """Of a program built on Hugging Face's Trainer: the checkpoint from which it would resume."""
 
 
 class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +120,8 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     """The newest is the state that it resumes from."""
     set_aside: str | None = None
     """The folder into which newer states were moved when the run returned to an earlier one."""
+    resumed: Checkpoint | None = None
+    """The checkpoint from which a program built on Hugging Face's Trainer is made to resume."""
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
@@ -139,10 +144,22 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
     """Whether an earlier supervisor had already read it."""
 
 
+class OutputRead(msgspec.Struct, frozen=True, tag="output_read"):
+    """The program's output has new numbers of its training."""
+
+    seen: Seen
+
+
 class StatesRead(msgspec.Struct, frozen=True, tag="states_read"):
     """The saved states were read."""
 
     states: States
+
+
+class SavedChecked(msgspec.Struct, frozen=True, tag="saved_checked"):
+    """The checkpoint of a program was read."""
+
+    found: Checkpoint
 
 
 class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended"):
@@ -329,7 +346,9 @@ Occurrence = (
     | Launched
     | LaunchRefused
     | Reported
+    | OutputRead
     | StatesRead
+    | SavedChecked
     | ProgramEnded
     | LeftoversCleared
     | Examined

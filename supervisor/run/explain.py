@@ -156,11 +156,18 @@ def program_stopped(pids: Sequence[int], trainer_pid: int | None) -> str:
     )
 
 
-def not_heard(found: NotHeard) -> str:
-    """Why a program has reported nothing, and what to do."""
+def not_heard(found: NotHeard, *, by_output: bool = False) -> str | None:
+    """Why a program has reported nothing, and what to do. `by_output`: its step is read from its
+    output; None if nothing is missing then.
+    """
     if found.absence is Absence.NO_UPDATE:
-        return _ABSENCES[found.absence]
+        return None if by_output else _ABSENCES[found.absence]
     who = "" if found.process is None else f"{names([found.process])} "
+    if by_output:
+        return (
+            f"memtop is not inside the program: the step is read from its output, and more is not known: {who}"
+            + (_ABSENCES[found.absence])
+        )
     return f"the program has reported nothing so far, so updates and loss are not known: {who}{_ABSENCES[found.absence]}"
 
 
@@ -178,7 +185,8 @@ def report_text(report: MemoryRecord | Evaluated) -> str:
     """A memory record or an evaluation of the trainer in one line."""
     if isinstance(report, Evaluated):
         loss = "not reported" if report.loss is None else f"{report.loss:.4f}"
-        return f"evaluation at update {report.update}: loss {loss} over {report.samples} samples"
+        over = "" if report.samples is None else f" over {report.samples} samples"
+        return f"evaluation at update {report.update}: loss {loss}{over}"
     return f"{report.stage}: host {units.size(report.used_bytes)} of {units.size(report.total_bytes)} used"
 
 

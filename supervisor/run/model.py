@@ -17,6 +17,8 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.values import Advice, Trend
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
 from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
+from memtop.supervisor.run.grip import Asked, Grip
+from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.run.pending_restart import PendingRestart
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
@@ -127,6 +129,7 @@ class Launching(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     settings: Settings | None
     allocator: str
+    knobs: dict[str, str] = {}
     client: int | None = None
     request: int = 0
 
@@ -196,7 +199,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     disk_free: int | str | None = None
     """Bytes free on the run's disk, or why that cannot be read; None while no rule needs it."""
     progress: Progress = Progress()
+    output: Seen | None = None
+    """What the output of the present attempt says; None for memtop's own trainer."""
     states: States = States()
+    saved_by_program: Checkpoint | None = None
+    """The newest checkpoint that an external command has reported, as it was found on the disk."""
     configurations: Configurations = Configurations()
     newest_number: int = 0
     """The number of the newest attempt in the ledger, started or not."""
@@ -227,6 +234,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """If the program is being ended because it hangs: the words after which it hung."""
     allocator: str = ""
     """Allocator options that memtop gives to an external command."""
+    grip: Grip | None = None
+    """If the external command is built on Hugging Face's Trainer, what its agent reported."""
+    knobs: dict[str, str] = {}
+    """The settings that memtop gives to such a program, by the names of `--set`."""
+    asked: Asked | None = None
+    """What the first update of this attempt must show; None once it has, or if nothing was asked
+    for."""
     agents: frozenset[int] = frozenset()
     """Ranks whose agent is connected."""
     asks: dict[int, Ask] = {}
@@ -263,8 +277,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saved(self) -> int | None:
         """The newest saved update; None if there is no complete state."""
-        newest = self.states.newest
+        newest = self.states.newest if self.grip is None else self.states.program
         return newest.updates if newest is not None and newest.complete else None
+
+    @property
+    def by_output(self) -> bool:
+        """Whether the output tells how far the training is: no agent counts updates, or it counts
+        other ones."""
+        return self.output is not None and (self.progress.step is None or self.output.agrees is False)
+
+    @property
+    def update(self) -> int | None:
+        """The newest update of this attempt; None before its first."""
+        return self.output.update if self.by_output and self.output is not None else self.progress.update
 
     @property
     def number(self) -> int:

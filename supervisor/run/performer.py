@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import platform
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets.parameters import stored_config
+from memtop.supervisor import interpreters
 from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
@@ -23,6 +23,7 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run.effects import (
     AddEvent,
     AskRanks,
+    CheckSaved,
     ClearLeftovers,
     CloseUnstarted,
     DropRows,
@@ -30,6 +31,7 @@ from memtop.supervisor.run.effects import (
     Examine,
     GiveUp,
     HoldState,
+    KeepCheckpoint,
     Launch,
     NotifyConfigurations,
     ReadStates,
@@ -49,20 +51,23 @@ from memtop.supervisor.run.events import (
     LeftoversCleared,
     Occurrence,
     RemedyFacts,
+    SavedChecked,
     Signalled,
     StateHeld,
     States,
     StatesRead,
     WriteChecked,
 )
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.output.intake import OutputIntake
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, launch
-from memtop.supervisor.run.processes.environment import inherited_allocator
+from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
-from memtop.supervisor.run.record import checkpoints
+from memtop.supervisor.run.record import checkpoints, program_checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import why_not_written
@@ -70,6 +75,7 @@ from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import Agents, Peer, Publisher
 from memtop.supervisor.run.state import state_file
+from memtop.supervisor.wire import Checkpoint
 
 Post = Callable[[Occurrence], None]
 
@@ -96,6 +102,8 @@ class Performer:
         """
         self.attempt: RunningAttempt | None = None
         self.intake: Intake | None = None
+        self.output: OutputIntake | None = None
+        """None for memtop's own trainer."""
         self.failure: MemtopError | None = None
         """Why this supervisor cannot begin; None if it can."""
         self.clients: dict[int, Peer] = {}
@@ -146,13 +154,17 @@ class Performer:
             case Signal():
                 return self._signal(effect)
             case ClearLeftovers():
-                self._begin(self._clear_leftovers(effect))
+                self._begin(self._clear_leftovers(effect, model.grip))
             case Examine():
                 self._begin(self._examine(effect, model))
             case AskRanks():
                 self._begin(self._ask(effect))
+            case KeepCheckpoint(output_dir=output_dir):
+                return self._keep_checkpoint(output_dir)
             case ReadStates():
-                return StatesRead(read_states(self._folder))
+                return StatesRead(read_states(self._folder, model.grip))
+            case CheckSaved(reported=reported):
+                return SavedChecked(checkpoints.checked(reported))
             case HoldState(update=update):
                 return self._hold(update)
             case ReleaseState():
@@ -165,7 +177,28 @@ class Performer:
         """Make this the run's present attempt."""
         self.attempt = RunningAttempt(self._folder, number, shim_pid)
         self.intake = Intake(self.attempt.folder, number, self._outbox, self._publisher.add_steps)
+        self.output = self._output_of(self.attempt) if self._spec.command else None
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
+
+    def _output_of(self, attempt: RunningAttempt) -> OutputIntake:
+        return OutputIntake(
+            attempt.folder,
+            attempt.number,
+            self._outbox,
+            pattern=self._spec.step_pattern,
+            on_steps=self._publisher.add_steps,
+            on_own_counter=self._count_by_output,
+        )
+
+    def _count_by_output(self, new: bool) -> None:
+        """The updates that the agent counts are not how far the training is: the output knows."""
+        intake = self.intake
+        if intake is None:
+            return
+        intake.counts = False
+        if new:
+            self._outbox.write(lambda: self._outbox.ledger.drop_updates(intake.number))
+            self._publisher.send_rows_again()
 
     def save_state(self, model: Model, *, decided: bool = True) -> WriteChecked | None:
         """Write state.json; an event where it can be written and could not before, or the other way
@@ -208,9 +241,13 @@ class Performer:
             self.intake.store()
         self._outbox.retry()
         number, latest, started = effect.number, self._folder.latest_state, time.time()
-        # An external command counts its updates from its start; the built-in trainer reports where
-        # it resumes.
-        start = 0 if effect.settings is None else None
+        try:
+            resumed = self._kept_for(effect)
+        except MemtopError as error:
+            return LaunchRefused(number=effect.number, why=str(error))
+        # An external command counts its updates from its start, unless memtop makes it resume; the
+        # built-in trainer reports where it resumes.
+        start = ((resumed.updates if resumed is not None else None) or 0) if effect.settings is None else None
         try:
             self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start, effect.change)
         except sqlite3.Error as error:
@@ -218,15 +255,44 @@ class Performer:
             return LaunchRefused(number=number, why=why)
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
-                states = read_states(self._folder)
-                shim = launch(self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator)
+                states = replace(read_states(self._folder), program=resumed)
+                given = changes_for_trainer(effect.output_dir, effect.knobs, resumed)
+                shim = launch(
+                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator, trainer=given
+                )
         except MemtopError as error:
             why = str(error)
             self._outbox.close_unstarted(number, why, time.time())
             return LaunchRefused(number=number, why=why, usage=isinstance(error, UsageError), recorded=True)
         self._agents.reset()
         self.follow(number, started, shim)
-        return Launched(number=number, started=started, states=states, set_aside=str(aside) if aside is not None else None)
+        moved = str(aside) if aside is not None else None
+        return Launched(number=number, started=started, states=states, set_aside=moved, resumed=resumed)
+
+    def _kept_for(self, effect: Launch) -> Checkpoint | None:
+        """The checkpoint from which a program built on the Trainer resumes, kept in the run's
+        folder; None if it has none."""
+        if effect.output_dir is None:
+            return None
+        newest = program_checkpoints.newest_for(self._folder.path, effect.output_dir)
+        if newest is None or not newest.complete:
+            return None
+        return program_checkpoints.keep(newest, self._folder.path)
+
+    def _keep_checkpoint(self, output_dir: str) -> WriteChecked | None:
+        """Only where links are possible: copying takes time in which the program goes on."""
+        problem: str | None = None
+        for _ in range(2):  # the program may delete it meanwhile, since it has saved a newer one
+            newest = program_checkpoints.newest_of(Path(output_dir))
+            if newest is None or not newest.complete:
+                return None
+            try:
+                if Path(newest.path).stat().st_dev == self._folder.path.stat().st_dev:
+                    program_checkpoints.keep(newest, self._folder.path)
+                return None
+            except (MemtopError, OSError) as error:
+                problem = str(error)
+        return WriteChecked(topic="checkpoint", problem=problem)
 
     def _signal(self, effect: Signal) -> Signalled:
         targets: list[ProcessId] = []
@@ -249,14 +315,14 @@ class Performer:
                 refused.append(why)
         return Signalled(name=effect.name, processes=tuple(reached), refused=tuple(refused))
 
-    async def _clear_leftovers(self, effect: ClearLeftovers) -> None:
+    async def _clear_leftovers(self, effect: ClearLeftovers, grip: Grip | None) -> None:
         attempt = self.attempt
         assert attempt is not None
         await clear_leftovers(attempt, effect.untouched_seconds, effect.terminate_seconds, self._post)
         # One of them may have been the trainer itself, whose launcher had ended: its last reports
         # count.
         self._read_reports()
-        self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder)))
+        self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder, grip)))
 
     async def _examine(self, effect: Examine, model: Model) -> None:
         """Find out why the attempt ended, in a thread, because its log may be large."""
@@ -280,16 +346,19 @@ class Performer:
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the evidence: that the run has ended is recorded
             problem = f"why attempt {attempt.number} ended could not be found out: {error!r}"
             diagnosis = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=problem)
-        self._post(Examined(diagnosis=diagnosis, facts=self._facts(effect, evidence), problem=problem))
+        python = "" if effect.settings is None else effect.settings.python
+        deepspeed = await asyncio.to_thread(interpreters.has, python, "deepspeed")
+        facts = self._facts(effect, evidence, deepspeed=deepspeed)
+        self._post(Examined(diagnosis=diagnosis, facts=facts, problem=problem))
 
-    def _facts(self, effect: Examine, evidence: AttemptEvidence) -> RemedyFacts:
+    def _facts(self, effect: Examine, evidence: AttemptEvidence, *, deepspeed: bool) -> RemedyFacts:
         return RemedyFacts(
             gpu_used_before_bytes=evidence.baseline.gpu_used_bytes,
             in_own_group=evidence.in_own_group,
             host_limit_bytes=evidence.host_limit_bytes,
             kept_states=read_states(self._folder).kept,
             disk_free_bytes=post_mortem.free_bytes(self._folder.path),
-            deepspeed=importlib.util.find_spec("deepspeed") is not None,
+            deepspeed=deepspeed,
             inherited_allocator=inherited_allocator(os.environ),
             model_config=stored_config(effect.settings) if effect.settings is not None else None,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
@@ -314,7 +383,9 @@ class Performer:
         self.tasks.add(asyncio.get_running_loop().create_task(work))
 
 
-def read_states(folder: RunFolder) -> States:
-    """The saved states in a run's folder."""
+def read_states(folder: RunFolder, grip: Grip | None = None) -> States:
+    """The saved states in a run's folder, and the one from which a program built on the Trainer
+    (`grip`) would resume."""
     latest = folder.latest_state
-    return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)))
+    program = None if grip is None else program_checkpoints.newest_for(folder.path, grip.output_dir)
+    return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)), program=program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -42,15 +42,28 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's newest update."""
 
 
+class _Point(NamedTuple):
+    time: float
+    update: int
+    samples_seen: int | None
+    tokens: int
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks have reported. Values are None until a report gives them."""
 
     step: Step | None = None
     """Rank 0's newest update."""
     plan: Plan | None = None
+    start: int | None = None
+    """The update that the attempt resumed after, by its first plan: a program may train several
+    times, one after another."""
     end: End | None = None
     """The program's last report: of several ranks that failed, that of the first."""
     end_rank: int = 0
+    loss: float | None = None
+    """The newest one that the program has logged: some log it once in several updates."""
+    gradient_norm: float | None = None
     best_loss: float | None = None
     peak_bytes: int | None = None
     phase: str | None = None
@@ -77,13 +90,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The update of the newest evaluation."""
     saved: int | None = None
     """The update of the newest save, failed or not."""
+    saved_by_program: Saved | None = None
+    """The newest save of a program that names the folder."""
     offers: frozenset[str] | None = None
     """The commands that rank 0 carries out."""
     failures: tuple[tuple[int, Oom], ...] = ()
     """Allocations that failed, with their ranks."""
     ranks: dict[int, Rank] = {}
-    recent: tuple[tuple[float, int, int], ...] = ()
-    """Time, samples seen and tokens of the newest updates."""
+    recent: tuple[_Point, ...] = ()
+    """The newest updates."""
 
     def after(self, rank: int, report: Report) -> Progress:
         """The progress after this report."""
@@ -102,12 +117,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 return replace(progress, ranks=known, offers=frozenset(offers) if rank == 0 else self.offers)
             case Plan(device_uuid=uuid):
                 known = {**self.ranks, rank: replace(self.ranks.get(rank) or Rank(), device_uuid=uuid)}
-                return replace(progress, ranks=known, plan=report if rank == 0 else self.plan)
+                return replace(progress, ranks=known)._after_plan(report) if rank == 0 else replace(progress, ranks=known)
             case Oom():
                 return replace(progress, failures=(*self.failures[-_FAILURES_KEPT + 1 :], (rank, report)))
             case End():
                 return progress._after_end(rank, report)
         return progress._after_report_of_first(report) if rank == 0 else progress
+
+    def _after_plan(self, plan: Plan) -> Progress:
+        # A program that trains again has not ended.
+        start = plan.updates if self.start is None else self.start
+        return replace(self, plan=plan, start=start, end=None, recent=())
 
     def _after_report_of_first(self, report: Report) -> Progress:
         match report:
@@ -119,8 +139,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 return replace(self, batch_search=message)
             case Evaluated(update=update):
                 return replace(self, evaluated=update)
-            case Saved(seconds=seconds, updates=updates):
-                return replace(self, save_seconds=seconds, unsaved=None, waits_for_space=False, saved=updates)
+            case Saved(seconds=seconds, updates=updates, path=path):
+                named = report if path is not None else self.saved_by_program
+                progress = replace(self, save_seconds=seconds, saved=updates, saved_by_program=named)
+                return replace(progress, unsaved=None, waits_for_space=False)
             case SaveFailed(message=message, waiting=waiting, update=update):
                 return replace(self, unsaved=message, waits_for_space=waiting, saved=update)
             case PhaseChanged(phase=phase):
@@ -141,9 +163,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
             best = step.loss
         if step.peak_bytes is not None:
             peak = max(step.peak_bytes, peak or 0)
-        if step.samples_seen is not None and step.time is not None:
-            recent = (*recent[-_WINDOW + 1 :], (step.time, step.samples_seen, step.tokens or 0))
-        return replace(self, ranks=ranks, step=step, best_loss=best, peak_bytes=peak, recent=recent)
+        # A program may report an update again, with its loss.
+        again = self.step is not None and self.step.update == step.update
+        if step.time is not None and not again:
+            recent = (*recent[-_WINDOW + 1 :], _Point(step.time, step.update, step.samples_seen, step.tokens or 0))
+        progress = replace(self, ranks=ranks, step=step, best_loss=best, peak_bytes=peak, recent=recent)
+        return replace(progress, loss=step.loss, gradient_norm=step.gradient_norm) if step.logged else progress
 
     def _after_end(self, rank: int, end: End) -> Progress:
         known = self.end if self.end is not None and self.end.outcome == "failed" else None
@@ -160,7 +185,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def start_update(self) -> int:
         """The update that the attempt resumed after; 0 until the program has reported it."""
-        return 0 if self.plan is None else self.plan.updates
+        return self.start or 0
 
     @property
     def step_seconds(self) -> float | None:
@@ -202,11 +227,23 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         """Samples and tokens per second over the newest updates; None before there are two."""
         if len(self.recent) < 2:
             return None, None
-        (start, first, _), (end, last, _) = self.recent[0], self.recent[-1]
-        if end <= start:
+        first, last = self.recent[0], self.recent[-1]
+        seconds = last.time - first.time
+        if seconds <= 0:
             return None, None
-        tokens = sum(count for _, _, count in self.recent[1:])
-        return (last - first) / (end - start), tokens / (end - start) if tokens else None
+        tokens = sum(point.tokens for point in self.recent[1:])
+        known = first.samples_seen is not None and last.samples_seen is not None
+        samples = (last.samples_seen or 0) - (first.samples_seen or 0)
+        return samples / seconds if known else None, tokens / seconds if tokens else None
+
+    def seconds_left(self) -> float | None:
+        """Until the last update is done, at the speed of the newest ones; None if not known."""
+        if len(self.recent) < 2 or self.total_updates is None:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        if last.time <= first.time or last.update <= first.update:
+            return None
+        return max(0, self.total_updates - last.update) * (last.time - first.time) / (last.update - first.update)
 
     def split(self) -> StepSplit:
         return StepSplit(**{name: getattr(self.step, name, None) for name in StepSplit.__struct_fields__})

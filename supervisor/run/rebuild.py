@@ -192,7 +192,8 @@ def _add_reports(ledger: Ledger, number: int, path: Path) -> _Found:
             for report in reports if journal.rank == 0 else ():
                 match report:
                     case Plan():
-                        plan = report
+                        # A program may train several times; the attempt resumed with the first.
+                        plan = plan or report
                     case End():
                         end = report
                     case Step():

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from memtop.supervisor.program import Knobs
+
 # Whatever is in bounds can be stored in SQLite and in state.json, added up, and shown.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -20,6 +22,7 @@ Time = Annotated[float, Meta(ge=0, le=1e11)]
 Number = Annotated[float, Meta(ge=-1e100, le=1e100)]
 Word = Annotated[str, Meta(max_length=1000)]
 Text = Annotated[str, Meta(max_length=100_000)]
+Path = Annotated[str, Meta(max_length=4096)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=100)]
 Changes = Annotated[dict[Word, Any], Meta(max_length=100)]
 _UNKNOWN_CHARACTERS = 200
@@ -53,7 +56,8 @@ class Offers(Timed, frozen=True, kw_only=True, tag="offers"):
 
 
 class Plan(Timed, frozen=True, kw_only=True, tag="plan"):
-    """The built-in trainer has loaded everything and is about to train."""
+    """The built-in trainer, or the Trainer of a framework, has loaded everything and is about to
+    train."""
 
     updates: Count = 0
     """The update that it resumes after."""
@@ -64,6 +68,33 @@ class Plan(Timed, frozen=True, kw_only=True, tag="plan"):
     trained_parameters: Count | None = None
     device_uuid: Word | None = None
     """None on the CPU."""
+    framework: Word | None = None
+    """The library whose Trainer calls memtop's callback, with its version; None for the built-in
+    trainer."""
+    effective_batch: Count | None = None
+    """Samples of one update of all ranks."""
+    knobs: Knobs = Knobs()
+
+
+class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
+    """A program begins to train with Hugging Face's Trainer."""
+
+    output_dir: Text
+    """Where it saves; an absolute path."""
+    batch: Count | None = None
+    """Of one device."""
+    accumulation: Count | None = None
+    seq_len: Count | None = None
+    """None if its arguments have no such field."""
+    processes: Count = 1
+    """Devices that train together."""
+    peak_rate: Number | None = None
+    schedule: Word | None = None
+    """Of the learning rate: `linear`, `cosine`, ..."""
+    warmup: Annotated[float, Meta(ge=0, le=1 << 53)] = 0.0
+    """Updates; a share of all if below 1."""
+    fixed_length: bool = False
+    """Whether its length is given in updates."""
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):
@@ -79,6 +110,9 @@ class Step(Timed, frozen=True, kw_only=True, tag="step"):
     samples_seen: Count | None = None
     epoch: Number | None = None
     loss: Number | None = None
+    logged: bool = True
+    """False where the program has not logged a loss with this update, as it does once in
+    several."""
     learning_rate: Number | None = None
     gradient_norm: Number | None = None
     tokens: Count | None = None
@@ -182,6 +216,8 @@ class Saved(Timed, frozen=True, kw_only=True, tag="checkpoint"):
     pause_seconds: Seconds | None = None
     """How long training stopped for it."""
     size_bytes: Count | None = None
+    path: Path | None = None
+    """The folder of the checkpoint, if the program has named it."""
 
 
 class SaveFailed(Timed, frozen=True, kw_only=True, tag="save_failed"):
@@ -246,6 +282,7 @@ Report = (
     Hello
     | Offers
     | Plan
+    | TrainerFound
     | PhaseChanged
     | Step
     | Oom

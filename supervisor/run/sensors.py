@@ -108,7 +108,9 @@ class Sensors:
         if not running or attempt is None or program is None or model.settings is not None or model.progress.heard:
             return None
         seconds = self._monotonic() - attempt.since
-        if seconds >= self._silence_due:
+        # If the program prints its steps, it should have reported them, too.
+        prints = model.output is not None and self._silence_due == _SILENCE_SECONDS
+        if prints or seconds >= self._silence_due:
             self._silence_due = seconds + _SILENCE_SECONDS
             self._not_heard = not_heard(program.processes(), seconds)
         return self._not_heard

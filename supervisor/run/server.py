@@ -281,6 +281,7 @@ def _fail(future: asyncio.Future[AgentAnswer], rank: int, message: str) -> None:
 
 
 _STATE_FILE_SECONDS = 1.0
+_ROWS_AGAIN = 2000
 _METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name not in ("attempt", "updates"))
 
 
@@ -312,6 +313,11 @@ class Publisher:
         """A restart resumed before this update: later rows do not count any more."""
         self._rows = [row for row in self._rows if row.update < update]
         self._reset_from = update if self._reset_from is None else min(update, self._reset_from)
+
+    def send_rows_again(self) -> None:
+        """The history has changed: viewers get its newest rows again."""
+        self._rows = self._ledger.metrics(_ROWS_AGAIN)
+        self._reset_from = 0
 
     def add_event(self, event: Event) -> None:
         self._events.append(event)

@@ -8,17 +8,26 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memtop.supervisor.program import Program, ProgramCheckpoint
 from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.wire import Proposal, RunState
+from memtop.supervisor.wire import Checkpoint, Proposal, RunState
 
 _OF_ATTEMPT = ("started", "ended", "exit_status")
-_OF_STEP = ("epoch", "loss", "learning_rate", "gradient_norm", "padding_fraction")
+_OF_STEP = ("epoch", "learning_rate", "padding_fraction")
 _OF_SAMPLE = ("run_rss_bytes", "run_memory", "gpu_base_bytes")
 
 
 def run_state(model: Model) -> RunState:
     """The run at this moment."""
+    state, progress = _reported(model), model.progress
+    by_hooks = progress.plan is not None
+    return with_output(state, model.output, model.now.time, counted=progress.step is not None, by_hooks=by_hooks)
+
+
+def _reported(model: Model) -> RunState:
+    """The run as the ranks report it."""
     progress, settings, attempt, run = model.progress, model.settings, model.attempt, model.run
     return RunState(
         name=run.name,
@@ -35,16 +44,19 @@ def run_state(model: Model) -> RunState:
         command=run.command,
         choice=_choice(model),
         batch_search=progress.batch_search,
-        effective_batch=settings.effective_batch if settings else None,
+        program=None if settings else _program(model),
+        effective_batch=settings.effective_batch if settings else progress.plan.effective_batch if progress.plan else None,
         total_updates=progress.total_updates,
+        loss=progress.loss,
         best_loss=progress.best_loss,
+        gradient_norm=progress.gradient_norm,
         step_seconds=progress.step_seconds,
         split=progress.split(),
         ranks=progress.rank_memory(model.agents),
         **_position(model),
         **(_while_alive(model) if model.alive else {}),
         offers=None if progress.offers is None else tuple(sorted(progress.offers)),
-        checkpoint=model.checkpoint,
+        checkpoint=model.checkpoint or model.saved_by_program,
         log_path=f"{run.folder}/attempts/{attempt.number:04d}/output.log" if attempt else None,
         # Once the program has ended, the reason names what is not saved.
         warnings=(*model.warnings.values(), *([progress.unsaved] if model.alive and progress.unsaved else [])),
@@ -83,9 +95,32 @@ def _position(model: Model) -> dict[str, Any]:
         "target_samples": target,
         "samples_per_second": samples_rate,
         "tokens_per_second": tokens_rate,
-        "eta_seconds": left / samples_rate if model.alive and samples_rate and left is not None else None,
+        "eta_seconds": _seconds_left(model, left, samples_rate),
         **{name: getattr(step, name) for name in _OF_STEP if step is not None},
     }
+
+
+def _seconds_left(model: Model, samples: int | None, rate: float | None) -> float | None:
+    if not model.alive:
+        return None
+    return samples / rate if samples is not None and rate else model.progress.seconds_left()
+
+
+def _program(model: Model) -> Program:
+    """What is known about an external command."""
+    plan, saved = model.progress.plan, model.saved_by_program
+    found = None if saved is None else of_program(saved)
+    if plan is not None and plan.framework is not None:
+        why = f"{plan.framework} calls memtop's callback"
+        # Of a program that has resumed it is known that it does.
+        return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=plan.resumed or None, checkpoint=found)
+    if model.progress.step is None:
+        return Program(checkpoint=found)
+    return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)
+
+
+def of_program(saved: Checkpoint) -> ProgramCheckpoint:
+    return ProgramCheckpoint(path=saved.path, update=saved.updates, complete=saved.complete)
 
 
 def _while_alive(model: Model) -> dict[str, Any]:
@@ -110,4 +145,6 @@ def state_file(model: Model, socket: str, started_ticks: int | None) -> StateFil
         waiting=model.restart.waiting if model.restart is not None else None,
         waited_at=model.waited_at,
         stalled=model.stalled,
+        grip=model.grip,
+        asked=model.asked,
     )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.effects import DropRows, Effect, GiveUp, ReadStates, UpdateAttempt
+from memtop.supervisor.run.effects import CheckSaved, DropRows, Effect, GiveUp, ReadStates, UpdateAttempt
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
@@ -20,12 +20,14 @@ from memtop.supervisor.run.events import (
     LeftoversFound,
     Now,
     Occurrence,
+    OutputRead,
     ProgramEnded,
     Replayed,
     Reported,
     Requested,
     Sampled,
     SamplingFailed,
+    SavedChecked,
     Signalled,
     StateHeld,
     StatesRead,
@@ -45,6 +47,7 @@ from memtop.supervisor.run.reports import (
     Saved,
     SaveFailed,
     Step,
+    TrainerFound,
     Unknown,
     Warned,
     values,
@@ -54,14 +57,17 @@ from memtop.supervisor.run.rules import (
     commands,
     configurations,
     ending,
+    output,
     prevention,
     restart,
     stopping,
     survival,
     taking_over,
+    trainer,
     trials,
+    verification,
 )
-from memtop.supervisor.wire import Phase
+from memtop.supervisor.wire import Checkpoint, Phase
 
 
 def step(model: Model, event: Occurrence, now: Now) -> tuple[Model, tuple[Effect, ...]]:
@@ -76,6 +82,8 @@ def _after(model: Model, event: Occurrence) -> Model:
     match event:
         case Reported():
             return _reported(model, event)
+        case OutputRead(seen=seen):
+            return output.read(model, seen)
         case Tick():
             return _tick(model, event)
         case Sampled():
@@ -92,12 +100,14 @@ def _after(model: Model, event: Occurrence) -> Model:
             return replace(model, agents=model.agents - {rank})
         case StatesRead(states=states):
             return replace(model, states=states)
+        case SavedChecked(found=found):
+            return replace(model, saved_by_program=found)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
         case SupervisorStarted():
             return taking_over.opened(model, event)
         case Replayed():
-            return taking_over.replayed(model)
+            return _check_saved(taking_over.replayed(model))
         case _:
             return _after_attempt_event(model, event)
 
@@ -148,7 +158,7 @@ def _tick(model: Model, event: Tick) -> Model:
 def _warn_of_program(model: Model, event: Tick) -> Model:
     """Warn of a program that is stopped, or that cannot report."""
     model = warn(model, "stopped", explain.program_stopped(model.stopped, model.trainer_pid) if model.stopped else None)
-    text = None if event.not_heard is None else explain.not_heard(event.not_heard)
+    text = None if event.not_heard is None else explain.not_heard(event.not_heard, by_output=model.output is not None)
     if model.warnings.get("silent") == text:
         return model
     model = warn(model, "silent", text)
@@ -269,6 +279,8 @@ def _reported(model: Model, event: Reported) -> Model:
     if isinstance(report, Unknown):
         return _not_used(model, rank, report, replayed=event.replayed)
     model = replace(model, progress=model.progress.after(rank, report))
+    if isinstance(report, TrainerFound) and rank == 0:
+        model = trainer.found(model, report, replayed=event.replayed)
     if event.replayed:
         return model if isinstance(report, Step) else configurations.after_report(model, rank, report)
     if isinstance(report, Step) and model.proposal is not None and rank == 0:
@@ -293,16 +305,18 @@ def _not_used(model: Model, rank: int, report: Unknown, *, replayed: bool) -> Mo
 def _of_first_rank(model: Model, report: Report) -> Model:
     match report:
         case Step():
-            return move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+            model = move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+            return verification.after_step(model, report)
         case Plan(updates=start, resumed=resumed, total_updates=total):
-            model = emit(model, UpdateAttempt(number=model.number, values={"start_updates": start}), DropRows(start + 1))
-            where = f"resumes at update {start}" if resumed else "starts at update 0"
+            values_of = {"start_updates": model.progress.start_update}
+            model = emit(model, UpdateAttempt(number=model.number, values=values_of), DropRows(start + 1))
+            where = f"{'resumes' if resumed else 'starts'} at update {start}"
             return note(model, "plan", f"attempt {model.number} {where} of {total}")
         case Saved(updates=updates, size_bytes=size, seconds=seconds, pause_seconds=pause):
             took = "" if seconds is None else f" in {seconds:.1f} s"
             took += "" if pause is None else f", training stopped for {pause:.1f} s"
             text = f"checkpoint at update {updates}: {units.size(size)}{took}"
-            return note(emit(model, ReadStates()), "checkpoint", text)
+            return note(emit(_check_saved(model), ReadStates()), "checkpoint", text)
         case Warned(message=message) | SaveFailed(message=message):
             return note(model, "warning", str(message))
         case BatchSearched(message=message):
@@ -312,3 +326,13 @@ def _of_first_rank(model: Model, report: Report) -> Model:
         case Evaluated():
             return note(model, "evaluation", explain.report_text(report), values(report))
     return model
+
+
+def _check_saved(model: Model) -> Model:
+    """Read the newest checkpoint that an external command has reported."""
+    saved = model.progress.saved_by_program
+    if model.settings is not None or saved is None or saved.path is None:
+        return model
+    names = ("path", "updates", "samples_seen", "size_bytes")
+    values_of = {name: getattr(saved, name) for name in names}
+    return emit(model, CheckSaved(Checkpoint(**values_of, saved_at=saved.time, complete=False)))

@@ -18,6 +18,7 @@ from memtop.supervisor.run.events import (
     AgentGone,
     Now,
     Occurrence,
+    OutputRead,
     ProgramEnded,
     Replayed,
     Reported,
@@ -235,11 +236,13 @@ class Supervisor:
             self._sensors.look()
             self._trim_log(attempt)
             self._read_reports()
+            self._read_output()
             self._check("reports", self._performer.intake.problem if self._performer.intake is not None else None)
             alive = attempt.alive()
             ended = attempt.ended() if model.attempt.stage is AttemptStage.RUNNING and not alive else None
             if ended is not None:
                 self._read_reports(to_the_end=True)
+                self._read_output(to_the_end=True)
                 status = None if ended.status == UNKNOWN_STATUS else ended.status
                 self.handle(ProgramEnded(ended=ended.ended, status=status))
         watched = any(peer.has_screen for peer in self._server.peers)
@@ -280,6 +283,22 @@ class Supervisor:
     def _read_reports(self, *, to_the_end: bool = False) -> None:
         if self._performer.intake is not None:
             self._performer.intake.read(self._on_report, to_the_end=to_the_end)
+
+    def _read_output(self, *, to_the_end: bool = False) -> None:
+        """What a user's program prints about its training, a piece of it or all."""
+        output, progress = self._performer.output, self.model.progress
+        if output is None or progress.plan is not None:
+            return  # its framework reports more than it prints
+        seen = output.read(
+            time.time(),
+            updates=progress.update,
+            step_seconds=progress.step_seconds,
+            has_loss=progress.loss is not None,
+            to_the_end=to_the_end,
+        )
+        if seen is not None:
+            self.handle(OutputRead(seen))
+        self._check("output", output.problem)
 
     def _on_report(self, rank: int, report: Report, *, replayed: bool = False) -> None:
         self.handle(Reported(rank=rank, report=report, replayed=replayed))
@@ -323,7 +342,7 @@ class Supervisor:
                 peer.refuse(request.id, self._displaced())
             case _:
                 client = self._client(peer)
-                self.handle(Requested(client=client, request=request, states=read_states(self.folder)))
+                self.handle(Requested(client=client, request=request, states=read_states(self.folder, self.model.grip)))
 
     def _client(self, peer: Peer) -> int:
         for number, known in self._performer.clients.items():

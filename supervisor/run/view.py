@@ -17,10 +17,11 @@ from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
-from memtop.supervisor.run.record.checkpoints import newest_checkpoint
+from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
+from memtop.supervisor.run.state import of_program
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -44,7 +45,7 @@ def read_state(folder: RunFolder) -> RunState:
     changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
     if state.log_path is not None:
         changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
-    changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
+    changes |= {"alive": training, **_saved(folder, state)}
     if training and state.trainer_pid is None:
         # It has begun since the first look.
         trainer = RunningAttempt(folder, state.attempt, shim_pid=None).trainer
@@ -69,6 +70,15 @@ def read_state(folder: RunFolder) -> RunState:
     elif not supervised and training:
         changes["reason"] = f"the supervisor is gone, training continues: memtop watch {folder.name} starts a new one"
     return msgspec.structs.replace(state, **changes)
+
+
+def _saved(folder: RunFolder, state: RunState) -> dict[str, Any]:
+    """The newest checkpoint, as it is on the disk now."""
+    newest = newest_checkpoint(folder.latest_state)
+    if newest is not None or state.program is None or state.checkpoint is None:
+        return {"checkpoint": newest}
+    found = checked(state.checkpoint)
+    return {"checkpoint": found, "program": msgspec.structs.replace(state.program, checkpoint=of_program(found))}
 
 
 def _created_only(folder: RunFolder) -> RunState:
@@ -194,6 +204,7 @@ def show(folder: RunFolder) -> dict[str, Any]:
         "effective_batch": state.effective_batch,
         "settings": msgspec.to_builtins(state.settings),
         "command": list(state.command),
+        "program": msgspec.to_builtins(state.program),
         "choice": state.choice,
         "checkpoint": msgspec.to_builtins(state.checkpoint),
         "on_oom": state.on_oom,

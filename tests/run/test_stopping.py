@@ -111,14 +111,15 @@ def test_a_program_that_does_not_save_on_a_signal_is_not_given_longer(why: str) 
             frozenset({"free_cache", "checkpoint", "stop"}),
             "stopping: the program finishes its update, saves and exits",
             "the training process saves after the present update",
-            "restarting from train_latest_state",
+            # A program that saves may still begin anew.
+            "restarting: the program begins as it does by itself",
         ),
         *(
             (
                 None,
                 offers,
                 "stopping: memtop sends SIGINT to the program; what it saves is up to the program",
-                "only the built-in trainer can save on request",
+                "this program cannot save on request",
                 "restarting: the program begins as it does by itself",
             )
             for offers in (None, frozenset({"free_cache"}))

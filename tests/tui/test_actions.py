@@ -370,7 +370,7 @@ async def test_a_command_that_a_program_does_not_support_has_no_button_and_its_k
             assert not {"preset", "checkpoint"} & shown
             assert {"free", "stop", "restart"} <= shown
         await press(pilot, "c")
-        assert "only the built-in trainer can save on request" in screen_text(app)
+        assert "this program cannot save on request" in screen_text(app)
         await press(pilot, "1")
         assert "presets need a built-in recipe" in screen_text(app)
         assert feed.requests == []

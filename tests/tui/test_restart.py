@@ -10,8 +10,9 @@ from textual.widgets import Button, DataTable, Input
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.wire import Change, Configuration, Edit, Restart
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
 from memtop.tui.remedies import MeasuredMemory, outlook_of
@@ -173,3 +174,29 @@ async def test_the_card_shows_the_cause_before_what_can_be_done() -> None:
         text = " ".join(screen_text(app).replace("│", " ").split())
         assert f"! {cause}" in text
         assert text.index(cause) < text.index("What can be done")
+
+
+async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own() -> None:
+    knobs = Knobs(batch=Knob(value=8), accumulation=Knob(value=2), seq_len=Knob(value=64))
+    program = Program(grip="hooks", knobs=knobs)
+    own: dict[str, object] = {"settings": None, "command": ("python", "train.py"), "program": program, "effective_batch": 16}
+    saved = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+    feed = RecordingFeed(running(gpu(), **own, updates=7, checkpoint=saved, offers=()))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        assert "the same settings as now" in words(app)
+        app.screen.query_one("#batch", Input).value = "none"
+        await settle(pilot)
+        assert "batch none: must be a whole number from 1 on" in words(app)
+        assert app.screen.query_one("#confirm", Button).disabled
+        app.screen.query_one("#batch", Input).value = "4"
+        await settle(pilot)
+        assert "the effective batch changes from 16 to 8" in words(app)
+        app.screen.query_one("#accumulation", Input).value = "4"
+        await settle(pilot)
+        assert "2 updates since update 5 are done again, unless the program saves when it is stopped" in words(app)
+        assert "batch 8 x 2 -> 4 x 4: the effective batch stays 16" in words(app)
+        app.screen.query_one("#confirm", Button).press()
+        await settle(pilot)
+    (request,) = [one for one in feed.requests if isinstance(one, Restart)]
+    assert request.change == Change(assignments={"batch": "4", "accumulation": "4"})

@@ -27,6 +27,14 @@ def test_rows_repeated_after_a_reconnect_count_once() -> None:
     assert [m.update for m in store.metrics] == [1, 2, 3, 4]
 
 
+def test_a_loss_from_the_output_joins_the_update_of_the_agent() -> None:
+    counted = tuple(wire.Metric(update=n, attempt=1, peak_bytes=n) for n in (1, 2, 3))
+    store = fold(fold(Store(), wire.MetricRows(rows=counted)), wire.MetricRows(rows=rows(2)))
+    assert [(m.update, m.loss, m.peak_bytes) for m in store.metrics] == [(1, None, 1), (2, 2.0, 2), (3, None, 3)]
+    again = fold(store, wire.MetricRows(rows=rows(2, attempt=2)))
+    assert [(m.loss, m.peak_bytes) for m in again.metrics if m.update == 2] == [(2.0, None)], "another attempt's values"
+
+
 def test_events_repeated_after_a_reconnect_count_once() -> None:
     event = wire.EventRows(rows=(wire.Event(id=1, time=NOW, attempt=1, kind="x", message="m"),))
     assert len(fold(fold(Store(), event), event).events) == 1

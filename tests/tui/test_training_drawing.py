@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.tui.dashboard.training import (
     PHASE_MARKS,
     draw_compact_training,
@@ -49,6 +50,12 @@ def test_training_without_any_number_has_dashes() -> None:
     assert "update – / –" in text
     assert "checkpoint none yet" in text
     assert "0.0" not in text
+
+
+def test_the_source_of_the_numbers_of_a_users_program() -> None:
+    program = Program(grip="output", why="loss: read from the output, by lines like `step 2 loss 1.0`")
+    text = text_of(draw_training(store_of(running(program=program)), 70, 10))
+    assert "loss: read from the output, by lines like `step 2 loss 1.0`" in text
 
 
 def test_an_incomplete_checkpoint_says_why() -> None:
@@ -158,3 +165,17 @@ def test_a_replay_never_looks_live(width: int, name: str) -> None:
 def test_a_live_run_in_a_read_only_dashboard_says_so_at_80_columns() -> None:
     (header,) = draw_header(dataclasses.replace(store_of(running(gpu())), read_only=True), 80, 1)
     assert "read-only" in plain(header)
+
+
+def test_the_header_shows_the_split_of_a_program_of_the_user() -> None:
+    knobs = Knobs(batch=Knob(value=2), accumulation=Knob(value=4), seq_len=Knob(value=512))
+    program = Program(grip="hooks", knobs=knobs)
+
+    def header(**fields: object) -> str:
+        own = {"settings": None, "command": ("python", "train.py"), "program": program, **fields}
+        return plain(draw_header(store_of(running(gpu(), **own)), 160, 1)[0])
+
+    for words in ("python", "2 x 4 x 2 = 16", "T 512"):
+        assert words in header(effective_batch=16)
+    assert "=" not in header(effective_batch=None)
+    assert "T" not in header(effective_batch=16, program=Program())

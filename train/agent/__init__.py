@@ -2,13 +2,14 @@
 
 `site/sitecustomize.py` loads it under the name `memtop_agent`. Reports go to
 `$MEMTOP_ATTEMPT_DIR/rank-R.jsonl`; commands come over `$MEMTOP_SOCKET`. In a program that does not
-use memtop, the agent follows torch's optimizer hook. The built-in trainer calls `report` itself and
-offers more commands. The agent never imports torch, never blocks a step, and its own failures are
-silent.
+use memtop, the agent follows torch's optimizer hook (`hooks.py`), or Hugging Face's Trainer by a
+callback (`trainers.py`). The built-in trainer calls `report` itself and offers more commands. The
+agent never imports torch, never blocks a step, and its own failures are silent.
 
 Commands are {"type": "command", "id": n, "name": "change", "values": {...}}, without `values` if
 there are none. The built-in trainer executes `checkpoint`, `stop` and, on its first rank, `change`
-(batch, accumulation, eval_batch, gradient_checkpointing, workers), and answers afterwards.
+(batch, accumulation, eval_batch, gradient_checkpointing, workers), and answers afterwards. Hugging
+Face's Trainer executes `checkpoint` and `stop` (which saves first), and answers after the save.
 
 Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch), `clock`
 (seconds of the monotonic clock) and `seq`:
@@ -26,7 +27,11 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   allocation_retries (since the process began), rss_bytes, anonymous_bytes}. From a program that
   does not use memtop: {update, learning_rate (null if reading it would wait for a GPU),
   step_seconds, data_wait_seconds (inside torch's data loaders), dropped, device_uuid} and the
-  readings. Device bytes are those of the device on which this process reserves most.
+  readings. Device bytes are those of the device on which this process reserves most. From Hugging
+  Face's Trainer these, `epoch`, `batch`, `accumulation`, `samples_seen` (null if the data has no
+  length), `tokens` (if the Trainer counts them), and in the updates that the Trainer logs the mean
+  `loss` since its last log and `gradient_norm`. `logged` is false in the others. An update may be
+  reported once more, with its loss.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes,
   reserved_bytes, free_bytes, total_bytes, rss_bytes, device_uuid}: an allocation failed, with the
   memory at that moment. `phase` is forward | backward | optimizer | evaluation | data | load | save
@@ -46,8 +51,17 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 * `save_failed`: {update, message, waiting}: the disk was too full for the state of this update.
   `waiting` is true at the end of training if the trainer waits for disk space or a stop.
 * `checkpoint`: {updates, samples_seen, path, size_bytes, seconds (from the end of the update until
-  the state is on the disk), pause_seconds (how long training stops for it)}.
-* `plan`, `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
+  the state is on the disk), pause_seconds (how long training stops for it)}. `path` is the folder,
+  from Hugging Face's Trainer.
+* `trainer`: {output_dir (an absolute path), batch (of one device), accumulation, seq_len (null if
+  its arguments have no such field), processes (devices that train together), peak_rate, schedule
+  (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
+  is given in updates)}: a program begins to train with Hugging Face's Trainer.
+* `plan`: {updates (that the training begins after), total_updates, samples_seen, target_samples,
+  resumed, trained_parameters, device_uuid}. From Hugging Face's Trainer also {framework (library
+  and version), effective_batch, knobs: {batch | accumulation | seq_len: {value, name, source}}}.
+  Trainings one after another in one process have one count of updates; each begins with a plan.
+* `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
   `train/trainer.py`.
 """
 
@@ -57,10 +71,11 @@ import collections
 import os
 import sys
 import threading
-from typing import Any
+from types import ModuleType
+from typing import Any, Sequence
 
-from . import failures, memory
-from .hooks import StepWatch
+from . import failures, knobs, memory
+from .hooks import StepWatch, when_imported
 from .journal import JournalWriter, Link, find_rank, launcher_variables
 
 AGENT_COMMANDS = ("free_cache",)
@@ -97,8 +112,31 @@ class Agent:
         self._watch = StepWatch(self)
 
     def wait_for_torch(self) -> None:
-        """Follow the program's optimizers once it has imported torch."""
+        """Follow the program's optimizers, and its framework, once it has imported them."""
         self._watch.install()
+        when_imported("transformers.trainer", self._follow_trainers)
+
+    def _follow_trainers(self, module: ModuleType) -> None:
+        try:
+            from .trainers import TrainerGrip  # only programs that need it load it
+
+            TrainerGrip(self, self._watch).hook(module)
+        except Exception as error:  # noqa: BLE001 - the program's import must succeed, whatever goes wrong here
+            self.report("warning", message="no reports by transformers' Trainer: %r" % (error,))
+
+    @property
+    def folder(self) -> str | None:
+        """The attempt's folder."""
+        return self._folder
+
+    @property
+    def reports_steps(self) -> bool:
+        """Whether the program itself reports its steps."""
+        return self._reports_steps
+
+    def change_trainer(self) -> None:
+        """Give a program built on transformers' Trainer its new settings, and let it resume."""
+        knobs.install(self.report)
 
     def watch_failures(self) -> None:
         """Report an allocation failure that ends the program or one of its threads."""
@@ -170,13 +208,22 @@ class Agent:
 
         From now on the program reports its steps itself.
         """
-        greeted = self._journal is not None
-        self._offers.extend(names)
         self._reports_steps = True
         self._watch.remove()
+        self.offer_for_now([*self._offers[len(AGENT_COMMANDS) :], *names])
+
+    def offer_for_now(self, names: Sequence[str]) -> None:
+        """Offer exactly these commands besides the agent's own, until the next call.
+
+        A command that was received before is not withdrawn; `take_commands` returns it.
+        """
+        offers = [*AGENT_COMMANDS, *names]
+        if offers == self._offers:
+            return
+        greeted, self._offers = self._journal is not None, offers
         if self.start() and greeted and self._journal is not None:
             # The hello report was written without them.
-            self._journal.put({"type": "offers", "offers": list(self._offers)})
+            self._journal.put({"type": "offers", "offers": list(offers)})
 
     def readings(self) -> dict[str, int | None]:
         """The memory of this process.
@@ -250,6 +297,7 @@ class Agent:
 _agent = Agent()
 wait_for_torch = _agent.wait_for_torch
 watch_failures = _agent.watch_failures
+change_trainer = _agent.change_trainer
 offer = _agent.offer
 report = _agent.report
 oom = _agent.oom

@@ -46,21 +46,31 @@ class StepWatch:
         self._removed = False
         self._first: Callable[[], Any] = _no_optimizer
         self._updates = 0
+        self._silent = False
         self._last: float | None = None
         self._loaders = LoaderWatch()
 
     def install(self) -> None:
         """Hook the modules now, or when the program imports them."""
-        for name, then in ((_OPTIMIZERS, self._hook), (_LOADERS, self._hook_loaders)):
-            if name in sys.modules:
-                then(sys.modules[name])
-            else:
-                sys.meta_path.insert(0, _Finder(name, then))
+        when_imported(_OPTIMIZERS, self._hook)
+        when_imported(_LOADERS, self._hook_loaders)
 
     @property
     def present(self) -> int | None:
         """The update in progress; None before the first one has ended."""
-        return self._updates + 1 if self._updates else None
+        return self._updates + 1 if self._updates or self._silent else None
+
+    def follow(self, update: int) -> None:
+        """Another hook has reported this update: count, but report nothing."""
+        self._silent, self._updates = True, update
+
+    def resume(self) -> None:
+        """Report steps again; the next update is the one after those of the other hook."""
+        self._silent, self._last, self._first = False, None, _no_optimizer
+
+    def data_wait(self) -> float | None:
+        """Seconds in data loaders since the last call; None if there is no data loader."""
+        return self._loaders.taken()
 
     def remove(self) -> None:
         """Stop reporting steps: the program reports them itself."""
@@ -107,13 +117,15 @@ class StepWatch:
             self._last = None
         if self._first() is not optimizer:
             return
-        now, waited = time.monotonic(), self._loaders.taken()
         self._updates += 1
+        if self._silent:
+            return
+        now, waited = time.monotonic(), self._loaders.taken()
         readings = self._agent.readings()
         self._agent.report(
             "step",
             update=self._updates,
-            learning_rate=_learning_rate(optimizer),
+            learning_rate=learning_rate(optimizer),
             step_seconds=None if self._last is None else now - self._last,
             data_wait_seconds=waited if self._last is not None else None,
             dropped=self._agent.dropped,
@@ -129,7 +141,7 @@ def _no_optimizer() -> None:
     """Like a weak reference whose object is gone."""
 
 
-def _learning_rate(optimizer: Any) -> float | None:
+def learning_rate(optimizer: Any) -> float | None:
     """The first group's rate; None if it is on a device.
 
     Reading it there would make the program wait for the GPU at each step, which a CUDA graph
@@ -180,29 +192,41 @@ class LoaderWatch:
         return timed
 
 
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then(module)` now, or when the program has imported the module. It must not raise."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder) and finder.name == name:
+            finder.then.append(then)
+            return
+    sys.meta_path.insert(0, _Finder(name, then))
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls `then(module)` after another finder has imported the module of this name."""
+    """Calls each of `then` after another finder has imported the module of this name."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
+        self.name = name
+        self.then = [then]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self.name:
             return None
         with contextlib.suppress(ValueError):
             # The program may have replaced the list of finders.
             sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)
+            spec.loader = _Loader(spec.loader, self.then)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, then: Sequence[Callable[[ModuleType], None]]) -> None:
         self._loader = loader
         self._then = then
 
@@ -215,4 +239,5 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._then(module)
+        for then in self._then:
+            then(module)

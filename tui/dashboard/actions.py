@@ -47,7 +47,7 @@ def _stop_words(run: wire.RunState) -> list[str]:
         f"Stop {run.name}?",
         "",
         f"The current update ({units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
-        f"then the program ends. memtop restart {run.name} resumes it.",
+        f"then the program ends. memtop restart {run.name} {'resumes it' if run.resumes else 'starts it again'}.",
     ]
 
 
@@ -56,7 +56,7 @@ def _call_off_words(run: wire.RunState) -> list[str]:
         f"Cancel the restart of {run.name}?",
         "",
         "The announced restart is cancelled: the run stays failed.",
-        f"memtop restart {run.name} {'resumes it' if run.saves_when_stopped else 'starts it again'}.",
+        f"memtop restart {run.name} {'resumes it' if run.resumes else 'starts it again'}.",
     ]
 
 
@@ -82,6 +82,11 @@ async def restart(dashboard: Dashboard, key: str) -> None:
 
 
 async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> Change | None:
+    from memtop.tui.restart_own import OwnProgramDialog, grip_of
+
+    grip = grip_of(run)
+    if grip is not None:
+        return await dashboard.app.push_screen_wait(OwnProgramDialog(run, grip))
     lines = [
         f"Restart {run.name} with the same command?",
         "",

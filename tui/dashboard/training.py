@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.program import Knobs
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
@@ -100,10 +101,21 @@ def _machine_words(store: Store) -> Line:
 def _settings_words(run: RunState, wide: bool) -> Line:
     settings = run.settings
     if settings is None:
-        return fact("", PurePath(run.command[0]).name) if run.command and wide else ()
+        name = fact("", PurePath(run.command[0]).name) if run.command and wide else ()
+        return join([name, *_knob_words(run)] if name else _knob_words(run))
     arithmetic = f"{settings.split_text} = {settings.effective_batch}"
     parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
     return join([fact("preset", settings.preset), *parts] if wide else parts)
+
+
+def _knob_words(run: RunState) -> list[Line]:
+    """`2 x 4 x 1 = 8` and `T 512` of a program of the user, as far as they are known."""
+    knobs, whole = (run.program.knobs if run.program is not None else Knobs()), run.effective_batch
+    batch, accumulation, length = (knob and knob.value for knob in (knobs.batch, knobs.accumulation, knobs.seq_len))
+    parts = []
+    if whole and batch and accumulation:
+        parts.append(line((f"{batch} x {accumulation} x {whole // (batch * accumulation)} = {whole}", STRONG)))
+    return [*parts, fact("T", str(length))] if length else parts
 
 
 def run_seconds(store: Store) -> float | None:
@@ -158,6 +170,8 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         _split_line(run, width),
         _checkpoint_line(store, run, width),
     ]
+    if run.program is not None and run.program.why is not None:
+        lines.append(fit(line((run.program.why, MUTED)), width))
     return (lines + _rank_lines(store, run, width, height - len(lines)))[:height]
 
 

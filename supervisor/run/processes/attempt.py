@@ -18,11 +18,12 @@ from pathlib import Path
 import msgspec
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.interpreters import why_gone
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_stopped, is_working
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
-from memtop.supervisor.run.processes.environment import program_environment
+from memtop.supervisor.run.processes.environment import program_environment, with_agent_in_front
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, sync_folder, write_json
 from memtop.supervisor.run.record.output_log import OutputLog
@@ -280,13 +281,22 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def launch(
-    folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path, *, allocator: str = ""
+    folder: RunFolder,
+    number: int,
+    spec: RunSpec,
+    settings: Settings | None,
+    socket: Path,
+    *,
+    allocator: str = "",
+    trainer: dict[str, str] | None = None,
 ) -> int:
     """Start attempt `number` with its own shim, a child of this process. Returns the shim's pid.
 
     `allocator`: allocator options for an external command. Those of the built-in trainer are in its
-    settings.
+    settings. `trainer`: the variables with changes for a program built on Hugging Face's Trainer.
     """
+    if settings is not None:
+        require_python(folder, settings)
     attempt = folder.attempt(number)
     try:
         attempt.mkdir(mode=0o755)
@@ -304,7 +314,7 @@ def launch(
         LaunchCommand(
             argv=_argv(folder, attempt, spec, settings),
             cwd=spec.cwd,
-            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator),
+            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | (trainer or {}),
         ),
     )
     try:
@@ -322,6 +332,13 @@ def launch(
     # its finaliser.
     shim.returncode = 0
     return shim.pid
+
+
+def require_python(folder: RunFolder, settings: Settings) -> None:
+    """UsageError if the interpreter of this run is gone."""
+    if settings.python and (why := why_gone(settings.python)) is not None:
+        advice = f"`memtop restart {folder.name} --set python=PATH` trains with another"
+        raise UsageError(f"the Python of this run, {settings.python}: {why}; {advice}")
 
 
 def _reserve(path: Path) -> None:
@@ -360,7 +377,7 @@ def _living_shim(folder: RunFolder, number: int) -> ProcessId | None:
 
 def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:
     if settings is None:
-        return spec.command
+        return with_agent_in_front(spec.command)
     trainer = (
         "-m",
         "memtop.train",
@@ -369,7 +386,7 @@ def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | 
         "--state-dir",
         str(folder.latest_state),
     )
-    return (sys.executable, *launcher(settings), *trainer)
+    return (settings.python or sys.executable, *launcher(settings), *trainer)
 
 
 def launcher(settings: Settings) -> tuple[str, ...]:

@@ -5,17 +5,32 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.interpreters import TRAINER_PATH, is_own
 from memtop.supervisor.monitor.cgroup import CgroupReader
 from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec
+from memtop.supervisor.wire import Checkpoint
 
-RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_RUN_ID", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
+TRAINER_VARIABLE = "MEMTOP_TRAINER"
+"""The changes for a program built on Hugging Face's Trainer: see `train/agent/knobs.py`."""
+RUN_VARIABLES = (
+    "MEMTOP_RUN",
+    "MEMTOP_RUN_ID",
+    "MEMTOP_ATTEMPT",
+    "MEMTOP_ATTEMPT_DIR",
+    "MEMTOP_SOCKET",
+    "MEMTOP_ON_OOM",
+    TRAINER_VARIABLE,
+)
 """The variables of memtop that a run sets for its program. People set the others."""
 
 
@@ -28,7 +43,8 @@ def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
     inside = environment.get("MEMTOP_ATTEMPT_DIR", os.devnull) + os.sep
     left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES and not value.startswith(inside)}
     if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
-        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
+        ours = (str(AGENT_SITE), str(TRAINER_PATH))
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path not in ours)
     return left
 
 
@@ -41,13 +57,15 @@ def program_environment(
     in its settings.
     """
     inherited = os.environ.get("PYTHONPATH")
+    # Another Python gets memtop's modules, never the packages beside them, which are for this one.
+    trainer = [] if settings is None or is_own(settings.python) else [str(TRAINER_PATH)]
     additions = {
         "MEMTOP_RUN": str(folder.path),
         RUN_ID_VARIABLE: folder.id,
         "MEMTOP_ATTEMPT": str(number),
         ATTEMPT_VARIABLE: str(folder.attempt(number)),
         "MEMTOP_SOCKET": str(socket),
-        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join([str(AGENT_SITE), *trainer, *([inherited] if inherited else [])]),
         "PYTHONUNBUFFERED": "1",
     }
     if not spec.command:
@@ -66,6 +84,31 @@ def program_environment(
         # UUIDs and PCI order agree with the driver library. CUDA's default order is by speed.
         additions |= {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return additions
+
+
+_BEFORE_ENV = 6
+"""Words of a command in which `env` is looked for: `nice -n 5 env PYTHONPATH=. python`."""
+
+
+def with_agent_in_front(command: Sequence[str]) -> tuple[str, ...]:
+    """The user's command. Where `env` gives it a PYTHONPATH, the agent stays in front of it."""
+    words = list(command)
+    start = next((at for at, word in enumerate(words[:_BEFORE_ENV]) if word.rpartition("/")[2] == "env"), len(words))
+    for at, word in enumerate(words[start + 1 :], start=start + 1):
+        name, given, value = word.partition("=")
+        if given and name == "PYTHONPATH":
+            words[at] = f"{name}={os.pathsep.join([str(AGENT_SITE), *([value] if value else [])])}"
+        elif not given and not word.startswith("-") and words[at - 1] not in ("-u", "--unset", "-C", "--chdir"):
+            break  # the program
+    return tuple(words)
+
+
+def changes_for_trainer(output_dir: str | None, knobs: Mapping[str, Any], resumed: Checkpoint | None) -> dict[str, str]:
+    """The variable with these changes; none if nothing is to change."""
+    if output_dir is None or not (knobs or resumed):
+        return {}
+    changes = {"output_dir": output_dir, "knobs": knobs, "resume": resumed.path if resumed is not None else None}
+    return {TRAINER_VARIABLE: msgspec.json.encode(changes).decode()}
 
 
 # torch up to 2.9 reads only the first name. Newer versions read some options from the first and

@@ -66,6 +66,25 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     )
 
 
+TRAINER_STATE = "trainer_state.json"
+"""What Hugging Face's Trainer writes last into a checkpoint."""
+
+
+def checked(reported: Checkpoint) -> Checkpoint:
+    """A checkpoint that a program has reported: complete if the file that it writes last is
+    whole."""
+    path = Path(reported.path) / TRAINER_STATE
+    problem = None
+    try:
+        with open_to_read(path) as file:
+            msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])
+    except FileNotFoundError:
+        problem = f"{path} is missing: the save was interrupted, or the checkpoint was removed"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        problem = f"{path}: cannot be decoded: {error}"
+    return msgspec.structs.replace(reported, complete=problem is None, problem=problem)
+
+
 def newest_checkpoint(latest: Path) -> Checkpoint | None:
     """`train_latest_state` if complete, else the previous state if complete, else the incomplete
     one. None if there is none."""
@@ -121,11 +140,11 @@ def hold(latest: Path, update: int) -> None:
         for leftover in (new, held):
             # deletes our links only; the linked files stay
             shutil.rmtree(leftover, ignore_errors=True)
-        shutil.copytree(chosen, new, copy_function=_link_or_copy)
+        shutil.copytree(chosen, new, copy_function=link_or_copy)
         new.rename(held)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
-        raise RunFolderError(f"{chosen}: cannot be kept: {_why(error)}") from None
+        raise RunFolderError(f"{chosen}: cannot be kept: {why(error)}") from None
 
 
 def discard_held(latest: Path) -> None:
@@ -174,7 +193,7 @@ def _move(latest: Path, update: int, aside: Path, moves: list[tuple[Path, Path]]
                 move(latest, latest.with_name(f"{latest.name}.{time.time_ns()}"))
             move(chosen, latest)
     except OSError as error:
-        raise RunFolderError(f"{error.filename or latest}: cannot be moved: {_why(error)}") from None
+        raise RunFolderError(f"{error.filename or latest}: cannot be moved: {why(error)}") from None
 
 
 def _move_back(moves: list[tuple[Path, Path]], aside: Path) -> None:
@@ -182,12 +201,13 @@ def _move_back(moves: list[tuple[Path, Path]], aside: Path) -> None:
         try:
             here.rename(there)
         except OSError as error:
-            raise RunFolderError(f"{here}: cannot be moved back to {there}: {_why(error)}; move it there yourself") from error
+            raise RunFolderError(f"{here}: cannot be moved back to {there}: {why(error)}; move it there yourself") from error
     if aside.is_dir() and not any(aside.iterdir()):
         aside.rmdir()
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
+    """Give the file a second name; copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -196,7 +216,8 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _why(error: OSError) -> str:
+def why(error: OSError) -> str:
+    """The error of a copy of a folder, in words."""
     # copytree raises one error with a list of (from, to, reason) and without an errno.
     if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
         return "; ".join(str(why) for *_, why in error.args[0][:2])

@@ -61,12 +61,16 @@ def same(one: Settings | None, other: Settings | None) -> bool:
     return replace(one, target_samples=0, epochs=0.0) == replace(other, target_samples=0, epochs=0.0)
 
 
+def same_configuration(one: Configuration, other: Configuration) -> bool:
+    """The same, also of what memtop gives to the user's own program."""
+    return same(one.settings, other.settings) and one.knobs == other.knobs
+
+
 def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
     """The newest earlier configuration with other settings than the present one."""
     if not rows:
         return None
-    present = rows[-1].settings
-    return next((row for row in reversed(rows[:-1]) if not same(row.settings, present)), None)
+    return next((row for row in reversed(rows[:-1]) if not same_configuration(row, rows[-1])), None)
 
 
 class Configurations(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +111,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         started: float,
         *,
         allocator: str = "",
+        knobs: dict[str, str] | None = None,
         by_memtop: bool = False,
         saved: int | None = None,
     ) -> Configurations:
@@ -115,18 +120,21 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         The present configuration continues if the settings are the same and did not run out of
         memory.
         """
+        knobs = knobs or {}
         start = ConfigurationStart(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
         now, last = replace(self, seen=None), self.present
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
-            if same(shown.settings, settings):
+            if same(shown.settings, settings) and shown.knobs == knobs:
                 # The length of the run may have changed. The reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None)
                 return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
         if last is not None and last.configuration.outcome is None:
             ended = replace(last.configuration, outcome="replaced")
             now = now._put(replace(last, configuration=ended, starts=_saved(last.starts, saved)))
-        shown = Configuration(number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings)
+        shown = Configuration(
+            number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings, knobs=knobs
+        )
         return now._begin(ConfigurationRecord(configuration=shown, allocator=allocator, starts=(start,)))
 
     def change(

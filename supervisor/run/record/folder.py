@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.run.grip import Asked, Grip
 from memtop.supervisor.run.pending_restart import Waiting
 from memtop.supervisor.run.record.ownership import is_foreign_link, is_own_file, require_own, why_unreadable
 from memtop.supervisor.wire import Change, RunState
@@ -55,6 +56,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     choice: str | None = None
     """Which preset and GPU memtop chose at first, and why. None if it chose neither."""
     on_oom: str = "stop"
+    step_pattern: str | None = None
+    """MEMTOP_STEP: a regular expression for the lines of an external command that have its step."""
     memtop_version: str
 
 
@@ -75,6 +78,10 @@ class StateFile(msgspec.Struct, frozen=True, kw_only=True):
     waited for it."""
     stalled: str | None = None
     """The last message of a program that hung, if it is being ended for that."""
+    grip: Grip | None = None
+    """Of the user's own program, if it is built on Hugging Face's Trainer."""
+    asked: Asked | None = None
+    """What the first update of the present attempt must show."""
 
     @property
     def restarts(self) -> bool:
@@ -137,10 +144,6 @@ class RunFolder:
     def state(self) -> StateFile | None:
         """The contents of state.json. None if there is no such file, or if it is damaged."""
         return read_derived(self.state_path, StateFile)
-
-
-def default_runs_dir() -> Path:
-    return Path(os.environ.get("MEMTOP_RUNS_DIR") or "runs")
 
 
 def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:

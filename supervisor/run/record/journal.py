@@ -108,6 +108,9 @@ class Intake:
         self._outbox = outbox
         self._on_steps = on_steps
         self._journals: dict[Path, JournalReader] = {}
+        self.counts = True
+        """Whether rank 0's updates go into the history. Not if the program's output has a better
+        counter."""
 
     def read(self, act: Act, *, to_the_end: bool = False) -> None:
         """Take in what is new of each rank, a piece of it or all."""
@@ -162,7 +165,7 @@ class Intake:
         journal.offset = end
         for report in reports:
             act(journal.rank, report)
-        if journal.rank == 0:
+        if journal.rank == 0 and self.counts:
             self._on_steps(self.number, _steps(reports))
         return True
 
@@ -173,7 +176,8 @@ class Intake:
                 return
 
     def _store(self, journal: JournalReader, reports: list[Report], end: int) -> bool:
-        if not self._outbox.add_reports(self.number, journal.rank, reports, end):
+        kept = [report for report in reports if self.counts or not isinstance(report, Step)]
+        if not self._outbox.add_reports(self.number, journal.rank, kept, end):
             return False
         journal.stored = end
         journal.pieces.append(end)

@@ -283,6 +283,18 @@ class Ledger:
         self._unthinned %= _THIN_EVERY
         return offset
 
+    def add_from_output(self, attempt: int, steps: Iterable[Step]) -> None:
+        """Store what was read from the program's output: it fills in what the agent's updates
+        lack.
+        """
+        with self.transaction():
+            metrics.fill_in(self._db, attempt, steps)
+
+    def drop_updates(self, attempt: int) -> None:
+        """Remove the agent's updates of an attempt whose output has a better counter."""
+        with self.transaction():
+            metrics.remove(self._db, attempt)
+
     def _keep(self, attempt: int, rank: int, offset: int, reports: list[Report]) -> None:
         """Store the newest of each kind in the order in which they were reported."""
         rows: list[tuple[object, ...]] = []

@@ -37,6 +37,7 @@ CREATE TABLE IF NOT EXISTS metrics (
     updates INTEGER NOT NULL, least_loss REAL, tier INTEGER NOT NULL, PRIMARY KEY (attempt, "update")) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS metrics_by_tier ON metrics (tier, attempt, "update", updates, least_loss, peak_bytes);
 """
+_OF_OUTPUT = ("loss", "learning_rate", "epoch", "step_seconds", "time")
 _SHOWN = Metric.__struct_fields__
 # A small part of the table, for the two numbers that every start of a supervisor needs.
 _INDEX = "metrics AS m INDEXED BY metrics_by_tier"
@@ -62,7 +63,40 @@ class _Row(NamedTuple):
 
 def add(db: sqlite3.Connection, attempt: int, steps: Iterable[Step]) -> None:
     """Store updates of an attempt. Part of the caller's transaction, as all functions here."""
+    steps = list(steps)
+    if steps and any(step.loss is None for step in steps):
+        # The output may have been read before the agent's report.
+        known = {
+            update: msgspec.json.decode(report, type=Step)
+            for update, report in db.execute(
+                'SELECT "update", report FROM metrics WHERE attempt = ? AND "update" BETWEEN ? AND ? AND tier = 1',
+                (attempt, min(step.update for step in steps), max(step.update for step in steps)),
+            )
+        }
+        steps = [_filled(step, known[step.update]) if step.update in known else step for step in steps]
     _insert(db, (_Row(attempt, step, 1, step.loss) for step in steps), tier=1)
+
+
+def fill_in(db: sqlite3.Connection, attempt: int, steps: Iterable[Step]) -> None:
+    """Store updates that were read from the output. What the agent has reported stays."""
+    for step in steps:
+        key = (attempt, step.update)
+        found = db.execute('SELECT report, tier FROM metrics WHERE (attempt, "update") = (?, ?)', key).fetchone()
+        if found is not None and found[1] > 1:
+            continue  # an old update, merged with others
+        if found is not None:
+            step = _filled(msgspec.json.decode(found[0], type=Step), step)
+        _insert(db, [_Row(attempt, step, 1, step.loss)], tier=1)
+
+
+def _filled(step: Step, other: Step) -> Step:
+    """The step, and what only the other one has."""
+    missing = {name: getattr(other, name) for name in _OF_OUTPUT if getattr(step, name) is None}
+    return replace(step, **missing)
+
+
+def remove(db: sqlite3.Connection, attempt: int) -> None:
+    db.execute("DELETE FROM metrics WHERE attempt = ?", (attempt,))
 
 
 def _insert(db: sqlite3.Connection, rows: Iterable[_Row], tier: int) -> None:

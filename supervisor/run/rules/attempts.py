@@ -10,10 +10,11 @@ from memtop.supervisor.recovery.configuration import edited
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
 from memtop.supervisor.run.events import Launched
+from memtop.supervisor.run.grip import values_of
 from memtop.supervisor.run.model import Cause, CurrentAttempt, Launching, Model, emit, move, note, warn
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_until
-from memtop.supervisor.run.rules import configurations
+from memtop.supervisor.run.rules import configurations, trainer
 from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 
@@ -22,7 +23,7 @@ def foreseen(model: Model, change: Change) -> Settings | None:
 
     A run in progress first finishes one more update.
     """
-    if model.phase.final or change.state_before is not None:
+    if model.settings is None or model.phase.final or change.state_before is not None:
         return settings_after(model, change)
     settings, step, reached = model.proven, model.progress.step, model.checkpoint
     if settings is not None and step is not None:
@@ -35,6 +36,9 @@ def foreseen(model: Model, change: Change) -> Settings | None:
 
 def settings_after(model: Model, change: Change) -> Settings | None:
     """The settings of an attempt that begins with this change; UsageError if it is not possible."""
+    if model.proven is None:
+        trainer.knobs_after(model, change)
+        return None
     return edited(model.proven, change, _resumed_from(model, change), model.configurations.rows)
 
 
@@ -50,6 +54,7 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
     """
     settings = settings_after(model, change)
     allocator = change.assignments.get("allocator", model.allocator) if settings is None else ""
+    knobs = trainer.knobs_after(model, change) if settings is None else {}
     number = model.newest_number + 1
     reason = "start" if number == 1 and cause is Cause.START else explain.restart_reason(change)
     launching = Launching(
@@ -59,6 +64,7 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
         reason=reason,
         settings=settings,
         allocator=allocator,
+        knobs=knobs,
         client=client,
         request=request,
     )
@@ -70,6 +76,8 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
         settings=settings,
         allocator=allocator,
         state_before=change.state_before,
+        output_dir=model.grip.output_dir if model.grip is not None else None,
+        knobs=values_of(knobs, model.grip) if model.grip is not None else {},
     )
     return emit(model, effect)
 
@@ -81,7 +89,7 @@ def launched(model: Model, event: Launched) -> Model:
     change, settings, number = launching.change, launching.settings, launching.number
     split = explain.split_change(model.settings, settings)
     repeated = _repeated(model, change, event.states.newest)
-    by_memtop = launching.cause is Cause.DEATH
+    by_memtop, knobs_before = launching.cause is Cause.DEATH, model.knobs
     if by_memtop and model.restart is not None and model.restart.waiting.disk_bytes is not None:
         model = replace(model, waited_at=model.saved or 0)
     model = _anew(model, launching, event, repeated)
@@ -91,6 +99,7 @@ def launched(model: Model, event: Launched) -> Model:
         settings,
         event.started,
         allocator=launching.allocator,
+        knobs=launching.knobs,
         by_memtop=by_memtop,
         saved=model.saved,
     )
@@ -100,9 +109,10 @@ def launched(model: Model, event: Launched) -> Model:
     model = warn(model, "checkpoint", newest.problem if newest is not None else None)
     model = move(emit(model, ReleaseState()), Phase.STARTING)
     if settings is None:
-        # An external command counts its updates from its start; the built-in trainer reports where
-        # it resumes.
-        model = emit(model, DropRows(1))
+        # An external command counts its updates from its start, unless memtop makes it resume; the
+        # built-in trainer reports where it resumes.
+        since = event.resumed.updates if event.resumed is not None else None
+        model = trainer.begun(emit(model, DropRows((since or 0) + 1)), event, knobs_before)
     if event.set_aside is not None:
         model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
     again = f"; {repeated}" if repeated else ""
@@ -118,6 +128,7 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         settings=launching.settings,
         states=event.states,
         progress=Progress(best_loss=model.progress.best_loss),
+        output=None,
         repeated=repeated,
         pending=None,
         restart=None,
@@ -132,6 +143,8 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         agents=frozenset(),
         announced=frozenset(),
         allocator=launching.allocator,
+        knobs=launching.knobs,
+        asked=None,
         resident_bytes=None,
         trends=(),
         own_trends=(),

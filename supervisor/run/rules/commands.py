@@ -13,6 +13,7 @@ from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
+from memtop.supervisor.run.grip import consequences
 from memtop.supervisor.run.model import (
     Ask,
     AttemptStage,
@@ -25,9 +26,10 @@ from memtop.supervisor.run.model import (
     note,
     refused,
 )
-from memtop.supervisor.run.rules import attempts, restart, stopping, trials
+from memtop.supervisor.run.rules import attempts, restart, stopping, trainer, trials
 from memtop.supervisor.wire import (
     Answer,
+    Change,
     CheckpointNow,
     Edit,
     FreeCache,
@@ -121,7 +123,7 @@ def _check_agents(model: Model) -> None:
 def _check_saves(model: Model) -> None:
     _check_agents(model)
     if model.settings is None and "checkpoint" not in (model.progress.offers or ()):
-        raise MemtopError("only the built-in trainer can save on request")
+        raise MemtopError("this program cannot save on request")
 
 
 def _stop(model: Model, client: int, request: Stop) -> Model:
@@ -143,7 +145,7 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
         raise MemtopError("the run is being stopped; restart it when it has stopped")
     if model.holding is not None or (model.phase is Phase.RESTARTING and model.restart is None):
         raise MemtopError("a restart is under way already")
-    text = _restarting(model) + _consequences(model, settings)
+    text = _restarting(model) + _consequences(model, settings) + _of_knobs(model, request.change)
     waiter = Waiter(client=client, request=request.id, purpose="restart", attempt=model.number, accepts=text)
     model = restart.begin(model, request.change, Cause.REQUEST, client=client, request=request.id)
     is_certain = model.launching is None and model.holding is None
@@ -153,11 +155,34 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
 
 def _restarting(model: Model) -> str:
     """Where the run begins again, as far as memtop knows."""
-    if not saves_when_stopped(model.settings, model.progress.offers):
+    if model.grip is not None:
+        return _resuming(model)
+    if model.settings is None:
         return "restarting: the program begins as it does by itself"
     if model.saved is None and not model.alive:
         return "restarting from the first update: there is no complete checkpoint"
     return "restarting from train_latest_state"
+
+
+def _resuming(model: Model) -> str:
+    found = model.states.program
+    if found is not None and found.complete:
+        return f"restarting from the program's checkpoint at update {found.updates}, or a newer one"
+    if model.alive and saves_when_stopped(model.settings, model.progress.offers):
+        return "restarting from the checkpoint that the program saves now"
+    assert model.grip is not None
+    why = f": {found.problem}" if found is not None else ""
+    return f"restarting from the first update: there is no complete checkpoint in {model.grip.output_dir}{why}"
+
+
+def _of_knobs(model: Model, change: Change) -> str:
+    """What the change means for a program built on Hugging Face's Trainer."""
+    if model.grip is None:
+        return ""
+    step, saves = model.progress.step, saves_when_stopped(model.settings, model.progress.offers)
+    reached = step.update if step is not None and not (saves and model.alive) else None
+    total = model.progress.total_updates
+    return consequences(model.grip, trainer.knobs_after(model, change), model.states.program, reached, total)
 
 
 def confirm(model: Model, client: int, request: int) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memtop.supervisor.run.effects import HoldState, ReleaseState, SaveState
+from memtop.supervisor.run.effects import HoldState, KeepCheckpoint, ReleaseState, SaveState
 from memtop.supervisor.run.model import Cause, Holding, Model, emit, move, note
 from memtop.supervisor.run.rules import attempts, stopping
 from memtop.supervisor.wire import Change, Phase
@@ -42,5 +42,7 @@ def not_held(model: Model, problem: str) -> Model:
 
 def proceed(model: Model, change: Change) -> Model:
     model = replace(model, pending=change)
+    if model.grip is not None:
+        model = emit(model, KeepCheckpoint(model.grip.output_dir))
     model = move(model, Phase.RESTARTING) if model.phase is not Phase.RESTARTING else emit(model, SaveState())
     return stopping.ask_to_stop(model)

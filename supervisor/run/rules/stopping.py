@@ -47,6 +47,12 @@ def ask_to_stop(model: Model) -> Model:
     return ask(model, "stop", frozenset({0}), Purpose.STOP) if asked else model
 
 
+def stop_unsaved(model: Model) -> Model:
+    """Stop the run with signals: the program is not asked to save."""
+    model = begin(replace(model, pending=None), asked=False)
+    return move(model, Phase.STOPPING) if model.phase is not Phase.STOPPING else model
+
+
 def begin(model: Model, *, asked: bool) -> Model:
     """Begin the ladder; without `asked` its first signal is due at the next tick."""
     # The built-in trainer also saves on SIGTERM, unless it hangs.

@@ -23,6 +23,7 @@ from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.model import Cause, Model, move, note
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, PendingRestart, Waiting
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
@@ -148,7 +149,11 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
     found = remedies_for_command(diagnosis, command) if situation is None else remedies(situation)
     candidates = [Candidate(remedy=one, key=_key_after(settings, one)) for one in found if settings is not None]
     beyond = beyond_all_memory(diagnosis, host)
-    never = _EXTERNAL if settings is None else None
+    if settings is None and model.grip is not None and situation is None:
+        candidates = _smaller(model, model.grip, diagnosis)
+        ids = {one.remedy.id for one in candidates}
+        found = (*(one.remedy for one in candidates), *(one for one in found if one.id not in ids))
+    never = _never(model, diagnosis)
     decision = policy.decide(diagnosis, tried(records), candidates, model.run.on_oom, never=never)
     if decision.remedy is not None:
         # The applied remedy is shown first.
@@ -162,11 +167,47 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
     return Proposal(diagnosis=diagnosis, causes=causes, remedies=found, last_advice=advice, waiting=waiting), decision
 
 
+def _never(model: Model, diagnosis: Diagnosis) -> str | None:
+    """Why memtop does not start this program again by itself; None if it may."""
+    if model.settings is not None:
+        return None
+    if model.grip is None or not model.grip.resumes:
+        return _EXTERNAL
+    if diagnosis.source == "words":
+        return "only words of the program's output say so, so you decide"
+    return None
+
+
+def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis) -> list[Candidate]:
+    """Half the batch and twice the accumulation, for a program built on Hugging Face's Trainer."""
+    batch, accumulation = grip.batch, grip.accumulation
+    if not batch or not accumulation or batch % 2 or not (diagnosis.kind.of_gpu or diagnosis.kind.of_host):
+        return []
+    split = {"batch": str(batch // 2), "accumulation": str(accumulation * 2)}
+    title = f"batch {batch} -> {batch // 2}, accumulation {accumulation} -> {accumulation * 2}: effective batch stays"
+    remedy = Remedy(
+        id="smaller_batch",
+        title=f"{title} {grip.effective_batch}",
+        why="half as many samples are in memory at once",
+        keeps_math=True,
+        resumable="resumes",
+        assignments=split,
+        forecast_unknown="the peak of this program was not measured at two batch sizes",
+        command=f"memtop restart {model.run.name} --batch {batch // 2} --accum {accumulation * 2}",
+    )
+    return [Candidate(remedy=remedy, key=_knobs_key({**model.knobs, **split}))]
+
+
+def _knobs_key(knobs: dict[str, str]) -> str:
+    """Of the settings that memtop gave to the user's own program."""
+    return " ".join(f"{name}={text}" for name, text in sorted(knobs.items()))
+
+
 def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
-    """The run's past attempts with the built-in trainer, oldest first, as values for the policy."""
+    """The run's past attempts, oldest first, as values for the policy."""
     return [
         Tried(
-            key=configuration_key(settings),
+            key=_knobs_key(record.configuration.knobs) if settings is None else configuration_key(settings),
             died_of_memory=record.died_of_memory,
             attempt=start.attempt,
             by_memtop=start.by_memtop,
@@ -174,7 +215,7 @@ def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
             saved_after=start.saved_after,
         )
         for record in records
-        if (settings := record.configuration.settings) is not None
+        for settings in (record.configuration.settings,)
         for start in record.starts
     ]
 

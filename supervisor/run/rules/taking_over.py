@@ -19,7 +19,7 @@ from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
-from memtop.supervisor.run.rules import attempts, configurations, stopping, survival, trials
+from memtop.supervisor.run.rules import attempts, configurations, stopping, survival, trainer, trials
 from memtop.supervisor.wire import Change, Phase
 
 _FINAL = {phase.value: phase for phase in Phase if phase.final}
@@ -79,7 +79,10 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         progress=Progress(best_loss=event.best_loss, peak_bytes=event.peak_bytes),
         proposal=state.run.proposal if state is not None else None,
         stalled=state.stalled if state is not None else None,
+        grip=event.state.grip if event.state is not None else None,
+        asked=state.asked if state is not None else None,
         waited_at=event.state.waited_at if event.state is not None else None,
+        saved_by_program=event.state.run.checkpoint if event.state is not None and row.settings is None else None,
         announced=event.announced,
         # The phase of the run is known when the reports have been replayed.
         phase=Phase.STARTING if is_open else model.phase,
@@ -87,7 +90,9 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
     if is_open and not model.configurations.has_begun(row.number):
         model = _begin_configuration(model, row, event.state)
     present = model.configurations.present
-    return model if present is None else replace(model, allocator=present.allocator)
+    if present is None:
+        return model
+    return replace(model, allocator=present.allocator, knobs=present.configuration.knobs)
 
 
 def _begin_configuration(model: Model, row: Attempt, state: StateFile | None) -> Model:
@@ -97,14 +102,17 @@ def _begin_configuration(model: Model, row: Attempt, state: StateFile | None) ->
     cause = next((one for one in (waiting, requested) if one == row.change), None)
     present = model.configurations.present
     allocator = present.allocator if present is not None else ""
+    knobs = present.configuration.knobs if present is not None else {}
     if cause is not None and row.settings is None:
         allocator = cause.assignments.get("allocator", allocator)
+        knobs = trainer.knobs_after(replace(model, knobs=knobs), cause)
     begun = model.configurations.begin_attempt(
         row.number,
         row.reason,
         row.settings,
         row.started,
         allocator=allocator,
+        knobs=knobs,
         by_memtop=cause is not None and cause is waiting,
         saved=row.start_updates if row.start_updates is not None else model.saved,
     )
@@ -116,7 +124,8 @@ def replayed(model: Model) -> Model:
     opening = model.opening
     if opening is None:
         return model
-    model = replace(model, opening=None)
+    # Only the first update of an attempt shows what an earlier supervisor asked for.
+    model = replace(model, opening=None, asked=None if model.progress.step is not None else model.asked)
     present = model.configurations.present
     if present is not None and present.newest_attempt >= model.number and present.configuration.settings is not None:
         # The ledger is newer than the reports: a trial that the end interrupted was undone.

@@ -1,0 +1,38 @@
+"""`memtop config`: each value of the configuration, and where it comes from."""
+
+from __future__ import annotations
+
+import os
+
+import click
+import msgspec
+
+from memtop.cli.configuration import KEYS, read_layers, unknown_keys, value_of, variable_of
+from memtop.cli.options import json_option
+from memtop.cli.output import print_json, print_lines, print_message
+from memtop.presets.files import user_config
+
+
+@click.command()
+@json_option
+def config(as_json: bool) -> int:
+    """Show each value of the configuration and where it comes from.
+
+    An option on the command line overrides it. Change a value in the user's file, in the project's
+    memtop.toml or table [tool.memtop] of pyproject.toml, or with an environment variable.
+    """
+    layers = read_layers()
+    values = {key: value_of(key, layers, os.environ) for key in KEYS}
+    problems = list(unknown_keys(layers))
+    if as_json:
+        files = [{"source": layer.source, "path": str(layer.path)} for layer in layers]
+        print_json({"values": msgspec.to_builtins(values), "files": files, "unknown": problems})
+    else:
+        for key, found in values.items():
+            where = found.where or found.source
+            print_lines(f"{key:<11} {found.value or '-':<32} {where:<28} {KEYS[key].what}; {variable_of(key)}".rstrip())
+        folder = user_config()
+        if folder is not None and not any(layer.source == "user" for layer in layers):
+            print_lines(f"{folder / 'config.toml'}: no such file yet")
+        print_message(*(f"memtop: {line}" for line in problems))
+    return 0

@@ -1,0 +1,150 @@
+"""The configuration: defaults for the options of the command line.
+
+Each of these overrides the one before: the default, the user's file, the project's file, the
+environment, the option on the command line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import msgspec
+
+from memtop.cli.output import print_message
+from memtop.presets.checks import did_you_mean
+from memtop.presets.files import PresetFileError, parse, project_file, user_config
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.interpreters import expanded
+
+Source = Literal["default", "user", "project", "environment"]
+_TABLES = ("presets", "levels", "recipes")
+"""Tables of the project's file that are not settings of the command line."""
+_SAID = "memtop.configuration.said"
+_OF_A_RUN = "MEMTOP_ON_OOM"
+"""A run sets this variable for its program, too."""
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """One key of the configuration. It has the name of its option."""
+
+    what: str
+    default: str | None = None
+    is_path: bool = False
+    is_number: bool = False
+    needs_folder: bool = True
+    """Whether a path without a slash is a path, too, and not a command's name."""
+
+
+KEYS = {
+    "runs-dir": Key(what="the folder of the runs", default="runs", is_path=True),
+    "python": Key(what="the Python that trains recipes", is_path=True, needs_folder=False),
+    "preset": Key(what="the preset of new runs of a recipe"),
+    "gpus": Key(what="the GPUs of new runs"),
+    "on-oom": Key(what="what to do when memory runs out"),
+    "save-every": Key(what="updates between two saves", is_number=True),
+}
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of a key, and where it comes from."""
+
+    value: str | None
+    source: Source
+    where: str | None = None
+    """The file or the environment variable; None for a default."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A file with a configuration."""
+
+    source: Source
+    path: Path
+    where: str
+    table: dict[str, Any]
+
+
+def configured(key: str) -> Value:
+    """The value of a key without the option on the command line.
+
+    UsageError if it cannot be used. A message names unknown keys, once in a command.
+    """
+    layers = read_layers()
+    context = click.get_current_context(silent=True)
+    if context is not None and not context.meta.get(_SAID):
+        context.meta[_SAID] = True
+        print_message(*(f"memtop: {line}" for line in unknown_keys(layers)))
+    return value_of(key, layers, os.environ)
+
+
+def default_runs_dir() -> Path:
+    """The folder of the runs if the command line names none."""
+    return Path(str(configured("runs-dir").value))
+
+
+def variable_of(key: str) -> str:
+    return f"MEMTOP_{key.upper().replace('-', '_')}"
+
+
+def read_layers() -> list[Layer]:
+    """The files, the one that overrides the others last. UsageError for one that is not TOML."""
+    found = []
+    try:
+        folder = user_config()
+        if folder is not None and (folder / "config.toml").is_file():
+            path = folder / "config.toml"
+            found.append(Layer(source="user", path=path, where=str(path), table=parse(path)))
+        project = project_file()
+    except PresetFileError as error:
+        raise UsageError(str(error)) from None
+    if project is not None:
+        table = {name: value for name, value in project.table.items() if name not in _TABLES}
+        where = project.shown + (" [tool.memtop]" if project.prefix else "")
+        found.append(Layer(source="project", path=project.path, where=where, table=table))
+    return found
+
+
+def value_of(key: str, layers: list[Layer], environment: Mapping[str, str]) -> Value:
+    """The value of a key, with its source. UsageError if it is of the wrong kind."""
+    name = variable_of(key)
+    if environment.get(name) and not (name == _OF_A_RUN and "MEMTOP_RUN" in environment):
+        return Value(value=_text(key, environment[name], name), source="environment", where=name)
+    for layer in reversed(layers):
+        if key in layer.table:
+            text = _text(key, layer.table[key], layer.where)
+            if layer.source == "project" and _is_relative(key, text):
+                text = str(layer.path.parent / text)
+            return Value(value=text, source=layer.source, where=layer.where)
+    return Value(value=KEYS[key].default, source="default")
+
+
+def _text(key: str, value: Any, where: str) -> str:
+    """The value as its option takes it."""
+    if KEYS[key].is_number:
+        if isinstance(value, bool) or not str(value).isascii() or not str(value).isdigit():
+            raise UsageError(f"{where}: {key} {value!r}: give a whole number")
+        return str(value)
+    if key == "gpus":
+        numbers = value if isinstance(value, list) else [value]
+        if all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            return ",".join(map(str, numbers))
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{where}: {key} {value!r}: give text in quotes")
+    return str(expanded(value)) if KEYS[key].is_path else value
+
+
+def _is_relative(key: str, text: str) -> bool:
+    row = KEYS[key]
+    return row.is_path and not Path(text).is_absolute() and (row.needs_folder or os.sep in text)
+
+
+def unknown_keys(layers: list[Layer]) -> Iterator[str]:
+    """One line for each key that memtop does not know."""
+    for layer in layers:
+        for name in layer.table:
+            if name not in KEYS:
+                hint = did_you_mean(name, KEYS) or f"; there are {', '.join(KEYS)}"
+                yield f"{layer.where}: {name}: unknown, and ignored{hint}"

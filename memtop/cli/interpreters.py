@@ -1,0 +1,92 @@
+"""Which Python trains a recipe, what it lacks, and the command that installs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from memtop.cli.configuration import configured
+from memtop.cli.installing import install, install_trainer
+from memtop.cli.output import print_message
+from memtop.presets.schema import Settings
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.interpreters import NEEDED, OLDEST, Interpreter, Proof, Search, find, missing_in
+
+# By tracker: the modules of which one must be installed, and the package to install. The trainer
+# refuses unknown names.
+_TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
+_OWN_PROGRAM = "your own program, given after `--`, does not need it"
+
+
+def search(given: str | None = None, option: str = "--python") -> Search:
+    """The interpreter for new runs. `given`: what was named with `option`."""
+    found = configured("python")
+    named = None if found.value is None else (found.value, found.where or found.source)
+    if given is not None:
+        named = (given, option)
+    return find(named, os.environ, Path.cwd(), lambda path: print_message(f"memtop: starts {path} to see whether it has torch"))
+
+
+def python_for(who: str, given: str | None = None, option: str = "--python") -> Interpreter:
+    """The interpreter that trains, with all that every run needs. UsageError if there is none."""
+    result = search(given, option)
+    found = result.found
+    if found is None:
+        first, proof = result.refused[0]
+        if first.named:
+            raise UsageError(f"{first.why} {first.path}: {proof.why_not()}; {_advice(first.path, proof)}")
+        raise UsageError(
+            f"{who} needs a Python with torch, and none was found: {result.reasons()}; "
+            f"name yours with --python PATH, or install it beside memtop: {install_trainer()}; {_OWN_PROGRAM}"
+        )
+    refuse_missing(found, NEEDED, who)
+    return found
+
+
+def _advice(path: str, proof: Proof) -> str:
+    if proof.problem is not None or proof.version < OLDEST:
+        return "give a Python that has torch"
+    return command_for(Interpreter(path=path, why="", proof=proof), missing_in(proof, NEEDED))
+
+
+def refuse_missing(python: Interpreter, modules: Sequence[str], who: str) -> None:
+    """UsageError if this interpreter lacks one of the modules."""
+    missing = python.missing(modules)
+    if missing:
+        where = "" if python.is_own else f", which {python.path} ({python.why}) lacks"
+        raise UsageError(f"{who} needs {', '.join(missing)}{where}: {command_for(python, missing)}; {_OWN_PROGRAM}")
+
+
+def command_for(python: Interpreter, packages: Sequence[str]) -> str:
+    """The command that installs these packages of the trainer there."""
+    if python.is_own:
+        return install_trainer()
+    return install(python.path, list(packages), has_pip="pip" in python.proof.packages)
+
+
+def refuse_missing_trackers(python: Interpreter, names: Sequence[str]) -> None:
+    for name in names:
+        modules, package = _TRACKERS.get(name, ((), ""))
+        if modules and all(python.missing([module]) for module in modules):
+            command = install(python.path, [package], has_pip="pip" in python.proof.packages)
+            raise UsageError(f"trackers {name}: not installed: {command}")
+
+
+def libraries_of(settings: Settings) -> tuple[str, ...]:
+    """The further modules that a run with these settings imports."""
+    needed = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(settings.method, ())
+    eight_bit = ("bitsandbytes",) if settings.optimizer.endswith("8bit") else ()
+    return (*needed, *eight_bit, *(("deepspeed",) if settings.zero.stage else ()))
+
+
+def said_at_start(python: Interpreter) -> str | None:
+    """Which interpreter trains, and why. None for memtop's own, unless another environment is
+    active."""
+    if not python.is_own:
+        return f"trains with {python.text()}" + ("" if python.why == "--python" else "; --python chooses another")
+    active = os.environ.get("VIRTUAL_ENV")
+    if not active or os.path.realpath(active) == os.path.realpath(sys.prefix):
+        return None
+    return f"trains with {python.text()}; --python {active} chooses the active environment"

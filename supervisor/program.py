@@ -1,0 +1,56 @@
+"""What memtop knows about a program that is not its own trainer, and how it knows it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+# Programs report these values, so they have bounds.
+_Whole = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Name = Annotated[str, Meta(max_length=1000)]
+
+
+class Knob(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of a program that is not memtop's trainer."""
+
+    value: _Whole | None = None
+    name: _Name | None = None
+    """What the program calls it: `per_device_train_batch_size`."""
+    source: _Name | None = None
+    """Where the value was found: `TrainingArguments`."""
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a program that memtop knows; None for those that it does not know."""
+
+    batch: Knob | None = None
+    """Samples of one process in one forward pass."""
+    accumulation: Knob | None = None
+    seq_len: Knob | None = None
+
+
+class ProgramCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest checkpoint that a program has reported."""
+
+    path: str
+    update: int | None = None
+    complete: bool = False
+    """Whether the file that the program writes last is there and can be read."""
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """What memtop knows about a program that is not its own trainer, and how."""
+
+    grip: str | None = None
+    """hooks (the framework calls memtop's callback) | profile | output | optimizer (memtop counts
+    the steps of a torch optimizer). None before the first report."""
+    profile: str | None = None
+    why: str | None = None
+    """Why this grip, in one line."""
+    knobs: Knobs = Knobs()
+    resumes: bool | None = None
+    """Whether the program continues from its checkpoint when it is started again. None if that is
+    not known."""
+    checkpoint: ProgramCheckpoint | None = None

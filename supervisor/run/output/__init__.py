@@ -1,0 +1,1 @@
+"""The numbers of a training, read from the output of any program."""

@@ -1,0 +1,176 @@
+"""Takes in what the output of an attempt says about the training.
+
+What was learned, and how far the output was read, is in `attempts/NNNN/output.json`: the next
+supervisor goes on from there. Without that file it reads the output again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.output.learning import Learner, Row
+from memtop.supervisor.run.output.relation import Relation
+from memtop.supervisor.run.output.tail import Tail
+from memtop.supervisor.run.output.values import Seen
+from memtop.supervisor.run.record.folder import read_derived, write_json
+from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.reports import Step
+
+_WAITING = 5_000
+"""Rows that wait for the ledger, or until their update is known."""
+_SAVE_SECONDS = 2.0
+_LAG_SECONDS = 1.0
+"""How long after its update a line, or the agent's report, may be read."""
+
+
+class OutputFile(msgspec.Struct, kw_only=True):
+    """`output.json`."""
+
+    offset: int = 0
+    learner: Learner = msgspec.field(default_factory=Learner)
+    relation: Relation = Relation()
+    best_loss: float | None = None
+    first: int | None = None
+    """The first step of the attempt."""
+
+
+class OutputIntake:
+    """The output of one attempt of a user's program."""
+
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        outbox: Outbox,
+        *,
+        pattern: str | None = None,
+        on_steps: Callable[[int, list[Step]], None],
+        on_own_counter: Callable[[bool], None],
+    ) -> None:
+        """`on_steps` receives new rows, for the viewers; `on_own_counter` is called if the agent's
+        updates do not count, with whether that is new.
+        """
+        self.number = number
+        self.problem: str | None = None
+        """Why the output could not be read the last time."""
+        self._path = folder / "output.json"
+        self._outbox = outbox
+        self._pattern = re.compile(pattern) if pattern else None
+        self._on_steps, self._on_own_counter = on_steps, on_own_counter
+        self._state = read_derived(self._path, OutputFile) or OutputFile()
+        self._tail = Tail(folder / "output.log", self._state.offset)
+        self._waiting: list[Row] = []
+        self._saved = 0.0
+        self._again = self._state.learner.newest is not None
+        if self._state.relation.agrees is False:
+            on_own_counter(False)
+
+    def read(
+        self, now: float, *, updates: int | None, step_seconds: float | None, has_loss: bool, to_the_end: bool = False
+    ) -> Seen | None:
+        """What the output says now; None if it says nothing new.
+
+        `updates`: how many updates the agent has counted, `step_seconds` each, with their loss or
+        without.
+        """
+        before = self._tail.offset
+        rows = self._rows(now, updates, to_the_end)
+        while to_the_end and self._tail.offset != before:
+            before = self._tail.offset
+            rows += self._rows(now, updates, to_the_end)
+        state, again, self._again = self._state, self._again, False
+        lag = _LAG_SECONDS / step_seconds if step_seconds else 0.0
+        for row in rows:
+            if row.loss is not None:
+                state.best_loss = min(row.loss, row.loss if state.best_loss is None else state.best_loss)
+            if state.first is None:
+                state.first = row.step
+        is_decided = self._relate(updates, lag, last=to_the_end)
+        if not has_loss:
+            self._waiting = [*self._waiting, *(row for row in rows if row.loss is not None)][-_WAITING:]
+        self._store(updates)
+        # A decision is stored at once: the next supervisor must not remove rows again.
+        is_due = to_the_end or is_decided or abs(now - self._saved) >= _SAVE_SECONDS
+        if self._tail.offset != state.offset and not self._waiting and is_due:
+            state.offset, self._saved = self._tail.offset, now
+            self._save()
+        return self._seen(updates, again=again) if rows or again else None
+
+    def _relate(self, updates: int | None, lag: float, *, last: bool) -> bool:
+        """Whether it is known from now on how steps and updates relate."""
+        state, newest = self._state, self._state.learner.newest
+        if newest is None or state.relation.agrees is not None:
+            return False
+        state.relation = state.relation.after(newest.step, updates, begins_at=state.first or 0, lag=lag, last=last)
+        if state.relation.agrees is False:
+            self._on_own_counter(True)
+        return state.relation.agrees is not None
+
+    def _rows(self, now: float, updates: int | None, to_the_end: bool) -> list[Row]:
+        try:
+            lines = self._tail.read(all_lines=self._pattern is not None, to_the_end=to_the_end)
+        except OSError as error:
+            self.problem = f"{self._tail.path}: cannot be read: {error.strerror}; what the program prints is not seen"
+            return []
+        self.problem = None
+        return self._state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+
+    def _store(self, updates: int | None) -> None:
+        """Give the ledger the rows whose update is known."""
+        if not self._waiting or not self._outbox.due or (updates is not None and self._state.relation.agrees is None):
+            return
+        steps = [self._step(row, updates) for row in self._waiting]
+        if self._outbox.write(lambda: self._outbox.ledger.add_from_output(self.number, steps)):
+            self._on_steps(self.number, steps)
+            self._waiting = []
+
+    def _step(self, row: Row, updates: int | None) -> Step:
+        relation = self._state.relation
+        related = updates is not None and relation.agrees
+        return Step(
+            time=row.time,
+            update=relation.update(row.step) if related else row.step,
+            loss=row.loss,
+            learning_rate=row.learning_rate,
+            epoch=row.epoch,
+            step_seconds=None if related else row.step_seconds,
+        )
+
+    def _save(self) -> None:
+        try:
+            write_json(self._path, self._state, sync=False)
+        except RunFolderError as error:
+            self.problem = str(error)
+
+    def _seen(self, updates: int | None, *, again: bool) -> Seen | None:
+        learner, relation = self._state.learner, self._state.relation
+        row = learner.newest
+        if row is None:
+            return None
+        related = updates is not None and relation.agrees is True
+        seconds = learner.step_seconds
+        per_update = seconds * relation.steps_per_update / relation.updates_per_step if seconds and related else seconds
+        return Seen(
+            attempt=self.number,
+            first=self._state.first or 0,
+            step=row.step,
+            update=relation.update(row.step) if related else row.step,
+            total_updates=None if row.total is None else relation.total(row.total) if related else row.total,
+            agrees=relation.agrees,
+            steps_per_update=relation.steps_per_update if related else 1,
+            loss=row.loss,
+            best_loss=self._state.best_loss,
+            not_finite=row.not_finite,
+            learning_rate=row.learning_rate,
+            epoch=row.epoch,
+            step_seconds=per_update,
+            tokens_per_second=row.tokens_per_second,
+            time=row.time,
+            example=learner.example or "",
+            again=again,
+        )

@@ -1,0 +1,326 @@
+"""Learns from several lines of a program's output which numbers are those of its training.
+
+One line proves little: `step 3` may be a stage of a download. A shape of line counts once two of
+its lines move together: there is a loss, and the step has grown. Progress bars show no loss. The
+training bar is the one that has moved on from one line with a loss to the next, or that moves as
+the updates that memtop's agent counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.supervisor.run.output.lines import Line, read_line
+
+_SHAPES = 64
+"""Shapes of lines that are remembered; a program that writes more writes no table."""
+_RECENT = 20
+_SILENT_LINES = 5
+"""Another shape takes over when it has so many lines with no line of the present one between."""
+_FACTORS = 16
+_PAIRS = 3
+_UNPLACED = 200
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """The training at one line of the output."""
+
+    step: int
+    total: int | None = None
+    loss: float | None = None
+    """None if it is not finite, or if the line has none."""
+    not_finite: bool = False
+    learning_rate: float | None = None
+    epoch: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    time: float
+    """When memtop read the line, in seconds since the epoch."""
+
+
+class Shape(msgspec.Struct, kw_only=True):
+    """What is known about the lines of one shape."""
+
+    lines: int = 0
+    step: int | None = None
+    """The newest, as the program writes it."""
+    total: int | None = None
+    base: int = 0
+    """Steps of the epochs before, where the program begins again at 0 in each."""
+    epoch: float | None = None
+    first_epoch: int = 1
+    per_epoch: bool | None = None
+    """Whether the counter begins again in each epoch; None while that is not known."""
+    grown: int = 0
+    position: int | None = None
+    """The newest step of the training."""
+    target: int | None = None
+    waiting: list[Row] = []
+    """Rows until the shape is learned."""
+    at_loss: int | None = None
+    """The position at the newest line with a loss alone."""
+    before_loss: int | None = None
+    """The same of the line before that."""
+    with_loss: int = 0
+    """How often it had moved on from one such line to the next."""
+    pairs: list[tuple[int, int]] = []
+    """Positions, and the updates that the agent had counted then."""
+    unanswered: int = 0
+    """Lines since the newest line of the shape that counts."""
+
+
+class Learner(msgspec.Struct, kw_only=True):
+    """Everything that was learned so far; it can be written and read again."""
+
+    shapes: dict[str, Shape] = {}
+    counts: str | None = None
+    """The shape whose steps are those of the training."""
+    losses: str | None = None
+    """The shape with the loss; the same, or lines without a step: `{'loss': 2.3, 'epoch': 0.1}`."""
+    example: str | None = None
+    """The line by which it was learned."""
+    epoch: float | None = None
+    epochs: int | None = None
+    """The newest line that names nothing but the epoch."""
+    unplaced: list[Line] = []
+    """Lines with a loss alone since the newest line with a step."""
+    placed: list[Line] = []
+    """Those before them."""
+    text: str = ""
+    """The newest of them."""
+    loss_step: int = 0
+    """The step of the newest row of such a line."""
+    newest: Row | None = None
+    recent: list[tuple[float, int]] = []
+    """Times and steps of the newest rows."""
+    certain: bool = False
+    declared: int | None = None
+    """How many steps there will be, by the settings that the program prints at its start."""
+
+    def take(
+        self, lines: Iterable[str], now: float, *, updates: int | None = None, pattern: re.Pattern[str] | None = None
+    ) -> list[Row]:
+        """The rows of these lines. `updates`: how many the agent has counted until now."""
+        rows = [row for text in lines for row in self._take(text, now, updates, pattern)]
+        return [*rows, *self._place(now)]
+
+    def _take(self, text: str, now: float, updates: int | None, pattern: re.Pattern[str] | None) -> Iterator[Row]:
+        line = read_line(text, pattern)
+        if line is None or line.evaluated:
+            return
+        if line.declared is not None:
+            self.declared = line.declared if self.counts is None else self.declared
+            return
+        if self.certain and not line.certain:
+            # The program says where it is; another line may still have the loss.
+            line = replace(line, step=None)
+        elif line.step is None and self._counts_epochs(line):
+            line = replace(line, shape=f"{line.shape} of an epoch", step=whole_of(line.epoch), total=line.epochs, epoch=None)
+        if line.step is None and line.loss is None:
+            self.epoch, self.epochs = line.epoch, line.epochs
+            return
+        shape = self.shapes.get(line.shape)
+        if shape is None:
+            if len(self.shapes) >= _SHAPES:
+                return
+            shape = self.shapes[line.shape] = Shape()
+        shape.lines += 1
+        if line.step is None:
+            self.unplaced, self.text = [*self.unplaced, line][-_UNPLACED:], text
+            return
+        yield from self._place(now)
+        if self._moves(shape, line):
+            yield from self._position(text, shape, line, now, updates)
+
+    def _counts_epochs(self, line: Line) -> bool:
+        """Whether the epochs are the only thing that the program counts."""
+        counted = any(shape.step is not None and not name.endswith("of an epoch") for name, shape in self.shapes.items())
+        return line.loss is not None and not counted and whole_of(line.epoch) is not None
+
+    def _moves(self, shape: Shape, line: Line) -> bool:
+        """Fold the line's counter into the shape. False if it repeats the step, or comes late."""
+        count, before = line.step, shape.step
+        assert count is not None
+        epoch, epochs = (line.epoch, line.epochs) if line.epoch is not None else (self.epoch, self.epochs)
+        if epoch == 0:
+            shape.first_epoch = 0
+        if before is not None and count < before:
+            if 2 * count > before and epoch == shape.epoch:
+                return False  # of another rank or thread, written late
+            shape.base += shape.total or before + (1 if shape.position == before and line.step == 0 else 0)
+            shape.per_epoch = shape.per_epoch or epoch is not None
+        elif before is not None and epoch is not None and shape.epoch is not None and epoch > shape.epoch:
+            shape.per_epoch = False  # it goes on
+        elif before is None:
+            shape.per_epoch = self._begins_again(line, epochs)
+        shape.step, shape.total = count, line.total
+        shape.epoch = epoch
+        position = shape.base + count
+        target = line.total if not shape.base else None
+        if shape.per_epoch and line.total and epoch is not None:
+            position = (int(epoch) - shape.first_epoch) * line.total + count
+            target = epochs * line.total if epochs else None
+        if shape.position is not None and position <= shape.position:
+            return False
+        shape.grown += shape.position is not None
+        shape.position, shape.target = position, target
+        return True
+
+    def _begins_again(self, line: Line, epochs: int | None) -> bool | None:
+        """Whether a counter is that of one epoch, as far as its first line shows."""
+        if line.total is None:
+            return None
+        if line.epoch is not None and line.shape.startswith("n/m"):
+            return True
+        return True if epochs is not None and epochs > 1 else None
+
+    def _position(self, text: str, shape: Shape, line: Line, now: float, updates: int | None) -> Iterator[Row]:
+        """A line with a step that has grown."""
+        row = self._row(shape, line, now)
+        if self.counts == line.shape or self._replaces(shape, line):
+            if self.counts != line.shape:
+                self._learn(text, line.shape, line.shape if line.loss is not None else self.losses, certain=line.certain)
+            for other in self.shapes.values():
+                other.unanswered = 0
+            waiting, shape.waiting = shape.waiting, []
+            for one in (*waiting, row):
+                yield self._noted(one)
+        elif line.loss is not None:
+            shape.waiting = [*shape.waiting, row][-_SILENT_LINES:]
+            shape.unanswered += 1
+        elif self.counts is None and updates is not None and shape.position is not None:
+            shape.pairs = [*shape.pairs[-_FACTORS:], (shape.position, updates)]
+            if _co_move(shape.pairs):
+                self._learn(text, line.shape, self.losses)
+                yield self._noted(row)
+
+    def _replaces(self, shape: Shape, line: Line) -> bool:
+        """Whether this shape counts from now on."""
+        if line.certain and line.step is not None:
+            return True
+        if not shape.grown or line.loss is None:
+            return False
+        # A program in two parts prints other lines in the second; a bar gives way to a line.
+        return self.counts is None or self.losses is None or shape.unanswered >= _SILENT_LINES
+
+    def _place(self, now: float) -> Iterator[Row]:
+        """Lines with a loss and no step: they belong to the newest step of the training bar."""
+        lines, self.unplaced = self.unplaced, []
+        if not lines or (self.losses == self.counts and self.counts is not None):
+            return
+        newest = lines[-1]
+        for name, shape in self.shapes.items():
+            if shape.position is not None and name != newest.shape:
+                moved = shape.at_loss is not None and shape.position > shape.at_loss
+                shape.with_loss = shape.with_loss + 1 if moved else 0
+                shape.before_loss, shape.at_loss = shape.at_loss, shape.position
+        before, self.placed = self.placed, lines
+        if self.counts is None or self.losses is None:
+            counter = self.counts or self._moving()
+            if counter is None:
+                return
+            self._learn(self.text, counter, newest.shape)
+            yield from self._at(self.shapes[counter], before, self.shapes[counter].before_loss, now)
+        if self.counts is not None:
+            counted = self.shapes[self.counts]
+            yield from self._at(counted, lines, counted.position, now)
+
+    def _at(self, counted: Shape, lines: list[Line], position: int | None, now: float) -> Iterator[Row]:
+        """The rows of lines that were written together, the last of them at this position.
+
+        A program whose output goes through a buffer writes several at once. Their epochs tell how
+        far apart they are.
+        """
+        known = [line for line in lines if line.shape == self.losses]
+        if not known or position is None:
+            return
+        last = known[-1].epoch
+        for line in known[:-1]:
+            if last and line.epoch is not None and line.epoch < last:
+                step = round(position * line.epoch / last)
+                if self.newest is None or self.newest.loss is None or step > self.loss_step:
+                    yield self._with_loss(replace(self._row(counted, line, now), step=step))
+        yield self._with_loss(replace(self._row(counted, known[-1], now), step=position))
+
+    def _with_loss(self, row: Row) -> Row:
+        self.loss_step = row.step
+        return self._noted(row)
+
+    def _moving(self) -> str | None:
+        """The counter that moves with the lines of the loss: of several, the one that ends last."""
+        moving = [(shape.target or 0, name) for name, shape in self.shapes.items() if shape.with_loss]
+        return max(moving)[1] if moving else None
+
+    def _learn(self, text: str, counts: str, losses: str | None, *, certain: bool = False) -> None:
+        self.counts, self.losses, self.certain = counts, losses, self.certain or certain
+        self.example = " ".join(text.split())[:100]
+        self.recent = []
+
+    def _row(self, shape: Shape, line: Line, now: float) -> Row:
+        assert shape.position is not None
+        is_finite = line.loss is not None and math.isfinite(line.loss) and abs(line.loss) <= 1e100
+        return Row(
+            step=shape.position,
+            total=shape.target if shape.target is None or shape.target >= shape.position else None,
+            loss=line.loss if is_finite else None,
+            not_finite=line.loss is not None and not is_finite,
+            learning_rate=line.learning_rate,
+            epoch=line.epoch if line.epoch is not None else self.epoch,
+            step_seconds=line.step_seconds,
+            tokens_per_second=line.tokens_per_second,
+            time=now,
+        )
+
+    def _noted(self, row: Row) -> Row:
+        """The row, with what the rows before it tell."""
+        if not self.recent or row.step > self.recent[-1][1]:
+            self.recent = [*self.recent[-_RECENT + 1 :], (row.time, row.step)]
+        if row.total is None:
+            row = replace(row, total=self._total_beside(row))
+        newest = self.newest
+        if newest is not None and row.loss is None and not row.not_finite:
+            # A bar moves on without a new loss.
+            kept = {name: getattr(newest, name) for name in ("loss", "not_finite", "learning_rate", "epoch")}
+            self.newest = replace(row, **{name: value for name, value in kept.items() if not getattr(row, name)})
+        else:
+            self.newest = row
+        return row
+
+    def _total_beside(self, row: Row) -> int | None:
+        """The end of a bar that moves as the steps do, or the one that the program has printed at
+        its start, where the lines of the steps name none.
+        """
+        for shape in self.shapes.values():
+            if shape.target and shape.grown >= _PAIRS and shape.position is not None and abs(shape.position - row.step) <= 1:
+                return shape.target
+        counted = self.shapes[self.counts] if self.counts is not None else None
+        begins_again = counted is None or counted.per_epoch or counted.base
+        return self.declared if self.declared is not None and row.step <= self.declared and not begins_again else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of one step: as the output says, else as its lines come in."""
+        if self.newest is not None and self.newest.step_seconds is not None:
+            return self.newest.step_seconds
+        if len(self.recent) < 2 or self.recent[-1][0] <= self.recent[0][0]:
+            return None
+        (begun, first), (ended, last) = self.recent[0], self.recent[-1]
+        return (ended - begun) / (last - first) if last > first else None
+
+
+def _co_move(pairs: list[tuple[int, int]]) -> bool:
+    """Whether a counter moves as the agent's updates do, or a whole number of times as fast."""
+    (first, since), (last, until) = pairs[0], pairs[-1]
+    if len(pairs) < _PAIRS or until - since < _FACTORS:
+        return False
+    ratio = (last - first) / (until - since)
+    return 1 <= round(ratio) <= _FACTORS and abs(ratio - round(ratio)) <= 0.1
+
+
+def whole_of(value: float | None) -> int | None:
+    return int(value) if value is not None and value == int(value) else None

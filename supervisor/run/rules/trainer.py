@@ -1,0 +1,73 @@
+"""The user's own program, built on Hugging Face's Trainer: other settings, and where it resumes.
+
+Its agent reports what the Trainer uses. A restart gives the program the changes and a checkpoint
+through the environment (`train/agent/knobs.py`).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.run.effects import SaveState
+from memtop.supervisor.run.events import Launched
+from memtop.supervisor.run.grip import Asked, Grip, values_of
+from memtop.supervisor.run.model import Model, emit, note
+from memtop.supervisor.run.reports import TrainerFound
+from memtop.supervisor.wire import Change
+
+_OWN = "this run's program is your own: its settings are not memtop's to change (but for allocator)"
+
+
+def knobs_after(model: Model, change: Change) -> dict[str, str]:
+    """The settings that the next attempt is given; UsageError if the change is not possible."""
+    wanted = {name: text for name, text in change.assignments.items() if name != "allocator"}
+    if replace(change, assignments={}, reason="", configuration=None) != Change():
+        raise UsageError(_OWN)
+    knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
+    if not wanted:
+        return knobs
+    if model.grip is None:
+        raise UsageError(_OWN)
+    values_of(wanted, model.grip)  # refuses what is not possible
+    return {**knobs, **wanted}
+
+
+def _earlier(model: Model, number: int) -> dict[str, str]:
+    row = model.configurations.numbered(number)
+    if row is None:
+        there = f"there are 1 to {len(model.configurations.rows)}" if model.configurations.rows else "there is none yet"
+        raise UsageError(f"configuration {number}: this run has no such configuration; {there}")
+    return row.knobs
+
+
+def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
+    """The program begins to train: from now on memtop can change its settings."""
+    known = model.grip
+    grip = Grip(
+        output_dir=report.output_dir,
+        batch=report.batch,
+        accumulation=report.accumulation,
+        processes=report.processes or 1,
+        seq_len=report.seq_len,
+        peak_rate=report.peak_rate,
+        schedule=report.schedule,
+        warmup=report.warmup,
+        fixed_length=report.fixed_length,
+        resumes=known is not None and known.resumes and known.output_dir == report.output_dir,
+    )
+    if grip == known:
+        return model
+    model = replace(model, grip=grip)
+    return model if replayed else emit(model, SaveState())
+
+
+def begun(model: Model, event: Launched, before: dict[str, str]) -> Model:
+    """An attempt has started: remember what its first update must show."""
+    if model.grip is None:
+        return model
+    resumed = event.resumed.updates if event.resumed is not None else None
+    model = replace(model, asked=Asked(before=before, resumed=resumed))
+    if event.resumed is None:
+        return model
+    return note(model, "resume", f"attempt {event.number} is to resume at update {resumed}, from {event.resumed.path}")

@@ -1,0 +1,187 @@
+"""The output of an attempt, from its file to the ledger."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.run.output.intake import OutputIntake
+from memtop.supervisor.run.output.tail import Tail
+from memtop.supervisor.run.output.values import Seen
+from memtop.supervisor.run.record.journal import Intake
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.reports import Step
+
+
+class Attempt:
+    """An attempt whose program prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ledger = Ledger(folder / "ledger.sqlite")
+        self.outbox = Outbox(self.ledger)
+        self.sent: list[Step] = []
+        self.own: list[bool] = []
+        self.intake = self.next_supervisor()
+
+    def next_supervisor(self) -> OutputIntake:
+        def send(number: int, steps: list[Step]) -> None:
+            self.sent += steps
+
+        self.intake = OutputIntake(self.folder, 1, self.outbox, on_steps=send, on_own_counter=self.own.append)
+        return self.intake
+
+    def print(self, *lines: str) -> None:
+        with (self.folder / "output.log").open("a") as log:
+            log.writelines(f"{line}\n" for line in lines)
+
+    def read(self, updates: int | None = None, **values: Any) -> Seen | None:
+        values = {"step_seconds": None, "has_loss": False, **values}
+        return self.intake.read(time.time(), updates=updates, **values)
+
+    @property
+    def rows(self) -> list[tuple[int, float | None]]:
+        return [(row.update, row.loss) for row in self.ledger.metrics()]
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return Attempt(tmp_path)
+
+
+def steps(first: int, last: int) -> list[str]:
+    return [f"step {number}/90 loss {number / 8}" for number in range(first, last + 1)]
+
+
+def test_a_program_without_the_agent_gets_its_curve(attempt: Attempt) -> None:
+    attempt.print("loading", *steps(1, 3))
+    seen = attempt.read()
+    assert seen is not None
+    assert (seen.update, seen.total_updates, seen.loss, seen.agrees) == (3, 90, 0.375, None)
+    assert attempt.rows == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert [step.update for step in attempt.sent] == [1, 2, 3]
+    assert attempt.read() is None
+
+
+def test_a_line_counts_when_it_is_whole(attempt: Attempt) -> None:
+    attempt.print(*steps(1, 2))
+    with (attempt.folder / "output.log").open("a") as log:
+        log.write("step 3/90 loss 0.3")
+    attempt.read()
+    assert attempt.rows[-1] == (2, 0.25)
+    seen = attempt.read(to_the_end=True)
+    assert seen is not None
+    assert (seen.step, seen.loss) == (3, 0.3)
+
+
+def test_the_next_supervisor_goes_on(attempt: Attempt) -> None:
+    attempt.print(*steps(1, 3))
+    attempt.read()
+    attempt.next_supervisor()
+    again = attempt.read()
+    assert again is not None
+    assert (again.step, again.again) == (3, True)
+    attempt.print(*steps(4, 4))
+    seen = attempt.read()
+    assert seen is not None
+    assert (seen.step, seen.again) == (4, False)
+    assert [update for update, _ in attempt.rows] == [1, 2, 3, 4]
+
+
+def test_without_what_was_learned_the_output_is_read_again(attempt: Attempt) -> None:
+    attempt.print(*steps(1, 3))
+    attempt.read()
+    (attempt.folder / "output.json").write_bytes(b"{")
+    attempt.next_supervisor()
+    attempt.read()
+    assert attempt.rows == [(1, 0.125), (2, 0.25), (3, 0.375)]
+
+
+def test_an_output_that_somebody_empties_is_read_from_its_beginning(attempt: Attempt) -> None:
+    attempt.print(*steps(1, 3))
+    attempt.read()
+    (attempt.folder / "output.log").write_text("")
+    attempt.print(*steps(4, 4))
+    seen = attempt.read()
+    assert seen is not None
+    assert seen.step == 4
+
+
+@pytest.mark.parametrize("agent_first", [True, False])
+def test_the_loss_joins_the_update_that_the_agent_counts(attempt: Attempt, agent_first: bool) -> None:
+    counted = [Step(time=1.0, update=number, step_seconds=0.5, peak_bytes=7) for number in range(1, 5)]
+    attempt.print(*steps(1, 4))
+    if agent_first:
+        attempt.ledger.add_reports(1, 0, counted, 10)
+    attempt.read(1)
+    attempt.print(*steps(5, 6))
+    attempt.read(5)
+    if not agent_first:
+        attempt.ledger.add_reports(1, 0, counted, 10)
+    rows = attempt.ledger.metrics()
+    assert [(row.update, row.loss, row.peak_bytes) for row in rows[:2]] == [(1, 0.125, 7), (2, 0.25, 7)]
+
+
+def test_micro_batches_are_not_updates(attempt: Attempt) -> None:
+    for update in range(1, 11):
+        attempt.print(f"step {update * 8}/160 loss 1.5")
+        seen = attempt.read(update)
+    assert seen is not None
+    assert (seen.step, seen.update, seen.total_updates, seen.steps_per_update) == (80, 10, 20, 8)
+    assert [update for update, _ in attempt.rows] == list(range(1, 11))
+
+
+def test_a_program_that_has_resumed_counts_better_than_the_agent(attempt: Attempt) -> None:
+    for update in range(1, 15):
+        attempt.print(f"step {500 + update}/900 loss 1.5")
+        seen = attempt.read(update)
+    assert seen is not None
+    assert (seen.agrees, seen.update, seen.total_updates) == (False, 514, 900)
+    assert attempt.own == [True]
+    assert [update for update, _ in attempt.rows] == list(range(501, 515))
+    attempt.next_supervisor()
+    assert attempt.own == [True, False], "the next supervisor knows it, and keeps the rows"
+
+
+def test_updates_that_do_not_count_are_not_stored(attempt: Attempt) -> None:
+    journal = attempt.folder / "rank-0.jsonl"
+    journal.write_text('{"type": "step", "update": 1}\n')
+    intake = Intake(attempt.folder, 1, attempt.outbox, lambda number, steps: None)
+    intake.counts = False
+    intake.read(lambda rank, report: None)
+    assert attempt.rows == []
+
+
+def test_what_the_ledger_cannot_take_now_waits(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt.print(*steps(1, 3))
+    monkeypatch.setattr(Outbox, "due", property(lambda box: False))
+    assert attempt.read() is not None
+    assert attempt.rows == []
+    monkeypatch.undo()
+    attempt.read()
+    assert len(attempt.rows) == 3
+
+
+def test_of_very_many_lines_some_are_read(tmp_path: Path) -> None:
+    log = tmp_path / "output.log"
+    log.write_text("".join(f"step {number} loss 1.5\n" for number in range(200_000)))
+    tail, lines = Tail(log), 0
+    while found := tail.read():
+        lines += len(found)
+        last = found[-1]
+    assert tail.offset == log.stat().st_size
+    assert lines < 2_000
+    assert last == "step 199999 loss 1.5"
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever(tmp_path: Path) -> None:
+    log = tmp_path / "output.log"
+    log.write_bytes(b"x" * (3 << 20))
+    tail = Tail(log)
+    for _ in range(3):
+        assert tail.read() == []
+    assert tail.offset == log.stat().st_size

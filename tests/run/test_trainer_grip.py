@@ -1,0 +1,248 @@
+"""A program built on Hugging Face's Trainer: what a restart may change, and how its first update
+shows the effect. Rules only; `test_trainer_restart.py` starts programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
+from memtop.supervisor.run.events import Examined, Launched, RemedyFacts, Requested
+from memtop.supervisor.run.grip import Grip, consequences, rate_at
+from memtop.supervisor.run.state import state_file
+from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
+from tests.run.brain import RUN, Brain, end, proposal, row, states, taken_over, training
+
+GRIP = Grip(output_dir="/out", batch=8, accumulation=2)
+FOUND = {"type": "trainer", "output_dir": "/out", "batch": 8, "accumulation": 2}
+HALF = Change(assignments={"batch": "4", "accumulation": "4"})
+SAVED = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+
+
+def trains(**values: Any) -> Brain:
+    return training(settings=None, **{"grip": GRIP, **values})
+
+
+def ask(brain: Brain, change: Change = HALF, saved: Checkpoint | None = SAVED) -> str:
+    """The answer to a request for a restart."""
+    states = replace(brain.model.states, program=saved)
+    brain.tell(Requested(client=1, request=Restart(id=1, change=change), states=states))
+    return brain.answers()[-1].message
+
+
+def launched(brain: Brain, saved: Checkpoint | None = SAVED) -> Launch:
+    """The program has stopped, and the next attempt starts."""
+    end(brain, -2)
+    launch = brain.asked(Launch)[-1]
+    brain.tell(Launched(number=launch.number, started=brain.wall, resumed=saved))
+    return launch
+
+
+def begins(brain: Brain, update: int = 5, **step: Any) -> None:
+    plan = {"type": "plan", "updates": update, "resumed": update > 0}
+    brain.report({**FOUND, "batch": 4, "accumulation": 4}, plan, {"type": "step", "update": update + 1, **step})
+
+
+def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() -> None:
+    brain = training(settings=None)
+    assert ask(brain).startswith("this run's program is your own")
+    brain.report(FOUND)
+    brain.effects.clear()
+    words = ask(brain)
+    assert words == (
+        "restarting from the program's checkpoint at update 5, or a newer one; 2 updates since update 5 are done again, unless "
+        "the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the effective batch stays 16, and so do order and "
+        "learning rate"
+    )
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint("/out")]
+    launch = launched(brain)
+    assert (launch.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    begins(brain, batch=4, accumulation=4)
+    assert brain.messages("knob") == []
+    assert brain.model.grip == replace(GRIP, batch=4, accumulation=4, resumes=True)
+    rows = brain.model.configurations.rows
+    assert [row.knobs for row in rows] == [{}, {"batch": "4", "accumulation": "4"}]
+    # They stay, until another restart changes them or goes back.
+    ask(brain, Change(assignments={"accumulation": "8"}))
+    assert launched(brain).knobs == {"batch": 4, "accumulation": 8}
+    begins(brain)
+    ask(brain, Change(configuration=1))
+    assert launched(brain).knobs == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Change(assignments={"lora.r": "4"}), "lora.r: of a program built on Hugging Face's Trainer, memtop sets batch"),
+        (Change(assignments={"batch": "0"}), "batch 0: must be a whole number from 1 on"),
+        (Change(assignments={"batch": "auto"}), "batch auto: must be a whole number"),
+        (Change(assignments={"gradient_checkpointing": "2"}), "gradient_checkpointing 2: must be true or false"),
+        (Change(assignments={"seq_len": "64"}), "seq_len: the arguments of this program's Trainer have no such field"),
+        (Change(preset="low"), "this run's program is your own"),
+        (Change(configuration=7), "configuration 7: this run has no such configuration; there are 1 to 1"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_in_one_line(change: Change, words: str) -> None:
+    brain = trains()
+    ask(brain, change)
+    (answer,) = brain.answers()
+    assert (answer.outcome, answer.usage) == (Outcome.REFUSED, True)
+    assert answer.message.startswith(words)
+    assert "\n" not in answer.message
+    assert brain.model.phase is Phase.TRAINING
+
+
+def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() -> None:
+    smaller = consequences(GRIP, {"batch": "4"}, SAVED, None, 20)
+    assert "the effective batch changes from 16 to 8" in smaller
+    assert "about 40 samples are repeated" in smaller
+    assert smaller.endswith("the schedule of the learning rate has 2 times as many updates")
+    linear = replace(GRIP, peak_rate=4e-4, schedule="linear")
+    words = "the learning rate there changes from 0.0003 to 0.00035"
+    assert consequences(linear, {"batch": "4"}, SAVED, None, 20).endswith(words)
+    fixed = replace(linear, fixed_length=True)
+    assert "the learning rate continues as it was" in consequences(fixed, {"batch": "4"}, SAVED, None, 20)
+    assert "about 80 samples are skipped" in consequences(GRIP, {"accumulation": "4"}, SAVED, None, None)
+    assert consequences(GRIP, {}, SAVED, 5, None) == ""
+    assert consequences(replace(GRIP, seq_len=64), {"seq_len": "32"}, SAVED, 5, None).startswith("; ! seq_len 64 -> 32")
+
+
+def test_a_knob_without_effect_is_an_event() -> None:
+    brain = trains()
+    ask(brain)
+    launched(brain)
+    begins(brain, batch=8, accumulation=4)
+    assert brain.messages("knob") == ["this knob had no effect: batch 4 was asked for, the program uses 8"]
+    assert brain.model.phase is Phase.TRAINING
+    brain.report({"type": "step", "update": 7, "batch": 8})
+    assert len(brain.messages("knob")) == 1
+
+
+def test_a_program_that_begins_from_zero_is_stopped_with_signals() -> None:
+    brain = trains()
+    ask(brain)
+    launched(brain)
+    brain.effects.clear()
+    begins(brain, update=0, batch=4, accumulation=4)
+    (words,) = brain.messages("warning")
+    assert words.startswith("the program did not resume: it began after update 0 instead of 5. It is stopped")
+    assert brain.model.phase is Phase.STOPPING
+    brain.tick()
+    assert [signal.name for signal in brain.asked(Signal)][:1] == ["SIGINT"]
+    assert brain.model.grip is not None
+    assert not brain.model.grip.resumes
+
+
+def test_settings_with_which_it_does_not_start_are_taken_back_once() -> None:
+    brain = trains()
+    ask(brain)
+    launched(brain)
+    failed(brain)
+    assert brain.asked(Launch)[-1].knobs == {}
+    assert "did not start with its new settings" in brain.asked(Launch)[-1].reason
+    brain.tell(Launched(number=3, started=brain.wall, resumed=SAVED))
+    brain.effects.clear()
+    failed(brain)
+    assert brain.asked(Launch) == []
+    assert brain.model.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("why", ["nothing was changed", "it has no checkpoint", "it has trained"])
+def test_otherwise_it_stays_ended(why: str) -> None:
+    brain = trains()
+    saved = None if why == "it has no checkpoint" else SAVED
+    ask(brain, Change() if why == "nothing was changed" else HALF, saved)
+    launched(brain, saved)
+    if why == "it has trained":
+        begins(brain)
+    brain.effects.clear()
+    failed(brain)
+    assert brain.asked(Launch) == []
+    assert brain.model.phase is Phase.FAILED
+
+
+def failed(brain: Brain) -> None:
+    end(brain, 1)
+    found = Diagnosis(kind=Kind.NOT_MEMORY, confidence=0.9, summary="it failed")
+    brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
+
+
+def test_the_next_supervisor_knows_what_was_asked_for() -> None:
+    brain = trains()
+    ask(brain)
+    launched(brain)
+    state = state_file(brain.model, "/s", 1)
+    rows = (row(1, None, ended=9.5, outcome="restarted"), row(2, None))
+    records = brain.model.configurations.records
+    plan, step = {"type": "plan", "updates": 0}, {"type": "step", "update": 1, "batch": 8}
+    after = taken_over(*rows, state=state, records=records)
+    assert (after.model.grip, after.model.knobs) == (GRIP, {"batch": "4", "accumulation": "4"})
+    after.report(plan, step)
+    assert after.model.phase is Phase.STOPPING
+    # Without state.json, the journal tells what the Trainer uses.
+    assert taken_over(*rows, records=records, reports=(FOUND,)).model.grip == GRIP
+    # What the supervisor before it has read was judged by that one.
+    later = taken_over(*rows, state=state, records=records, reports=(plan, step))
+    later.report({"type": "step", "update": 2})
+    assert later.model.phase is Phase.TRAINING
+
+
+def test_where_it_is_known_to_resume_it_goes_on_with_half_the_batch() -> None:
+    brain = trains(grip=replace(GRIP, resumes=True), states=replace(states(), program=SAVED))
+    die(brain, Kind.HOST_OOM_ALLOC, source="words")
+    assert proposal(brain).waiting == "only words of the program's output say so, so you decide"
+    assert brain.model.phase is Phase.FAILED
+
+    brain = trains(grip=replace(GRIP, resumes=True), states=replace(states(), program=SAVED))
+    die(brain, Kind.HOST_OOM_ALLOC, source="record")
+    assert proposal(brain).remedies[0].title == "batch 8 -> 4, accumulation 2 -> 4: effective batch stays 16"
+    assert [one.id for one in proposal(brain).remedies].count("smaller_batch") == 1
+    brain.tick(after=30.0)
+    (launch,) = brain.asked(Launch)
+    assert (launch.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    brain.tell(Launched(number=2, started=brain.wall, resumed=SAVED))
+    brain.report({**FOUND, "batch": 4, "accumulation": 4}, {"type": "plan", "updates": 5}, {"type": "step", "update": 6})
+    die(brain, Kind.HOST_OOM_ALLOC, source="record")
+    brain.tick(after=30.0)
+    assert brain.asked(Launch)[-1].knobs == {"batch": 2, "accumulation": 8}
+    # It dies before its first update: the settings before ran out of memory, too.
+    brain.tell(Launched(number=3, started=brain.wall, resumed=SAVED))
+    brain.report({**FOUND, "batch": 2, "accumulation": 8})
+    die(brain, Kind.HOST_OOM_ALLOC, source="record")
+    brain.tick(after=30.0)
+    assert len(brain.asked(Launch)) == 2
+    assert brain.model.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("on_oom", ["ask", "auto"])
+def test_otherwise_half_the_batch_is_only_offered(on_oom: str) -> None:
+    brain = trains(run=replace(RUN, settings=None, on_oom=on_oom), grip=replace(GRIP, resumes=on_oom == "ask"))
+    die(brain, Kind.HOST_OOM_ALLOC, source="record")
+    assert brain.model.phase is Phase.FAILED
+    assert proposal(brain).remedies[0].assignments == {"batch": "4", "accumulation": "4"}
+    assert proposal(brain).remedies[0].command == "memtop restart a --batch 4 --accum 4"
+
+
+def die(brain: Brain, kind: Kind, source: str) -> None:
+    end(brain, 1)
+    found = Diagnosis(kind=kind, confidence=0.97, summary="it died", source=source)
+    brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_the_foreseen_rate_is_the_one_of_the_schedule(schedule: str, warmup: int) -> None:
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=4e-4)
+    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=20)
+    grip = replace(GRIP, peak_rate=4e-4, schedule=schedule, warmup=warmup)
+    for update in range(20):
+        assert rate_at(grip, update, 20) == pytest.approx(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rate_at(replace(grip, schedule="polynomial"), 1, 20) is None

@@ -1,0 +1,149 @@
+"""The configuration: which value counts, where it comes from, and what is said about a wrong
+one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.cli import run
+from memtop.cli.configuration import KEYS, configured, default_runs_dir, variable_of
+from memtop.presets import load_presets
+from memtop.supervisor.errors import UsageError
+from tests.conftest import Runs
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory two folders below the project's; the user's file is in `config`."""
+    for key in KEYS:
+        monkeypatch.delenv(variable_of(key), raising=False)
+    monkeypatch.delenv("MEMTOP_RUN", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    inside = tmp_path / "project/src/deep"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert run(["config", "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_each_source_overrides_the_one_before(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found() -> tuple[Any, ...]:
+        value = shown(capsys)["values"]["on-oom"]
+        return value["value"], value["source"], value["where"]
+
+    assert found() == (None, "default", None)
+    user = write(place / "config/memtop/config.toml", 'on-oom = "ask"\n')
+    assert found() == ("ask", "user", str(user))
+    project = write(place / "project/pyproject.toml", '[tool.memtop]\non-oom = "stop"\n')
+    assert found() == ("stop", "project", f"{project} [tool.memtop]")
+    nearer = write(place / "project/src/memtop.toml", 'on-oom = "auto"\n')
+    assert found() == ("auto", "project", str(nearer)), "the nearest file alone"
+    monkeypatch.setenv("MEMTOP_ON_OOM", "ask")
+    assert found() == ("ask", "environment", "MEMTOP_ON_OOM")
+    monkeypatch.setenv("MEMTOP_RUN", "/runs/a")
+    assert found() == ("auto", "project", str(nearer)), "a run sets this variable for its program"
+    files = [(file["source"], file["path"]) for file in shown(capsys)["files"]]
+    assert files == [("user", str(user)), ("project", str(nearer))]
+
+
+def test_paths_belong_to_the_file_that_names_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_runs_dir() == Path("runs")
+    monkeypatch.setenv("HOME", str(place / "home"))
+    write(place / "config/memtop/config.toml", 'runs-dir = "~/runs"\npython = "python3.12"\n')
+    assert default_runs_dir() == place / "home/runs"
+    assert configured("python").value == "python3.12", "a word that is on PATH"
+    write(place / "project/memtop.toml", 'runs-dir = "../runs"\npython = "env/bin/python"\n')
+    assert default_runs_dir() == place / "project/../runs"
+    assert configured("python").value == str(place / "project/env/bin/python")
+    monkeypatch.setenv("MEMTOP_RUNS_DIR", "elsewhere")
+    assert default_runs_dir() == Path("elsewhere")
+
+
+def test_an_unknown_key_is_one_line_and_the_command_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    user = write(place / "config/memtop/config.toml", 'run-dir = "x"\ncolour = 1\n')
+    lines = [
+        f"memtop: {user}: run-dir: unknown, and ignored (did you mean runs-dir?)",
+        f"memtop: {user}: colour: unknown, and ignored; there are {', '.join(KEYS)}",
+    ]
+    for command in (["config"], ["doctor"]):
+        assert run(command) == 0
+        assert capsys.readouterr().err.splitlines() == lines
+    assert shown(capsys)["unknown"] == [line.removeprefix("memtop: ") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("runs-dir = 3", "config.toml: runs-dir 3: give text in quotes"),
+        ('runs-dir = ""', "config.toml: runs-dir '': give text in quotes"),
+        ("save-every = 0.5", "config.toml: save-every 0.5: give a whole number"),
+        ("gpus = [true]", "config.toml: gpus [True]: give text in quotes"),
+        ("runs-dir = ", "config.toml: not valid TOML: Invalid value"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_line(place: Path, text: str, problem: str) -> None:
+    write(place / "config/memtop/config.toml", text)
+    with pytest.raises(UsageError) as caught:
+        configured(text.partition(" ")[0])
+    assert problem in str(caught.value)
+
+
+def test_numbers_and_lists_are_taken_as_their_options_take_them(place: Path) -> None:
+    write(place / "project/memtop.toml", "save-every = 50\ngpus = [0, 2]\n")
+    assert (configured("save-every").value, configured("gpus").value) == ("50", "0,2")
+
+
+def test_another_projects_file_and_a_damaged_one_are_left_alone(place: Path) -> None:
+    write(place / "project/src/pyproject.toml", "[project\n")
+    write(place / "project/src/deep/pyproject.toml", '[project]\nname = "uses-memtop"\n')
+    write(place / "project/memtop.toml", 'preset = "low"\n')
+    assert configured("preset").value == "low"
+
+
+def test_presets_of_the_project_are_found_from_its_folders(place: Path) -> None:
+    preset = 'title = "t"\ndescription = "d"\nmax_batch = 1\n'
+    write(place / "project/pyproject.toml", f"[tool.memtop.presets.tiny]\n{preset}")
+    assert load_presets()["tiny"].max_batch == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_that_another_user_left_above_does_not_count(place: Path) -> None:
+    """In a folder such as /tmp. It could name the program that memtop starts."""
+    file = write(place / "memtop.toml", 'python = "/evil/python"\n')
+    assert configured("python").value == "/evil/python"
+    os.chown(file, 12345, 12345)
+    assert configured("python").value is None
+
+
+def test_a_run_takes_its_options_from_the_configuration(runs: Runs) -> None:
+    write(runs.root / "config/memtop/config.toml", 'on-oom = "ask"\nsave-every = 7\npreset = "low"\n')
+    runs.memtop("train", "--name", "a", "--headless", "--", "true")
+    spec = json.loads((runs.path / "a/run.json").read_bytes())
+    assert (spec["on_oom"], spec["settings"]) == ("ask", None), "the preset is for recipes"
+    runs.memtop(
+        "train", "--name", "b", "--headless", "--on-oom", "stop", "--max-updates", "1", "--set", "trackers=nobody", status=2
+    )
+    spec = json.loads((runs.path / "b/run.json").read_bytes())
+    assert spec["on_oom"] == "stop", "the option overrides the file"
+    assert (spec["settings"]["preset"], spec["settings"]["save_every"]) == ("low", 7)
+    write(runs.root / "config/memtop/config.toml", 'on-oom = "maybe"\n')
+    refused = runs.memtop("train", "--name", "c", "--headless", "--", "true", status=2).stderr
+    assert refused.startswith(f"memtop: {runs.root}/config/memtop/config.toml: on-oom maybe: give auto ")

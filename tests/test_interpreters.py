@@ -1,0 +1,301 @@
+"""Which Python trains a recipe: the order of those that come into question, what each must have,
+and a run in an environment without memtop, started from one without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memtop.cli import installing, interpreters, run
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.interpreters import Candidate, candidates, find, least_versions, missing_in, prove
+from tests.conftest import Runs
+from tests.environments import LIBRARIES, ROOT, add_module, make_environment, make_tool_environment, packages_of
+from tests.recovery.injected import TINY
+
+FAKE_TORCH = "__version__ = '9.9'\n"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "MEMTOP_PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def program(path: Path, text: str = "#!/bin/sh\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_the_order_of_the_candidates(tmp_path: Path) -> None:
+    near = tmp_path / "project/src"
+    near.mkdir(parents=True)
+    dot = program(tmp_path / "project/.venv/bin/python")
+    program(tmp_path / ".venv/bin/python")
+    on_path = program(tmp_path / "bin/python")
+    environment = {
+        "VIRTUAL_ENV": "/active",
+        "CONDA_PREFIX": "/conda",
+        "CONDA_DEFAULT_ENV": "train",
+        "PATH": str(tmp_path / "bin"),
+    }
+    found = list(candidates(None, environment, near))
+    assert found == [
+        Candidate(sys.executable, "memtop's own"),
+        Candidate("/active/bin/python", "VIRTUAL_ENV"),
+        Candidate("/conda/bin/python", "CONDA_PREFIX"),
+        Candidate(str(dot), f".venv in {tmp_path / 'project'}"),
+        Candidate(str(on_path), "python on PATH"),
+    ]
+    base = [one.why for one in candidates(None, {**environment, "CONDA_DEFAULT_ENV": "base"}, near)]
+    assert "CONDA_PREFIX" not in base, "active in every shell"
+    same = {"VIRTUAL_ENV": str(Path(sys.executable).parents[1]), "PATH": ""}
+    assert [one.path for one in candidates(None, same, Path("/"))].count(sys.executable) == 1
+
+
+@pytest.mark.parametrize("given", ["env", "env/bin/python", "python-of-mine"])
+def test_a_named_one_is_the_only_candidate(tmp_path: Path, given: str) -> None:
+    python = program(tmp_path / "env/bin/python")
+    word = program(tmp_path / "bin/python-of-mine")
+    (found,) = candidates((given, "--python"), {"PATH": str(tmp_path / "bin"), "VIRTUAL_ENV": "/active"}, tmp_path)
+    assert found == Candidate(str(word if given == word.name else python), "--python", named=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_an_environment_that_another_user_left_above_is_not_taken(tmp_path: Path) -> None:
+    """In a folder such as /tmp."""
+    below = tmp_path / "below"
+    below.mkdir()
+    program(tmp_path / ".venv/bin/python")
+    os.chown(tmp_path / ".venv", 12345, 12345)
+    assert [one.why for one in candidates(None, {"PATH": ""}, below)] == ["memtop's own"]
+    os.chown(below, 12345, 12345)
+    assert f".venv in {tmp_path}" in [one.why for one in candidates(None, {"PATH": ""}, below)], (
+        "they work in that user's folder"
+    )
+
+
+def test_the_first_one_with_torch_is_taken_and_the_others_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = make_environment(tmp_path / "bare")
+    good = make_environment(tmp_path / ".venv")
+    add_module(tmp_path / ".venv", "torch", FAKE_TORCH)
+    environment = {"VIRTUAL_ENV": str(tmp_path / "bare"), "CONDA_PREFIX": "/nowhere", "PATH": ""}
+    result = find(("bare", "MEMTOP_PYTHON"), environment, tmp_path)
+    assert result.found is None, "a named one is not replaced by another"
+    assert result.reasons() == f"MEMTOP_PYTHON ({bare}): it has no torch"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone/python"))
+    monkeypatch.setattr("memtop.supervisor.interpreters.is_own", lambda path: False)
+    result = find(None, environment, tmp_path)
+    assert result.found is not None
+    assert result.found.text().startswith(f"{good} (.venv in {tmp_path}; Python 3.")
+    assert result.found.text().endswith(", torch 9.9)")
+    assert result.reasons() == (
+        f"memtop's own ({tmp_path}/gone/python): there is no such file; VIRTUAL_ENV ({bare}): it has no torch; "
+        "CONDA_PREFIX (/nowhere/bin/python): there is no such file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (
+            "raise OSError('libtorch_cuda.so: cannot open shared object file\\nmore')",
+            "OSError: libtorch_cuda.so: cannot open shared object file",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it ended with signal 11"),
+        ("import sys; sys.exit()", "SystemExit: no reason given"),
+        ("print('noise'); __version__ = '1'", None),
+    ],
+)
+def test_torch_is_imported_to_prove_it(tmp_path: Path, code: str, why: str | None) -> None:
+    python = make_environment(tmp_path / "env")
+    add_module(tmp_path / "env", "torch", code)
+    assert prove(str(python)).why_not() == why
+
+
+def test_a_broken_interpreter_is_one_line(tmp_path: Path) -> None:
+    broken = program(tmp_path / "broken", "#!/bin/sh\necho first >&2; echo 'no interpreter here' >&2; exit 3\n")
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    machine_code = program(tmp_path / "code", "\x7fnot a program")
+    for path, why in {
+        broken: "it ended with status 3: no interpreter here",
+        plain: "you may not start it",
+        machine_code: "it cannot be started: Exec format error",
+        tmp_path / "none": "there is no such file",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            interpreters.python_for("RECIPE first-run: the built-in trainer", str(path))
+        assert str(caught.value) == f"--python {path}: {why}; give a Python that has torch"
+
+
+def test_the_answer_is_kept_until_a_package_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = make_environment(tmp_path / "env")
+    starts = tmp_path / "starts"
+    (packages_of(tmp_path / "env") / "count.pth").write_text(f"import sys; open({str(starts)!r}, 'a').write('x')\n")
+    asked: list[str] = []
+    assert prove(str(python), asked.append).why_not() == "it has no torch"
+    assert asked == [str(python)]
+    once = starts.read_text()
+    assert once, "a .pth file runs at each start"
+    assert prove(str(python), asked.append).why_not() == "it has no torch"
+    assert (starts.read_text(), len(asked)) == (once, 1)
+    add_module(tmp_path / "env", "torch", FAKE_TORCH)
+    assert prove(str(python)).why_not() is None
+    assert starts.read_text() == 2 * once
+    (tmp_path / "more/peft").mkdir(parents=True)
+    (tmp_path / "more/peft/__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
+    assert "peft" in prove(str(python)).packages
+    (tmp_path / "cache/memtop/pythons.json").write_text("{")
+    assert prove(str(python)).packages["torch"] == "9.9"
+
+
+def test_what_a_script_starts_is_remembered_and_not_the_script(tmp_path: Path) -> None:
+    """pyenv's scripts start another Python in another folder."""
+    python = make_environment(tmp_path / "env")
+    add_module(tmp_path / "env", "torch", FAKE_TORCH)
+    script = program(tmp_path / "shims/python", f'#!/bin/sh\nexec "{python}" "$@"\n')
+    found = find((str(script), "--python"), {}, tmp_path).found
+    assert found is not None
+    assert found.path == str(python)
+
+
+def test_what_is_missing_there_is_named_with_the_command(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env")
+    who = "RECIPE first-run: the built-in trainer"
+    rest = "transformers accelerate safetensors numpy msgspec platformdirs psutil nvidia-ml-py"
+    with pytest.raises(UsageError) as caught:
+        interpreters.python_for(who, "env")
+    older = "" if sys.version_info >= (3, 11) else " tomli"
+    assert str(caught.value) == f"--python {python}: it has no torch; uv pip install --python {python} torch {rest}{older}"
+    add_module(tmp_path / "env", "torch", FAKE_TORCH)
+    add_module(tmp_path / "env", "pip")
+    with pytest.raises(UsageError) as caught:
+        interpreters.python_for(who, "env")
+    names = ", ".join((rest + older).split())
+    assert str(caught.value) == (
+        f"{who} needs {names}, which {python} (--python) lacks: {python} -m pip install {rest}{older}; "
+        "your own program, given after `--`, does not need it"
+    )
+
+
+def test_a_package_that_is_too_old_is_missing_too(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env")
+    for name, version in {"torch": "2.13.0+cpu", "transformers": "4.9.2", "accelerate": "1.10"}.items():
+        add_module(tmp_path / "env", name, f"__version__ = {version!r}")
+        metadata = packages_of(tmp_path / "env") / f"{name}-{version}.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Name: {name}\nVersion: {version}\n")
+    least = least_versions()["transformers"]
+    assert missing_in(prove(str(python)), ("torch", "transformers", "accelerate", "peft")) == [f"transformers>={least}", "peft"]
+
+
+def test_another_active_environment_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = interpreters.python_for("RECIPE first-run: the built-in trainer")
+    assert own.path == sys.executable
+    assert interpreters.said_at_start(own) is None
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    assert interpreters.said_at_start(own) is None
+    monkeypatch.setenv("VIRTUAL_ENV", "/other")
+    said = interpreters.said_at_start(own)
+    assert said is not None
+    assert said.startswith(f"trains with {sys.executable} (memtop's own; Python 3.")
+    assert said.endswith("; --python /other chooses the active environment")
+
+
+def test_a_recipe_trains_in_an_environment_without_memtop(runs: Runs) -> None:
+    """Started from an environment without torch: the run, its export and a restart use the other
+    one, and get none of memtop's packages. Without that environment, one line says so."""
+    tool, folder = make_tool_environment(runs.root / "tool"), runs.root / ".venv"
+    python = make_environment(folder, LIBRARIES)
+    environment = {**runs.environment, "PATH": str(runs.root / "nothing")}
+
+    def memtop(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(tool), "-m", "memtop", *words], cwd=runs.root, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == status, done.stderr
+        return done
+
+    assert subprocess.run([str(python), "-c", "import memtop"], capture_output=True).returncode == 1
+    done = memtop("train", "--headless", "--name", "a", "--max-updates", "2", "--set", "device=cpu", *TINY)
+    assert f"memtop: trains with {python} (.venv in {runs.root}; Python 3." in done.stderr
+    shown = json.loads(memtop("show", "a", "--json").stdout)
+    assert (shown["state"], shown["updates"], shown["settings"]["python"]) == ("finished", 2, str(python))
+    command = json.loads((runs.path / "a/attempts/0001/command.json").read_bytes())
+    assert command["argv"][0] == str(python)
+    paths = command["environment"]["PYTHONPATH"].split(os.pathsep)
+    assert not any("site-packages" in path for path in paths)
+    assert [[one.name for one in Path(path).iterdir()] for path in paths if path.endswith("/path")] == [["memtop"]]
+    assert memtop("export", "a", "model").stdout == f"{runs.root / 'model'}\n"
+    checks = {check["check"]: check for check in json.loads(memtop("doctor", "--json").stdout)}
+    assert str(python) in checks["trains with"]["found"]
+    assert f"memtop's own ({tool}): it has no torch" in checks["trains with"]["found"]
+
+    folder.rename(runs.root / "moved")
+    gone = f"the Python of this run, {python}: there is no such file; `memtop restart a --set python=PATH` trains with another"
+    assert memtop("export", "a", "again", status=2).stderr == f"memtop: {gone}\n"
+    assert gone in memtop("restart", "a", "--headless", "--max-updates", "3", status=2).stderr
+    memtop("restart", "a", "--headless", "--max-updates", "3", "--set", "python=moved")
+    shown = json.loads(memtop("show", "a", "--json").stdout)
+    assert (shown["state"], shown["updates"], shown["settings"]["python"]) == (
+        "finished",
+        3,
+        str(runs.root / "moved/bin/python"),
+    )
+
+
+def test_the_doctor_says_how_to_get_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_environment(tmp_path / "env")
+    monkeypatch.setenv("MEMTOP_PYTHON", str(tmp_path / "env"))
+    assert run(["doctor", "--json", "--runs-dir", str(tmp_path)]) == 0
+    checks = {check["check"]: check for check in json.loads(capsys.readouterr().out)}
+    assert (
+        checks["trains with"]["found"]
+        == f"no Python with torch was found: MEMTOP_PYTHON ({tmp_path}/env/bin/python): it has no torch"
+    )
+    assert checks["trains with"]["advice"] == f"{installing.install_trainer()} (not needed for your own programs)"
+
+
+def test_hints_name_where_this_copy_came_from(tmp_path: Path) -> None:
+    assert f"'{ROOT}[train]'" in installing.install_trainer()
+    wheel = tmp_path / "memtop 0.1.whl"
+    origin = {"url": wheel.as_uri(), "archive_info": {}}
+    assert installing.place_of(origin) is None, "the wheel is gone"
+    wheel.touch()
+    assert installing.place_of(origin) == str(wheel)
+    repository = {"url": "https://example.org/memtop", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    assert installing.place_of(repository) == "memtop @ git+https://example.org/memtop@abc"
+
+
+def test_no_hint_installs_the_project_of_that_name_on_the_package_index() -> None:
+    files = [
+        path for name in ("memtop/cli", "tui", "supervisor", "train", "presets", "docs") for path in (ROOT / name).rglob("*")
+    ]
+    texts = {path: path.read_text() for path in (*files, ROOT / "README.md") if path.suffix in (".py", ".md", ".toml")}
+    assert len(texts) > 100
+    index = re.compile(r"""(pip|pipx|uv tool|uv add|conda) (install )?(-\S+ )*['"]?memtop""")
+    assert {str(path): found[0] for path, text in texts.items() if (found := index.search(text))} == {}
+
+
+def test_a_proof_is_read_from_what_an_old_python_answers() -> None:
+    assert msgspec.convert({"version": [3, 8, 1], "packages": {"torch": "1.9"}}, type(prove(sys.executable))).why_not() == (
+        "it is Python 3.8, and the trainer needs 3.10 or newer"
+    )

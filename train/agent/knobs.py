@@ -1,0 +1,184 @@
+"""Gives a program built on Hugging Face's Trainer other settings, and lets it resume.
+
+memtop restarts such a program with the same command. The changes are in the environment variable
+MEMTOP_TRAINER, a JSON object:
+
+* `output_dir`: the folder into which the Trainer saves. Other Trainers of the program are not
+  changed.
+* `knobs`: new values by memtop's names, see `FIELDS`.
+* `resume`: the checkpoint to resume from, memtop's own copy; null if there is none.
+
+The values are set before the arguments object computes others from them. The checkpoint is passed
+to the first `train()`, whether or not the program passes one itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import sys
+from types import ModuleType
+from typing import Any, Callable, Iterator
+
+from .hooks import when_imported
+
+VARIABLE = "MEMTOP_TRAINER"
+STATE = "trainer_state.json"
+FIELDS = {
+    "batch": ("per_device_train_batch_size",),
+    "accumulation": ("gradient_accumulation_steps",),
+    "seq_len": ("max_length", "max_seq_length"),
+    "eval_batch": ("per_device_eval_batch_size",),
+    "gradient_checkpointing": ("gradient_checkpointing", "activation_checkpointing"),
+    "optimizer": ("optim",),
+}
+"""By memtop's name: the fields of the arguments object. Those that it does not have are left
+out."""
+# A date or a time in a folder's name, which is another one at each start.
+_DATE = re.compile(r"\d[\d_:T.-]{6,}\d")
+
+
+class Knobs:
+    """The changes of this start, for the Trainer that saves into `output_dir`.
+
+    `report` is called when a Trainer begins.
+    """
+
+    def __init__(self, wanted: dict[str, Any], report: Callable[..., None]) -> None:
+        self._output_dir = _place(wanted.get("output_dir", os.devnull))
+        self._values = {name: value for name, value in wanted.get("knobs", {}).items() if name in FIELDS}
+        self._resume: str | None = wanted.get("resume")
+        self._report = report
+
+    def install(self) -> None:
+        """Change the classes of transformers now, or when the program imports them."""
+        if self._values:
+            when_imported("transformers.training_args", self._change_arguments)
+        when_imported("transformers.trainer", self._change_trainer)
+
+    def _change_arguments(self, module: ModuleType) -> None:
+        with _told("its settings could not be changed"):
+            arguments: Any = module.TrainingArguments
+            arguments.__post_init__ = self._setting(arguments.__post_init__)
+
+    def _change_trainer(self, module: ModuleType) -> None:
+        with _told("it could not be resumed"):
+            trainer: Any = module.Trainer
+            trainer.train = self._resuming(trainer.train)
+
+    def _setting(self, post_init: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(post_init)
+        def set_first(arguments: Any, *others: Any, **named: Any) -> Any:
+            with _told("its settings could not be changed"):
+                self._set(arguments)
+            return post_init(arguments, *others, **named)
+
+        return set_first
+
+    def _set(self, arguments: Any) -> None:
+        if not self._is_meant(arguments):
+            return
+        for name, value in self._values.items():
+            for field in FIELDS[name]:
+                if hasattr(arguments, field):
+                    setattr(arguments, field, value)
+        if "batch" in self._values and getattr(arguments, "per_gpu_train_batch_size", None):
+            # The old name takes precedence.
+            arguments.per_gpu_train_batch_size = None
+
+    def _is_meant(self, arguments: Any) -> bool:
+        folder = getattr(arguments, "output_dir", None)
+        return folder is not None and _place(folder) == self._output_dir
+
+    def _resuming(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(train)
+        def resume(trainer: Any, *given: Any, **named: Any) -> Any:
+            checkpoint = None
+            with _told("it could not be resumed"):
+                checkpoint = self._checkpoint_for(trainer)
+            with _told("its settings are not known"):
+                self._report("trainer", **_described(trainer.args))
+            if checkpoint is not None:
+                # A path that the program gives was right at its first start; the run is further
+                # now.
+                named.pop("model_path", None)
+                given = (checkpoint, *given[1:]) if given else given
+                named = named if given else dict(named, resume_from_checkpoint=checkpoint)
+            return train(trainer, *given, **named)
+
+        return resume
+
+    def _checkpoint_for(self, trainer: Any) -> str | None:
+        """The checkpoint that this `train()` resumes from; None after the first."""
+        checkpoint = self._resume
+        if checkpoint is None or not self._is_meant(trainer.args):
+            return None
+        self._resume = None
+        if "batch" in self._values:
+            # If this fails, the Trainer says why it cannot resume: it must not begin from zero.
+            with _told("the checkpoint could not be changed"):
+                with_batch(checkpoint, trainer.args.train_batch_size)
+        return checkpoint
+
+
+def with_batch(checkpoint: str, batch: int) -> None:
+    """Write the batch of all local devices into memtop's copy of a checkpoint.
+
+    transformers before 5.1, and later versions that search the batch, take it from there, not from
+    the arguments. Each rank writes the same.
+    """
+    path = os.path.join(checkpoint, STATE)
+    with open(path, encoding="utf-8") as file:
+        state = json.load(file)
+    if state.get("train_batch_size") in (None, batch):
+        return
+    state["train_batch_size"] = batch
+    new = "%s.%d" % (path, os.getpid())
+    with open(new, "w", encoding="utf-8") as file:
+        json.dump(state, file, indent=2)
+    os.replace(new, path)
+
+
+def _described(arguments: Any) -> dict[str, Any]:
+    """What the Trainer is about to use."""
+    found = {
+        name: next((getattr(arguments, field, None) for field in FIELDS[name] if hasattr(arguments, field)), None)
+        for name in ("batch", "accumulation", "seq_len")
+    }
+    devices = max(1, getattr(arguments, "n_gpu", 1)) * getattr(arguments, "world_size", 1)
+    schedule = getattr(arguments, "lr_scheduler_type", None)
+    return dict(
+        found,
+        output_dir=os.path.realpath(os.path.expanduser(arguments.output_dir)),
+        processes=devices,
+        peak_rate=arguments.learning_rate,
+        schedule=getattr(schedule, "value", schedule),
+        warmup=getattr(arguments, "warmup_steps", 0) or getattr(arguments, "warmup_ratio", 0) or 0,
+        fixed_length=arguments.max_steps > 0,
+    )
+
+
+def install(report: Callable[..., None]) -> None:
+    """Apply the changes of this start to the program, and report its Trainer."""
+    wanted: dict[str, Any] = {}
+    with _told("its settings could not be changed"):
+        wanted = json.loads(os.environ.get(VARIABLE) or "{}")
+    with _told("its settings could not be changed"):
+        Knobs(wanted, report).install()
+
+
+def _place(folder: Any) -> str:
+    """The folder's path, with one word for whatever looks like a date."""
+    return _DATE.sub("date", os.path.realpath(os.path.expanduser(os.fspath(folder))))
+
+
+@contextlib.contextmanager
+def _told(words: str) -> Iterator[None]:
+    """The program runs on, whatever goes wrong here; memtop finds out that nothing has changed."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the program must run, whatever goes wrong here
+        sys.stderr.write("memtop: %s: %r\n" % (words, error))
