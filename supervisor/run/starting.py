@@ -1,4 +1,4 @@
-"""Starts the supervisor of a run, and lets that of a run that is over leave."""
+"""Starts the supervisor of a run, and lets the supervisor of an ended run exit."""
 
 from __future__ import annotations
 
