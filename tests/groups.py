@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -91,8 +92,11 @@ class MemoryGroup:
     def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 120) -> int:
         """Let the group run out of memory, so that the kernel kills this process. Returns how many
         processes it killed, without the one that takes the memory."""
+        for other in self.pids():
+            with contextlib.suppress(PermissionError, ProcessLookupError, FileNotFoundError):
+                # Never the supervisor, even if the kernel needs memory a third time.
+                Path(f"/proc/{other}/oom_score_adj").write_text("1000" if other == pid else "-900")
         self.limit(int(self._usage.read_text()) + _ROOM)
-        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         before = self.kills()
         ballast = subprocess.Popen(self.inside(sys.executable, "-c", _BALLAST.format(events=str(self._events), stop=str(stop))))
         try:

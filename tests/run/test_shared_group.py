@@ -35,7 +35,7 @@ def begin(runs: Runs, group: MemoryGroup, program: str) -> dict[str, Any]:
 
 
 def ended(runs: Runs) -> dict[str, Any]:
-    document = runs.wait("a", lambda d: d["state"] == "failed")
+    document = runs.wait("a", lambda d: d["state"] == "failed" and d["attempts"][0]["diagnosis"] is not None)
     runs.end_everything()
     return dict(document["attempts"][0]["diagnosis"])
 
