@@ -49,7 +49,7 @@ class Shape(Counter, kw_only=True):
     """What is known about the lines of one shape."""
 
     lines: int = 0
-    waiting: list[Row] = []
+    waiting: list[Row] = msgspec.field(default_factory=list)
     """Rows until the shape is learned."""
     at_loss: int | None = None
     """The position at the newest line with a loss alone."""
@@ -57,7 +57,7 @@ class Shape(Counter, kw_only=True):
     """The same of the line before that."""
     with_loss: int = 0
     """How often it had moved on from one such line to the next."""
-    pairs: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Positions, and the updates that the agent had counted then."""
     unanswered: int = 0
     """Lines since the newest line of the shape that counts."""
@@ -272,7 +272,10 @@ class Learner(msgspec.Struct, kw_only=True):
     def _noted(self, row: Row) -> Row:
         """The row, with what the rows before it tell."""
         if not self.recent or row.step > self.recent[-1][1]:
-            self.recent = [*self.recent[-_RECENT + 1 :], (row.time, row.step)]
+            # Of lines that were read together, nobody knows when each was written.
+            together = bool(self.recent) and self.recent[-1][0] == row.time
+            before = self.recent[:-1] if together else self.recent
+            self.recent = [*before[-_RECENT + 1 :], (row.time, row.step)]
         if row.total is None:
             row = replace(row, total=self._total_beside(row))
         newest = self.newest
