@@ -291,7 +291,7 @@ class Agent:
         if name in self._offers:
             self._commands.append((number, name, values if isinstance(values, dict) else {}))
         else:
-            self.answer(number, False, "this program does not offer %r: it does not use memtop" % (name,))
+            self.answer(number, False, "this program does not offer %r now" % (name,))
 
 
 _agent = Agent()
