@@ -41,6 +41,10 @@ def test_the_share_of_padding_is_shown_where_there_is_room() -> None:
     store = store_of(running(padding_fraction=0.31))
     assert "55.9 k tok/s 31 % padding" in text_of(draw_training(store, 90, 10))
     assert "padding" not in text_of(draw_training(store, 60, 10))
+    for width in range(40, 160):
+        drawn = text_of(draw_training(store, width, 10))
+        assert ("31 %" in drawn) == ("31 % padding" in drawn), f"cut off at {width}"
+    assert "padding" not in text_of(draw_training(store_of(running(padding_fraction=0.001)), 90, 10))
     assert "padding" not in text_of(draw_training(store_of(running()), 90, 10))
 
 

@@ -162,7 +162,7 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         grid(
             (
                 fact("", f"{units.rate(run.samples_per_second)} samples/s"),
-                _tokens(run, width // 3),
+                _tokens(run, width * 3 // 10),
                 fact("step", _step(run.step_seconds)),
             ),
             width,
@@ -220,9 +220,9 @@ def _progress(run: RunState, width: int) -> Line:
 
 
 def _tokens(run: RunState, width: int) -> Line:
-    """`12.3 k tok/s 5 % padding`; without the padding if there is no room."""
+    """`12.3 k tok/s 5 % padding`; without the padding if there is none, or no room."""
     speed = fact("", f"{_thousands(run.tokens_per_second)} tok/s")
-    if run.padding_fraction is None:
+    if not run.padding_fraction or run.padding_fraction < _WORTH_A_WORD:
         return speed
     whole = line(*speed, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
     return whole if width_of(whole) < width else speed
