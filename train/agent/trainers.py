@@ -38,6 +38,9 @@ class Reporter(Protocol):
     @property
     def reports_steps(self) -> bool: ...
 
+    @property
+    def resumes_after(self) -> int | None: ...
+
     def adopt(self) -> None: ...
 
     def readings(self) -> dict[str, int | None]: ...
@@ -45,6 +48,8 @@ class Reporter(Protocol):
     def report(self, kind: str, **values: Any) -> None: ...
 
     def offer_for_now(self, names: Sequence[str]) -> None: ...
+
+    def flush(self) -> None: ...
 
     def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]: ...
 
@@ -104,6 +109,20 @@ class TrainerGrip:
             training.base, training.samples_before = self.update, self.samples
         self._present = training
         self.reached(training.base + start)
+
+    def refuse_to_begin_again(self, update: int) -> None:
+        """End the program if memtop has started it again to resume, and it does not.
+
+        It would train from zero, and overwrite its checkpoints.
+        """
+        wanted = self.agent.resumes_after
+        if self.begun != 1 or wanted is None or update >= wanted:
+            return
+        words = "the program did not resume: it begins after update %d instead of %d, so it was ended before it trained"
+        message = words % (update, wanted)
+        self.agent.report("end", outcome="failed", message=message)
+        self.agent.flush()
+        raise SystemExit("memtop: " + message)
 
     def reached(self, update: int) -> None:
         """This update is done; the optimizer hook is silent."""
@@ -200,6 +219,7 @@ class Training:
             effective_batch=self._split.effective,
             knobs=knobs_of(args, self._split),
         )
+        grip.refuse_to_begin_again(state.global_step)
         if grip.stopping:
             control.should_training_stop = True
         self._continue()
