@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from memtop.train.agent.trainers import Agreement
+from memtop.train.agent.orders import Agreement
 from tests.conftest import Runs, wait_for_file
 from tests.forking import run as run_forked
 from tests.train.test_agent_ranks import journals, program, updates
@@ -125,7 +125,7 @@ fault = sys.argv[1]
 if fault in EVENTS:
     import memtop_agent.trainers as agent
     def fail(*_): raise ValueError("made to fail")
-    setattr(agent.Training, fault, fail)
+    setattr(agent.TrainerTraining, fault, fail)
 one = trainer(output_dir="out-" + fault)
 one.train()
 with open(fault + ".txt", "w") as file:
@@ -205,9 +205,20 @@ def stop_once(file: Path, path: Path, rank: int) -> threading.Thread:
     return thread
 
 
-def test_two_ranks_save_and_stop_after_the_same_update(tmp_path: Path) -> None:
+FAULT_IN_ONE = """
+import os
+if os.environ["RANK"] == "1":
+    import memtop_agent.trainers as agent
+    def fail(*_): raise ValueError("made to fail")
+    agent.TrainerTraining.step_end = fail
+"""
+
+
+@pytest.mark.parametrize("fault", ["", FAULT_IN_ONE], ids=["", "reports of one fail"])
+def test_two_ranks_save_and_stop_after_the_same_update(tmp_path: Path, fault: str) -> None:
     code = (
         SCRIPT
+        + fault
         + """
 class Third(TrainerCallback):
     def on_step_end(self, args, state, control, **others):
@@ -229,7 +240,9 @@ one.train()
     assert (answer["ok"], answer["message"]) == (True, f"saved at update {last}: {tmp_path / 'out' / f'checkpoint-{last}'}")
     state = json.loads((tmp_path / "out" / f"checkpoint-{last}" / "trainer_state.json").read_text())
     assert state["global_step"] == last
-    assert [report["outcome"] for report in found[0] + found[1] if report["type"] == "end"] == ["stopped", "stopped"]
+    ends = [report["outcome"] for reports in found.values() for report in of_kind(reports, "end")]
+    assert ends == ["stopped"] * (1 if fault else 2)
+    assert len(of_kind(found[1], "warning")) == bool(fault)
     assert of_kind(found[0], "plan")[0]["effective_batch"] == 8
 
 

@@ -8,7 +8,7 @@ MEMTOP_TRAINER, a JSON object:
 * `knobs`: new values by memtop's names, see `FIELDS`.
 * `resume`: the checkpoint to resume from, memtop's own copy; null if there is none.
 * `update`: the update that this checkpoint was saved after. If the program begins to train before
-  it, `trainers.py` ends it: nobody has asked for a training from zero.
+  it, `frameworks.py` ends it: nobody has asked for a training from zero.
 
 The values are set before the arguments object computes others from them. The checkpoint is passed
 to the first `train()`, whether or not the program passes one itself.
