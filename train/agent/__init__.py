@@ -83,6 +83,8 @@ from .journal import JournalWriter, Link, find_rank, launcher_variables
 AGENT_COMMANDS = ("free_cache",)
 _FOLLOWED = {
     "transformers.trainer": "trainers",
+    "lightning.pytorch.trainer.trainer": "lightning",
+    "pytorch_lightning.trainer.trainer": "lightning",
 }
 """A framework's module, and the file here that follows it."""
 
