@@ -65,6 +65,8 @@ def _phase(run: RunState) -> Line:
     A program that works on its first update is still `starting`, so it gets its own words.
     """
     sign, role = PHASE_MARKS[run.state]
+    if run.observed and run.state is Phase.STARTING:
+        return line((f"{sign} progress not known", MUTED))
     first = run.state is Phase.STARTING and run.total_updates is not None
     return line((f"{sign} {'first update…' if first else run.state.value}", role))
 
@@ -262,7 +264,7 @@ def _bound(run: RunState) -> Line:
 def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
     checkpoint = run.checkpoint
     if checkpoint is None:
-        return line(*fact("checkpoint", "none yet", MUTED))
+        return line(*fact("checkpoint", "none seen" if run.observed else "none yet", MUTED))
     if not checkpoint.complete:
         return fit(line(("checkpoint ", MUTED), (f"! not complete: {checkpoint.problem or 'unknown'}", "bad")), width)
     return fit(
@@ -415,7 +417,10 @@ def notice(store: Store, width: int = 160) -> str:
         return f"! no data for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
         return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
-    return "" if run is None else _notice_of_run(store, run, width)
+    if run is None:
+        more = f"  (and {len(store.others) - 1} more)" if len(store.others) > 1 else ""
+        return f"{store.others[0]}{more}" if store.others else ""
+    return _notice_of_run(store, run, width)
 
 
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:

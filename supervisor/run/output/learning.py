@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
+from memtop.supervisor.clean import clean
 from memtop.supervisor.run.output.counter import Counter
 from memtop.supervisor.run.output.lines import Line, read_line
 
@@ -251,7 +252,7 @@ class Learner(msgspec.Struct, kw_only=True):
 
     def _learn(self, text: str, counts: str, losses: str | None, *, certain: bool = False) -> None:
         self.counts, self.losses, self.certain = counts, losses, self.certain or certain
-        self.example = " ".join(text.split())[:100]
+        self.example = " ".join(clean(text).split())[:100]
         self.recent = []
 
     def _row(self, shape: Shape, line: Line, now: float) -> Row:
