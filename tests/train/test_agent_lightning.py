@@ -118,7 +118,9 @@ def test_what_lightning_reports(installed: Installed, tmp_path: Path) -> None:
     assert [step["samples_seen"] for step in steps] == [4, 8, 12, 16, 20, 22, 26, 30, 34, 38, 42, 44]
     of_updates = [losses[at : at + 2] if at % 11 < 10 else losses[at : at + 1] for at in (*range(0, 11, 2), *range(11, 22, 2))]
     assert [step["loss"] for step in steps] == pytest.approx([sum(some) / len(some) for some in of_updates], rel=1e-5)
-    assert {(step["learning_rate"], step["batch"], step["accumulation"], step["logged"]) for step in steps} == {(0.1, 2, 2, True)}
+    assert {(step["learning_rate"], step["batch"], step["accumulation"], step["logged"]) for step in steps} == {
+        (0.1, 2, 2, True)
+    }
     assert [step["epoch"] for step in steps[4:7]] == pytest.approx([10 / 11, 1.0, 1 + 2 / 11])
     assert [(report["update"], report["loss"] > 0) for report in of_kind(reports, "evaluation")] == [(6, True), (12, True)]
     saved = of_kind(reports, "checkpoint")
@@ -127,7 +129,16 @@ def test_what_lightning_reports(installed: Installed, tmp_path: Path) -> None:
     assert [report["outcome"] for report in of_kind(reports, "end")] == ["finished"]
 
 
-EVENTS = ("add", "train_start", "train_batch_start", "train_batch_end", "validation_start", "validation_end", "saved", "train_end")
+EVENTS = (
+    "add",
+    "train_start",
+    "train_batch_start",
+    "train_batch_end",
+    "validation_start",
+    "validation_end",
+    "saved",
+    "train_end",
+)
 FAULTS = """
 if sys.argv[1:]:
     import memtop_agent.lightning as agent

@@ -79,7 +79,8 @@ class Callbacks:
     def add(self, trainer: Any) -> None:
         """Add both callbacks, unless this Trainer has them."""
         if self._of(trainer) is None:
-            first, last = self._first(), self._last()
+            first: Any = self._first()
+            last: Any = self._last()
             first.memtop = last.memtop = LightningTraining(self._trainings, self._library)
             trainer.callbacks.insert(0, first)
             trainer.callbacks.append(last)

@@ -77,14 +77,14 @@ def checked(reported: Checkpoint) -> Checkpoint:
     path = Path(reported.path)
     problem = None
     try:
-        if path.is_file():
-            with open_to_read(path) as file:
-                # torch.save writes a zip file, which ends with its list of contents.
-                problem = None if zipfile.is_zipfile(file) else f"{path}: the file is not complete"
-        else:
+        if path.is_dir():
             path /= TRAINER_STATE
             with open_to_read(path) as file:
                 msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])
+        else:
+            with open_to_read(path) as file:
+                # torch.save writes a zip file, which ends with its list of contents.
+                problem = None if zipfile.is_zipfile(file) else f"{path}: the file is not complete"
     except FileNotFoundError:
         problem = f"{path} is missing: the save was interrupted, or the checkpoint was removed"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
