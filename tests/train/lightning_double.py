@@ -9,7 +9,6 @@ test with it, and with Lightning itself where that is installed. `install` write
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         done = trainer.global_step
         if self.every and done % self.every == 0 and done > trainer.step_before:
-            trainer.save_checkpoint(os.path.join(str(self.dirpath), f"epoch={trainer.current_epoch}-step={done}.ckpt"))
+            trainer.save_checkpoint(f"{self.dirpath}/epoch={trainer.current_epoch}-step={done}.ckpt")
 
 
 class LightningModule(torch.nn.Module):
@@ -43,7 +42,7 @@ class LightningModule(torch.nn.Module):
 class Trainer:
     def __init__(self, max_epochs: int = 1, max_steps: int = -1, accumulate_grad_batches: int = 1, **given: Any) -> None:
         self.max_epochs, self.max_steps, self.accumulate_grad_batches = max_epochs, max_steps, accumulate_grad_batches
-        self.default_root_dir = os.getcwd()
+        self.default_root_dir = str(Path.cwd())
         self.callbacks = [*given.get("callbacks", ())]
         self.checkpoint_callback = next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
         self.global_step = self.step_before = self.current_epoch = 0
@@ -65,7 +64,7 @@ class Trainer:
         self.num_training_batches = len(train_dataloaders)
         self.optimizers = [model.configure_optimizers()]
         if self.checkpoint_callback is not None:
-            self.checkpoint_callback.dirpath = os.path.join(self.default_root_dir, "checkpoints")
+            self.checkpoint_callback.dirpath = f"{self.default_root_dir}/checkpoints"
         if ckpt_path is not None:
             self._load(torch.load(ckpt_path))
         self._call("on_train_start")
