@@ -111,6 +111,8 @@ class Agent:
         self._socket = os.environ.get("MEMTOP_SOCKET")
         self._launcher = launcher_variables()
         self.attempt = _number("MEMTOP_ATTEMPT")
+        self.resumes_after: int | None = None
+        """The update after which a program built on transformers' Trainer must resume."""
         self._pid = os.getpid()
         self._beginning = threading.RLock()
         self._journal: JournalWriter | None = None
@@ -151,7 +153,7 @@ class Agent:
 
     def change_trainer(self) -> None:
         """Give a program built on transformers' Trainer its new settings, and let it resume."""
-        knobs.install(self.report)
+        self.resumes_after = knobs.install(self.report)
 
     def watch_failures(self) -> None:
         """Report an allocation failure that ends the program or one of its threads."""
