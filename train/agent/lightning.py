@@ -86,7 +86,8 @@ class Callbacks:
             trainer.callbacks.append(last)
 
     def _of(self, trainer: Any) -> LightningTraining | None:
-        return next((one.memtop for one in trainer.callbacks if isinstance(one, self._first)), None)
+        found: Any = next((one for one in trainer.callbacks if isinstance(one, self._first)), None)
+        return None if found is None else found.memtop
 
     def told_by(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """`Trainer.save_checkpoint` that reports the checkpoint afterwards."""
