@@ -44,6 +44,9 @@ class Hello(Timed, frozen=True, kw_only=True, tag="hello"):
     program_rank: Count | None = None
     local_rank: Count | None = None
     world_size: Count | None = None
+    restarts: Count = 0
+    """How often the launcher (torchrun) has started the workers again."""
+    max_restarts: Count | None = None
     python: Word | None = None
     offers: Words = ()
     """The commands that the program carries out."""

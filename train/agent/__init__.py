@@ -14,10 +14,11 @@ Face's Trainer executes `checkpoint` and `stop` (which saves first), and answers
 Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch), `clock`
 (seconds of the monotonic clock) and `seq`:
 
-* `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first report of a
-  process. `rank` is the journal's number. It equals `program_rank`, the rank by torch.distributed
-  or the launcher, unless a living process already writes that journal; then it is the first free
-  number from `world_size` on. `local_rank` may be null.
+* `hello`: {rank, program_rank, local_rank, world_size, restarts, max_restarts (how often torchrun
+  has started the workers again, and how often it may; only under torchrun), pid, python, offers},
+  the first report of a process. `rank` is the journal's number. It equals `program_rank`, the rank
+  by torch.distributed or the launcher, unless a living process already writes that journal; then it
+  is the first free number from `world_size` on. `local_rank` may be null.
 * `offers`: {offers}, if the program offers more commands after its first report.
 * `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens,
   padding_fraction (of the tokens that the model computes), skipped (true if a gradient is not
@@ -78,7 +79,7 @@ from typing import Any, Sequence
 
 from . import failures, knobs, memory
 from .hooks import StepWatch, when_imported
-from .journal import JournalWriter, Link, find_rank, launcher_variables
+from .journal import JournalWriter, Link, find_rank, launcher_variables, worker_restarts
 
 AGENT_COMMANDS = ("free_cache",)
 _FOLLOWED = {
@@ -204,6 +205,7 @@ class Agent:
                 "program_rank": place.rank,
                 "local_rank": place.local_rank,
                 "world_size": place.world_size,
+                **worker_restarts(),
                 "pid": self._pid,
                 "python": sys.version.split()[0],
                 "offers": list(self._offers),
