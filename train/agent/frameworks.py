@@ -1,5 +1,7 @@
 """What following the trainer of any framework needs: one count of updates in a process, and what
-its reports have in common. `trainers.py` follows Hugging Face's Trainer.
+its reports have in common.
+
+`trainers.py` follows Hugging Face's Trainer, `lightning.py` Lightning's.
 """
 
 from __future__ import annotations
