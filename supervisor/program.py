@@ -37,7 +37,7 @@ class ProgramCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     update: int | None = None
     complete: bool = False
-    """Whether the file that the program writes last is there and can be read."""
+    """Whether what the program writes last is there and can be read."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):

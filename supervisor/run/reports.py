@@ -217,7 +217,7 @@ class Saved(Timed, frozen=True, kw_only=True, tag="checkpoint"):
     """How long training stopped for it."""
     size_bytes: Count | None = None
     path: Path | None = None
-    """The folder of the checkpoint, if the program has named it."""
+    """The folder or file of the checkpoint, if the program has named it."""
 
 
 class SaveFailed(Timed, frozen=True, kw_only=True, tag="save_failed"):

@@ -113,7 +113,8 @@ def _program(model: Model) -> Program:
     if plan is not None and plan.framework is not None:
         why = f"{plan.framework} calls memtop's callback"
         # Of a program that has resumed it is known that it does.
-        return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=plan.resumed or None, checkpoint=found)
+        resumes = plan.resumed or (model.grip.resumes if model.grip is not None else None)
+        return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
     if model.progress.step is None:
         return Program(checkpoint=found)
     return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)

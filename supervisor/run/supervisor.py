@@ -76,7 +76,7 @@ class Supervisor:
             choice=spec.choice,
             on_oom=spec.on_oom,
         )
-        self.model = Model(run=run, settings=spec.settings, waits=waits or Waits(), supervisor_pid=os.getpid())
+        self.model = Model(run=run, settings=spec.settings, waits=waits or Waits(), supervisor_pid=os.getpid(), grip=spec.grip)
         self._monotonic = monotonic
         self._lock = RunLock(folder)
         self._socket = socket_path(folder.path)

@@ -100,6 +100,7 @@ class TrainerTraining(Training):
             effective_batch=self.split.effective,
             knobs=_knobs_of(args, self.split),
         )
+        trainings.refuse_to_begin_again(state.global_step)
         if trainings.stopping:
             control.should_training_stop = True
         self._continue()
