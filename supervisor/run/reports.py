@@ -98,6 +98,8 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates."""
+    saves_on_sigterm: bool = False
+    """Whether it saves after the present update when it gets SIGTERM (enable_jit_checkpoint)."""
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):

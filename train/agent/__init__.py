@@ -60,11 +60,13 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 * `trainer`: {output_dir (an absolute path), batch (of one device), accumulation, seq_len (null if
   its arguments have no such field), processes (devices that train together), peak_rate, schedule
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
-  is given in updates)}: a program begins to train with Hugging Face's Trainer.
+  is given in updates), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to train with
+  Hugging Face's Trainer.
 * `plan`: {updates (that the training begins after), total_updates, samples_seen, target_samples,
   resumed, trained_parameters, device_uuid}. From these Trainers also {framework (library
-  and version), effective_batch, knobs: {batch | accumulation | seq_len: {value, name, source}}}.
-  Trainings one after another in one process have one count of updates; each begins with a plan.
+  and version), effective_batch, knobs: {batch | accumulation | seq_len | eval_batch |
+  gradient_checkpointing | optimizer: {value, name, source}}}. Trainings one after another in one
+  process have one count of updates; each begins with a plan.
 * `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
   `train/trainer.py`.
 """
