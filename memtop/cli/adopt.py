@@ -59,12 +59,12 @@ def adopt(
     on_oom: str,
     runs_dir: Path | None,
 ) -> int:
-    """End a training that memtop did not start, and start it again as a run of memtop.
+    """Restart a training that memtop did not start, as a run of memtop.
 
-    PID is any process of it. It continues from its newest complete checkpoint: that works for
-    programs built on Hugging Face's Trainer. memtop first shows the command, the folder and the
-    environment that it will use, and asks. It sends SIGINT, and waits until all processes have
-    ended. It never sends SIGKILL.
+    PID is any process of it. The program continues from its newest complete checkpoint, if it is
+    built on Hugging Face's Trainer. memtop first shows the command, the folder and the environment
+    that it will use, and asks. It sends SIGINT, and waits until all processes have ended. It never
+    sends SIGKILL.
     """
     from memtop.cli.foreground import stay
     from memtop.cli.train import free_name

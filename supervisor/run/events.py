@@ -17,7 +17,7 @@ from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Trend
 from memtop.supervisor.run.output.values import Seen
-from memtop.supervisor.run.post_mortem.log_end import LogEnd
+from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
@@ -122,6 +122,17 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     """The folder into which newer states were moved when the run returned to an earlier one."""
     resumed: Checkpoint | None = None
     """The checkpoint from which a program built on Hugging Face's Trainer is made to resume."""
+
+
+class WorkersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="workers_started"):
+    """The launcher (torchrun) has ended its workers and started them again, within the attempt."""
+
+    restarts: int
+    """How often, so far."""
+    dead: DeadWorker | None = None
+    """Which of them had ended; None if the output does not say."""
+    known: bool = False
+    """An earlier supervisor has seen it."""
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
@@ -353,6 +364,7 @@ Occurrence = (
     | LeftoversCleared
     | Examined
     | StoodStill
+    | WorkersStarted
     | LeftoversFound
     | Signalled
     | Sampled

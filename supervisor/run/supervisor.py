@@ -235,6 +235,7 @@ class Supervisor:
             attempt.note_reaped(reap_children())
             self._sensors.look()
             self._trim_log(attempt)
+            self._follow_workers()
             self._read_reports()
             self._read_output()
             self._check("reports", self._performer.intake.problem if self._performer.intake is not None else None)
@@ -251,6 +252,14 @@ class Supervisor:
             self._performer.tasks.discard(task)
             task.result()
         self._publish()
+
+    def _follow_workers(self) -> None:
+        """The launcher may have ended the workers and started them again."""
+        event = self._sensors.workers_started()
+        if event is not None:
+            self._read_reports(to_the_end=True)
+            self._read_output(to_the_end=True)
+            self.handle(event)
 
     def _trim_log(self, attempt: RunningAttempt) -> None:
         self._check("log", attempt.log.trim())

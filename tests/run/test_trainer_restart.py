@@ -50,6 +50,9 @@ def test_another_split_continues_where_it_was(runs: Runs) -> None:
     assert document["attempts"][1]["start_updates"] == given["update"] == len([batch for batch in batches if batch == 4])
     assert [row["knobs"] for row in document["configurations"]] == [{}, {"batch": "2", "accumulation": "2"}]
     assert document["program"]["resumes"]
+    knobs = {name: knob["value"] for name, knob in document["program"]["knobs"].items() if knob is not None}
+    others = {"eval_batch": 8, "gradient_checkpointing": False, "optimizer": "adamw_torch_fused"}
+    assert knobs == {"batch": 2, "accumulation": 2, **others}
     assert runs.events("a", "knob") == []
     refused = runs.memtop("restart", "a", "--set", "lora.r=4", "--detach", status=2).stderr
     assert refused.startswith("memtop: lora.r: of a program built on Hugging Face's Trainer, memtop sets batch, accumulation,")

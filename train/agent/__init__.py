@@ -16,10 +16,11 @@ answer after the save.
 Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch), `clock`
 (seconds of the monotonic clock) and `seq`:
 
-* `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first report of a
-  process. `rank` is the journal's number. It equals `program_rank`, the rank by torch.distributed
-  or the launcher, unless a living process already writes that journal; then it is the first free
-  number from `world_size` on. `local_rank` may be null.
+* `hello`: {rank, program_rank, local_rank, world_size, restarts, max_restarts (how often torchrun
+  has started the workers again, and how often it may; only under torchrun), pid, python, offers},
+  the first report of a process. `rank` is the journal's number. It equals `program_rank`, the rank
+  by torch.distributed or the launcher, unless a living process already writes that journal; then it
+  is the first free number from `world_size` on. `local_rank` may be null.
 * `offers`: {offers}, if the program offers more commands after its first report.
 * `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens,
   padding_fraction (of the tokens that the model computes), skipped (true if a gradient is not
@@ -60,13 +61,15 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 * `trainer`: {output_dir (an absolute path), batch (of one device), accumulation, seq_len (null if
   its arguments have no such field), processes (devices that train together), peak_rate, schedule
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
-  is given in updates)}: a program begins to train with Hugging Face's Trainer.
+  is given in updates), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to train with
+  Hugging Face's Trainer.
 * `loop`: {framework (library and version), effective_batch, resumed, knobs (as in `plan`)}: what a
   program's own loop tells accelerate, before the first update and when it changes.
 * `plan`: {updates (that the training begins after), total_updates, samples_seen, target_samples,
   resumed, trained_parameters, device_uuid}. From these Trainers also {framework (library
-  and version), effective_batch, knobs: {batch | accumulation | seq_len: {value, name, source}}}.
-  Trainings one after another in one process have one count of updates; each begins with a plan.
+  and version), effective_batch, knobs: {batch | accumulation | seq_len | eval_batch |
+  gradient_checkpointing | optimizer: {value, name, source}}}. Trainings one after another in one
+  process have one count of updates; each begins with a plan.
 * `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
   `train/trainer.py`.
 """
@@ -84,7 +87,7 @@ from typing import Any, Sequence
 
 from . import failures, knobs, memory
 from .hooks import StepWatch, when_imported
-from .journal import JournalWriter, Link, find_rank, launcher_variables
+from .journal import JournalWriter, Link, find_rank, launcher_variables, worker_restarts
 
 AGENT_COMMANDS = ("free_cache",)
 _FOLLOWED = {
@@ -215,6 +218,7 @@ class Agent:
                 "program_rank": place.rank,
                 "local_rank": place.local_rank,
                 "world_size": place.world_size,
+                **worker_restarts(),
                 "pid": self._pid,
                 "python": sys.version.split()[0],
                 "offers": list(self._offers),

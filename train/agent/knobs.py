@@ -163,6 +163,7 @@ def _described(arguments: Any) -> dict[str, Any]:
         schedule=getattr(schedule, "value", schedule),
         warmup=getattr(arguments, "warmup_steps", 0) or getattr(arguments, "warmup_ratio", 0) or 0,
         fixed_length=arguments.max_steps > 0,
+        saves_on_sigterm=bool(getattr(arguments, "enable_jit_checkpoint", False)),
     )
 
 
