@@ -58,9 +58,10 @@ def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured)
     parts = [number for number in range(2, batch + 1) if batch % number == 0]
     parts = [number for number in parts if _fits(line, batch // number, measured)] or parts[-1:]
     smaller, more = batch // parts[0], accumulation * parts[0]
+    split = f"batch {batch} -> {smaller}, accumulation {accumulation} -> {more}"
     return Remedy(
         id="smaller_batch",
-        title=f"batch {batch} -> {smaller}, accumulation {accumulation} -> {more}: effective batch stays {grip.effective_batch}",
+        title=f"{split}: effective batch stays {grip.effective_batch}",
         why="fewer samples are in memory at once",
         keeps_math=True,
         resumable="resumes",
