@@ -14,6 +14,7 @@ from memtop.supervisor.run.reports import (
     End,
     Evaluated,
     Hello,
+    LoopFound,
     Offers,
     Oom,
     PhaseChanged,
@@ -55,6 +56,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     step: Step | None = None
     """Rank 0's newest update."""
     plan: Plan | None = None
+    loop: LoopFound | None = None
     start: int | None = None
     """The update that the attempt resumed after, by its first plan: a program may train several
     times, one after another."""
@@ -144,6 +146,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         match report:
             case Offers(offers=offers):
                 return replace(self, offers=frozenset(offers))
+            case LoopFound():
+                return replace(self, loop=report)
             case SettingsChanged(total_updates=int(total)):
                 return replace(self, plan=replace(self.plan or Plan(), total_updates=total))
             case BatchSearched(message=message):

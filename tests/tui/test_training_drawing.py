@@ -13,6 +13,7 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.tui.dashboard.layout import plan
 from memtop.tui.dashboard.training import (
     PHASE_MARKS,
     draw_compact_training,
@@ -64,6 +65,17 @@ def test_the_source_of_the_numbers_of_a_users_program() -> None:
     program = Program(grip="output", why="loss: read from the output, by lines like `step 2 loss 1.0`")
     text = text_of(draw_training(store_of(running(program=program)), 70, 10))
     assert "loss: read from the output, by lines like `step 2 loss 1.0`" in text
+
+
+def test_the_source_of_the_numbers_has_a_line_of_its_own() -> None:
+    program = Program(grip="output", why="loss: read from the output")
+    rows = {}
+    for name, known in (("without", None), ("with", program)):
+        store = store_of(running(program=known))
+        height = plan(store, 150, 45, notice=False).heights["#training"]
+        rows[name] = text_of(draw_training(store, 70, height - 2))
+    assert "loss: read from the output" in rows["with"]
+    assert "checkpoint update 20" in rows["without"]
 
 
 def observed(**fields: object) -> wire.StateUpdate:
