@@ -45,7 +45,7 @@ def _reported(model: Model) -> RunState:
         choice=_choice(model),
         batch_search=progress.batch_search,
         program=None if settings else _program(model),
-        effective_batch=settings.effective_batch if settings else progress.plan.effective_batch if progress.plan else None,
+        effective_batch=_effective_batch(model),
         total_updates=progress.total_updates,
         loss=progress.loss,
         best_loss=progress.best_loss,
@@ -64,6 +64,13 @@ def _reported(model: Model) -> RunState:
         proposal=_proposal(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+def _effective_batch(model: Model) -> int | None:
+    if model.settings is not None:
+        return model.settings.effective_batch
+    found = model.progress.plan or model.progress.loop
+    return None if found is None else found.effective_batch
 
 
 def _choice(model: Model) -> str | None:
@@ -117,7 +124,11 @@ def _program(model: Model) -> Program:
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
     if model.progress.step is None:
         return Program(checkpoint=found)
-    return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)
+    why, loop = "memtop counts the steps of a torch optimizer", model.progress.loop
+    if loop is None:
+        return Program(grip="optimizer", why=why, checkpoint=found)
+    why = f"{why}; {loop.framework} knows the settings"
+    return Program(grip="optimizer", why=why, knobs=loop.knobs, resumes=loop.resumed or None, checkpoint=found)
 
 
 def of_program(saved: Checkpoint) -> ProgramCheckpoint:
