@@ -21,7 +21,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import expanded
 
 Source = Literal["default", "user", "project", "environment"]
-_TABLES = ("presets", "levels", "recipes")
+_TABLES = ("presets", "levels", "recipes", "programs")
 """Tables of the project's file that are not settings of the command line."""
 _SAID = "memtop.configuration.said"
 _OF_A_RUN = "MEMTOP_ON_OOM"

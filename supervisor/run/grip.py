@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from memtop.presets.program_profiles import CheckpointRule, Position
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.wire import Checkpoint
 
@@ -14,6 +15,17 @@ WHOLE_NUMBERS = ("batch", "accumulation", "seq_len", "eval_batch")
 KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 """By the names of `--set`."""
 _BOOLEANS = {"true": True, "false": False}
+
+
+class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a program with a profile saves, and what its checkpoints are."""
+
+    paths: tuple[str, ...]
+    """Absolute paths with `*`: those of the profile, with the values of the program."""
+    rule: CheckpointRule
+    position: Position
+    given: bool = False
+    """The program is given the path of the checkpoint; else it reads `paths` itself."""
 
 
 class Grip(msgspec.Struct, frozen=True, kw_only=True):
