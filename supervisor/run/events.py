@@ -16,6 +16,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Trend
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
@@ -44,7 +45,7 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[Checkpoint, ...] = ()
     """All complete states, the newest first."""
     program: Checkpoint | None = None
-    """Of a program built on Hugging Face's Trainer: the checkpoint from which it would resume."""
+    """The checkpoint from which the user's own program would resume."""
 
 
 class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +122,9 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     set_aside: str | None = None
     """The folder into which newer states were moved when the run returned to an earlier one."""
     resumed: Checkpoint | None = None
-    """The checkpoint from which a program built on Hugging Face's Trainer is made to resume."""
+    """The checkpoint from which the user's own program is made to resume."""
+    grip: Grip | None = None
+    """Of a program with a profile: how its command and files were read at this start."""
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):

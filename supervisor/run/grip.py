@@ -1,4 +1,5 @@
-"""What memtop can change in the user's own program that is built on Hugging Face's Trainer."""
+"""What memtop can change in the user's own program: one that is built on Hugging Face's Trainer, or
+one that a profile describes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.program_profiles import CheckpointRule, Position
+from memtop.presets.program_profiles import ProgramProfile
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.wire import Checkpoint
 
@@ -17,28 +18,27 @@ KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 _BOOLEANS = {"true": True, "false": False}
 
 
-class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a program with a profile saves, and what its checkpoints are."""
-
-    paths: tuple[str, ...]
-    """Absolute paths with `*`: those of the profile, with the values of the program."""
-    rule: CheckpointRule
-    position: Position
-    given: bool = False
-    """The program is given the path of the checkpoint; else it reads `paths` itself."""
-
-
 class Grip(msgspec.Struct, frozen=True, kw_only=True):
-    """The Trainer of the program, as its agent has reported it."""
+    """How memtop holds the program: by its Trainer, as the agent has reported it, or by a profile, as
+    its command and files were read."""
 
-    output_dir: str
-    """An absolute path."""
+    output_dir: str = ""
+    """Where the Trainer saves; an absolute path."""
+    profile: ProgramProfile | None = None
+    """None: the program is built on Hugging Face's Trainer."""
+    cwd: str = ""
+    """With a profile: the folder in which the program is started."""
+    values: dict[str, str] = {}
+    """With a profile: what its paths and words contain, by name."""
+    fixed: dict[str, str] = {}
+    """With a profile: the knobs that a restart cannot change, and why."""
     batch: int | None = None
-    """Of one process."""
+    """Of one process, unless the profile says otherwise. With a profile, this and the next are in
+    the program's own terms."""
     accumulation: int | None = None
     processes: int = 1
     seq_len: int | None = None
-    """None if its arguments have no such field."""
+    """None if the Trainer's arguments have no such field."""
     peak_rate: float | None = None
     schedule: str | None = None
     """Of the learning rate: `linear`, `cosine`, ..."""
@@ -53,7 +53,9 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def effective_batch(self) -> int | None:
         if self.batch is None or self.accumulation is None:
             return None
-        return self.batch * self.accumulation * self.processes
+        rules = () if self.profile is None else (self.profile.batch, self.profile.accumulation)
+        of_all = any(rule is not None and rule.of == "all" for rule in rules)
+        return self.batch * self.accumulation * (1 if of_all else self.processes)
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
