@@ -18,8 +18,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.program_profiles import CheckpointRule, Position, filled
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.run.grip import Checkpoints
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.positions import Split, converted, updates_at
 from memtop.supervisor.run.record.checkpoints import why
 from memtop.supervisor.run.record.convert import write_position
@@ -33,6 +34,17 @@ _RECORD = "kept.json"
 _CONVERTED = "converted"
 """The folder in KEPT with the checkpoint that the program is given, if its position was converted.
 """
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a program saves, and what its checkpoints are."""
+
+    paths: tuple[str, ...]
+    """Absolute paths with `*`."""
+    rule: CheckpointRule
+    position: Position
+    given: bool = False
+    """The program is given the path of the checkpoint; otherwise it reads `paths` itself."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,32 +61,53 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """What memtop has put in its place for the program: not a checkpoint of the program."""
 
 
-def newest_for(
-    run: Path, places: Checkpoints, since: float | None = None, split: Split | None = None
-) -> Checkpoint | None:
+def place_of(grip: Grip) -> Place | None:
+    """None if the profile names no checkpoints, or contains a value that is not known."""
+    profile = grip.profile
+    if profile is None or profile.checkpoint is None:
+        return None
+    paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
+    known = tuple(str(Path(grip.cwd, path)) for path in paths if path is not None)
+    given = any("{checkpoint}" in word for word in profile.resume.words)
+    return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
+
+
+def split_of(grip: Grip) -> Split | None:
+    """The batch and the accumulation of one process."""
+    if grip.profile is None or grip.batch is None:
+        return None
+    batch, accumulation = grip.batch, grip.accumulation or 1
+    if grip.profile.batch is not None and grip.profile.batch.of == "all":
+        batch //= grip.processes
+    if grip.profile.accumulation is not None and grip.profile.accumulation.of == "all":
+        accumulation //= grip.processes
+    return Split(max(1, batch), max(1, accumulation), grip.processes)
+
+
+def newest_for(run: Path, place: Place, since: float | None = None, split: Split | None = None) -> Checkpoint | None:
     """The checkpoint from which the program would resume: the newest complete one, the kept copy
     included; an incomplete one if there is no other; None if there is none.
 
     `since`: older ones are not of this run. `split`: by which the program counts now.
     """
     record = _record(run)
-    found = list(_found(places, since, split, record))
-    kept = None if record is None else _kept(run, places, record)
+    found = list(_found(place, since, split, record))
+    kept = None if record is None else _kept(run, place, record)
     return max((*found, *([] if kept is None else [kept])), key=_rank, default=None)
 
 
-def newest_of(places: Checkpoints, since: float | None = None, split: Split | None = None) -> Checkpoint | None:
+def newest_of(place: Place, since: float | None = None, split: Split | None = None) -> Checkpoint | None:
     """The same without the copy: what the program itself has saved."""
-    return max(_found(places, since, split, None), key=_rank, default=None)
+    return max(_found(place, since, split, None), key=_rank, default=None)
 
 
 def _rank(found: Checkpoint) -> tuple[bool, float]:
     return found.complete, found.saved_at or 0.0
 
 
-def _found(places: Checkpoints, since: float | None, split: Split | None, record: Kept | None) -> list[Checkpoint]:
-    all_paths = {Path(name) for pattern in places.paths for name in glob.iglob(pattern)}
-    read_ones = [read(path, places, split) for path in all_paths]
+def _found(place: Place, since: float | None, split: Split | None, record: Kept | None) -> list[Checkpoint]:
+    all_paths = {Path(name) for pattern in place.paths for name in glob.iglob(pattern)}
+    read_ones = [read(path, place, split) for path in all_paths]
     new = [one for one in read_ones if since is None or (one.saved_at or 0.0) >= since]
     return new if record is None else [one for one in new if not _is_given(Path(one.path), record)]
 
@@ -87,19 +120,19 @@ def _is_given(path: Path, record: Kept) -> bool:
         return False
 
 
-def _kept(run: Path, places: Checkpoints, record: Kept) -> Checkpoint | None:
+def _kept(run: Path, place: Place, record: Kept) -> Checkpoint | None:
     path = run / KEPT / record.name
-    return read(path, places, record.split) if path.exists() else None
+    return read(path, place, record.split) if path.exists() else None
 
 
 def _record(run: Path) -> Kept | None:
     return read_derived(run / KEPT / _RECORD, Kept)
 
 
-def read(path: Path, places: Checkpoints, split: Split | None) -> Checkpoint:
+def read(path: Path, place: Place, split: Split | None) -> Checkpoint:
     """What the checkpoint at this path says."""
     try:
-        problem = _problem(path, places.rule.needs)
+        problem = _problem(path, place.rule.needs)
         saved_at = max(time_ns for _, _, time_ns in stamps(path).values()) / 1e9
         size = size_of(path)
     except (OSError, ValueError):
@@ -108,13 +141,13 @@ def read(path: Path, places: Checkpoints, split: Split | None) -> Checkpoint:
     if problem is not None:
         return found
     try:
-        step, epoch = _position(path, places)
+        step, epoch = _position(path, place)
     except (OSError, ValueError) as error:
         return replace(found, problem=f"{path}: its position cannot be read: {error}")
     if step is None:
         return found
-    updates = updates_at(places.position, step, epoch, split)
-    return replace(found, updates=updates, step=step if places.position.counts != "updates" else None, epoch=epoch)
+    updates = updates_at(place.position, step, epoch, split)
+    return replace(found, updates=updates, step=step if place.position.counts != "updates" else None, epoch=epoch)
 
 
 def _problem(path: Path, needs: tuple[str, ...]) -> str | None:
@@ -141,9 +174,9 @@ def _problem(path: Path, needs: tuple[str, ...]) -> str | None:
     return None
 
 
-def _position(path: Path, places: Checkpoints) -> tuple[int | None, int | None]:
+def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
     """Step and epoch, in the program's own counting."""
-    counter = places.rule.step
+    counter = place.rule.step
     if counter is None or counter.key is None:
         return None, None
     if counter.read == "name":
@@ -161,7 +194,7 @@ def _position(path: Path, places: Checkpoints) -> tuple[int | None, int | None]:
     return numbers[counter.key], numbers.get(counter.epoch_key or "")
 
 
-def keep(checkpoint: Checkpoint, run: Path, places: Checkpoints, split: Split | None = None) -> Checkpoint:
+def keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None = None) -> Checkpoint:
     """Keep a copy of this checkpoint in the run's folder, in place of an older one. `split`: by
     which its position counts. RunFolderError if that is not possible."""
     source, record = Path(checkpoint.path), _record(run)
@@ -171,14 +204,14 @@ def keep(checkpoint: Checkpoint, run: Path, places: Checkpoints, split: Split | 
     try:
         present = stamps(source)
         if record is not None and target.exists() and record.source == present and record.origin == str(source):
-            return read(target, places, record.split)
+            return read(target, place, record.split)
         target.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise RunFolderError(f"{source}: cannot be kept in {target.parent}: {why(error)}") from None
     new = target.with_name(f".new-{target.name}")
     remove(new)
     copy(source, new)
-    found = read(new, places, split)
+    found = read(new, place, split)
     if not found.complete:
         remove(new)
         raise RunFolderError(f"{source}: cannot be kept: {found.problem}")
@@ -188,7 +221,7 @@ def keep(checkpoint: Checkpoint, run: Path, places: Checkpoints, split: Split | 
         # Deletes memtop's copies only.
         if other.name not in (target.name, _RECORD):
             remove(other)
-    return read(target, places, split)
+    return read(target, place, split)
 
 
 def _replace(new: Path, target: Path) -> None:
@@ -205,7 +238,7 @@ def _replace(new: Path, target: Path) -> None:
 def prepared(
     checkpoint: Checkpoint,
     run: Path,
-    places: Checkpoints,
+    place: Place,
     *,
     before: Split | None,
     after: Split | None,
@@ -217,35 +250,35 @@ def prepared(
 
     `python`: the program's own Python, which has torch. RunFolderError if that is not possible.
     """
-    kept = keep(checkpoint, run, places, before)
+    kept = keep(checkpoint, run, place, before)
     record = _record(run)
     if record is None:
         raise RunFolderError(f"{run / KEPT / _RECORD}: cannot be read")
     source, split = Path(kept.path), record.split or before
     step = kept.step if kept.step is not None else kept.updates
     new = step
-    if places.rule.convert and step is not None and split is not None and after is not None and split != after:
-        new = converted(places.position, step, split, after)
-    if places.given and new == step:
+    if place.rule.convert and step is not None and split is not None and after is not None and split != after:
+        new = converted(place.position, step, split, after)
+    if place.given and new == step:
         return kept
-    if places.given:
-        target = source.parent / _CONVERTED / _named(source.name, places, new)
+    if place.given:
+        target = source.parent / _CONVERTED / _named(source.name, place, new)
     else:
         target = Path(record.origin)
         if new == step and _same(target, record):
-            return read(target, places, after)
+            return read(target, place, after)
     made = target.with_name(f".memtop-{target.name}")
     remove(made)
     copy(source, made)
     if new != step and new is not None:
-        write_position(made, places.rule.step, new, python)
-    if not places.given:
-        _move_aside(target, places)
+        write_position(made, place.rule.step, new, python)
+    if not place.given:
+        _move_aside(target, place)
     _replace(made, target)
-    found = read(target, places, after)
+    found = read(target, place, after)
     if not found.complete:
         raise RunFolderError(f"{target}: {found.problem}")
-    if not places.given:
+    if not place.given:
         write_json(source.parent / _RECORD, replace(record, given=stamps(target)))
     return found
 
@@ -258,18 +291,18 @@ def _same(target: Path, record: Kept) -> bool:
         return False
 
 
-def _named(name: str, places: Checkpoints, step: int | None) -> str:
+def _named(name: str, place: Place, step: int | None) -> str:
     """The name of a converted checkpoint: where the name has the position, the new one."""
-    counter = places.rule.step
+    counter = place.rule.step
     if counter is None or counter.read != "name" or (match := re.search(counter.key or "", name)) is None:
         return name
     start, end = match.span("step")
     return f"{name[:start]}{step}{name[end:]}"
 
 
-def _move_aside(target: Path, places: Checkpoints) -> None:
+def _move_aside(target: Path, place: Place) -> None:
     """Keep an incomplete checkpoint under another name; a complete one is in the run's folder."""
-    if not target.exists() or _problem(target, places.rule.needs) is None:
+    if not target.exists() or _problem(target, place.rule.needs) is None:
         return
     aside = target.with_name(f"{target.name}.incomplete")
     remove(aside)
@@ -289,19 +322,19 @@ class CheckpointWatch:
         self.problem: str | None = None
         """Why the newest one could not be kept."""
 
-    def look(self, places: Checkpoints, since: float | None, split: Split | None) -> Checkpoint | None:
+    def look(self, place: Place, since: float | None, split: Split | None) -> Checkpoint | None:
         """The newest checkpoint of the program."""
-        newest = newest_of(places, since, split)
-        if newest is not None and newest.complete and not places.given and time.monotonic() >= self._again:
-            self._keep(newest, places, split)
+        newest = newest_of(place, since, split)
+        if newest is not None and newest.complete and not place.given and time.monotonic() >= self._again:
+            self._keep(newest, place, split)
         return newest
 
-    def _keep(self, newest: Checkpoint, places: Checkpoints, split: Split | None) -> None:
+    def _keep(self, newest: Checkpoint, place: Place, split: Split | None) -> None:
         record, begun = _record(self._run), time.monotonic()
         if record is not None and _is_given(Path(newest.path), record):
             return
         try:
-            keep(newest, self._run, places, split)
+            keep(newest, self._run, place, split)
             self.problem = None
         except RunFolderError as error:
             self.problem = str(error)
