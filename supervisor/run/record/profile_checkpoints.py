@@ -106,7 +106,8 @@ def _rank(found: Checkpoint) -> tuple[bool, float]:
 
 
 def _found(place: Place, since: float | None, split: Split | None, record: Kept | None) -> list[Checkpoint]:
-    all_paths = {Path(name) for pattern in place.paths for name in glob.iglob(pattern)}
+    names = (name for pattern in place.paths for name in glob.iglob(pattern))  # noqa: PTH207 - they are absolute
+    all_paths = {Path(name) for name in names}
     read_ones = [read(path, place, split) for path in all_paths]
     new = [one for one in read_ones if since is None or (one.saved_at or 0.0) >= since]
     return new if record is None else [one for one in new if not _is_given(Path(one.path), record)]
