@@ -19,8 +19,8 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class Grip(msgspec.Struct, frozen=True, kw_only=True):
-    """How memtop holds the program: by its Trainer, as the agent has reported it, or by a profile, as
-    its command and files were read."""
+    """How memtop holds the program: by its Trainer, as the agent has reported it, or by a profile,
+    as its command and files were read."""
 
     output_dir: str = ""
     """Where the Trainer saves; an absolute path."""
