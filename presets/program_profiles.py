@@ -61,6 +61,9 @@ class ByFlag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How the first is added: `--x 1`, or `--x=1`."""
     shortened: bool = False
     """The program takes any unique beginning of the name (argparse does)."""
+    declared: bool = False
+    """It is added only if the script contains one of the names, which is then the one that is
+    added."""
 
 
 class ByFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="file", tag_field="by"):

@@ -4,12 +4,14 @@ one that a profile describes."""
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import msgspec
 
-from memtop.presets.program_profiles import ProgramProfile
+from memtop.presets.program_profiles import CheckpointRule, Position, ProgramProfile, filled
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.program import Knobs
 from memtop.supervisor.wire import Checkpoint
 
 WHOLE_NUMBERS = ("batch", "accumulation", "seq_len", "eval_batch")
@@ -18,9 +20,20 @@ KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 _BOOLEANS = {"true": True, "false": False}
 
 
+class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a program with a profile saves, and what its checkpoints are."""
+
+    paths: tuple[str, ...]
+    """Absolute paths with `*`: those of the profile, with the values of the program."""
+    rule: CheckpointRule
+    position: Position
+    given: bool = False
+    """The program is given the path of the checkpoint; else it reads `paths` itself."""
+
+
 class Grip(msgspec.Struct, frozen=True, kw_only=True):
-    """How memtop holds the program: by its Trainer, as the agent has reported it, or by a profile, as
-    its command and files were read."""
+    """How memtop holds the program: by its Trainer, as the agent has reported it, or by a profile,
+    as its command and files were read."""
 
     output_dir: str = ""
     """Where the Trainer saves; an absolute path."""
@@ -32,6 +45,13 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """With a profile: what its paths and words contain, by name."""
     fixed: dict[str, str] = {}
     """With a profile: the knobs that a restart cannot change, and why."""
+    knobs: Knobs = Knobs()
+    """With a profile: the settings, and where they were found."""
+    why: str = ""
+    """Why this profile fits."""
+    since: float | None = None
+    """With a profile: checkpoints that are older are of another training, in seconds since the
+    epoch. None: the command itself continues from what is there."""
     batch: int | None = None
     """Of one process, unless the profile says otherwise. With a profile, this and the next are in
     the program's own terms."""
@@ -53,9 +73,41 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def effective_batch(self) -> int | None:
         if self.batch is None or self.accumulation is None:
             return None
-        rules = () if self.profile is None else (self.profile.batch, self.profile.accumulation)
-        of_all = any(rule is not None and rule.of == "all" for rule in rules)
-        return self.batch * self.accumulation * (1 if of_all else self.processes)
+        return self.batch * self.accumulation * (1 if self._of_all("batch") or self._of_all("accumulation") else self.processes)
+
+    @property
+    def split(self) -> tuple[int, int, int] | None:
+        """Batch and accumulation of one process, and the processes."""
+        if self.batch is None or self.accumulation is None:
+            return None
+        batch = self.batch // self.processes if self._of_all("batch") else self.batch
+        accumulation = self.accumulation // self.processes if self._of_all("accumulation") else self.accumulation
+        return max(1, batch), max(1, accumulation), self.processes
+
+    def _of_all(self, knob: str) -> bool:
+        rule = None if self.profile is None else self.profile.knob(knob)
+        return rule is not None and rule.of == "all"
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Of a program with a profile; None if it does not resume, or if a path is not known."""
+        profile = self.profile
+        if profile is None or profile.checkpoint is None or profile.resume.how == "never":
+            return None
+        paths = [self._path(path) for path in profile.checkpoint.paths]
+        given = any("{checkpoint}" in word for word in profile.resume.words)
+        known = tuple(path for path in paths if path is not None)
+        return Checkpoints(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
+
+    @property
+    def log(self) -> str | None:
+        """The program's own log file, as an absolute path with `*`."""
+        pattern = None if self.profile is None else self.profile.output.log
+        return None if pattern is None else self._path(pattern)
+
+    def _path(self, pattern: str) -> str | None:
+        path = filled(pattern, self.values)
+        return None if path is None else os.path.normpath(os.path.join(self.cwd, path))  # noqa: PTH118 - of a pattern
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

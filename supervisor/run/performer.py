@@ -64,10 +64,11 @@ from memtop.supervisor.run.output.intake import OutputIntake
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, launch
+from memtop.supervisor.run.processes.attempt import Given, RunningAttempt, clear_leftovers, launch
 from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
-from memtop.supervisor.run.record import checkpoints, program_checkpoints
+from memtop.supervisor.run.profiled import grip_of, prepare
+from memtop.supervisor.run.record import checkpoints, profile_checkpoints, program_checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import why_not_written
@@ -242,9 +243,9 @@ class Performer:
         self._outbox.retry()
         number, latest, started = effect.number, self._folder.latest_state, time.time()
         try:
-            resumed = self._kept_for(effect)
+            resumed, given, grip = self._own_program(effect)
         except MemtopError as error:
-            return LaunchRefused(number=effect.number, why=str(error))
+            return LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError))
         # An external command counts its updates from its start, unless memtop makes it resume; the
         # built-in trainer reports where it resumes.
         start = ((resumed.updates if resumed is not None else None) or 0) if effect.settings is None else None
@@ -256,9 +257,8 @@ class Performer:
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = replace(read_states(self._folder), program=resumed)
-                given = changes_for_trainer(effect.grip, effect.knobs, resumed)
                 shim = launch(
-                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator, trainer=given
+                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator, given=given
                 )
         except MemtopError as error:
             why = str(error)
@@ -267,14 +267,28 @@ class Performer:
         self._agents.reset()
         self.follow(number, started, shim)
         moved = str(aside) if aside is not None else None
-        return Launched(number=number, started=started, states=states, set_aside=moved, resumed=resumed)
+        return Launched(number=number, started=started, states=states, set_aside=moved, resumed=resumed, grip=grip)
 
-    def _kept_for(self, effect: Launch) -> Checkpoint | None:
+    def _own_program(self, effect: Launch) -> tuple[Checkpoint | None, Given | None, Grip | None]:
+        """Of the user's own program: the checkpoint that it resumes from, how it is started, and
+        what memtop then knows of it, if it has a profile."""
+        held, run, spec = effect.grip, self._folder.path, self._spec
+        if effect.settings is not None or (held is None and spec.profile is None):
+            return None, None, None
+        if held is not None and held.profile is None:
+            resumed = self._kept_for(held)
+            given = Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed))
+            return resumed, given, None
+        after = grip_of(spec, run, effect.knobs, held)
+        resumed = None if held is None or after is None else profile_checkpoints.to_resume(run, held, after)
+        path = resumed.path if resumed is not None else None
+        prepared = prepare(spec, run, self._folder.attempt(effect.number), effect.knobs, path, held)
+        return (resumed, *prepared) if prepared is not None else (None, None, None)
+
+    def _kept_for(self, grip: Grip) -> Checkpoint | None:
         """The checkpoint from which a program built on the Trainer resumes, kept in the run's
         folder; None if it has none."""
-        if effect.grip is None:
-            return None
-        newest = program_checkpoints.newest_for(self._folder.path, effect.grip.output_dir)
+        newest = program_checkpoints.newest_for(self._folder.path, grip.output_dir)
         if newest is None or not newest.complete:
             return None
         return program_checkpoints.keep(newest, self._folder.path)

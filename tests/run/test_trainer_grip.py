@@ -57,9 +57,9 @@ def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() 
         "the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the effective batch stays 16, and so do order and "
         "learning rate"
     )
-    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint("/out")]
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(GRIP)]
     launch = launched(brain)
-    assert (launch.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    assert (launch.grip, launch.knobs) == (GRIP, {"batch": 4, "accumulation": 4})
     begins(brain, batch=4, accumulation=4)
     assert brain.messages("knob") == []
     assert brain.model.grip == replace(GRIP, batch=4, accumulation=4, resumes=True)
@@ -202,7 +202,7 @@ def test_where_it_is_known_to_resume_it_goes_on_with_half_the_batch() -> None:
     assert [one.id for one in proposal(brain).remedies].count("smaller_batch") == 1
     brain.tick(after=30.0)
     (launch,) = brain.asked(Launch)
-    assert (launch.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    assert (launch.grip, launch.knobs) == (GRIP, {"batch": 4, "accumulation": 4})
     brain.tell(Launched(number=2, started=brain.wall, resumed=SAVED))
     brain.report({**FOUND, "batch": 4, "accumulation": 4}, {"type": "plan", "updates": 5}, {"type": "step", "update": 6})
     die(brain, Kind.HOST_OOM_ALLOC, source="record")

@@ -280,6 +280,15 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Additions to the supervisor's own environment."""
 
 
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's own program, as it is started: with changes, if a restart has asked for any."""
+
+    command: tuple[str, ...]
+    files: dict[str, str] = {}
+    """New files in the attempt's folder, by name."""
+    environment: dict[str, str] = {}
+
+
 def launch(
     folder: RunFolder,
     number: int,
@@ -288,13 +297,14 @@ def launch(
     socket: Path,
     *,
     allocator: str = "",
-    trainer: dict[str, str] | None = None,
+    given: Given | None = None,
 ) -> int:
     """Start attempt `number` with its own shim, a child of this process. Returns the shim's pid.
 
     `allocator`: allocator options for an external command. Those of the built-in trainer are in its
-    settings. `trainer`: the variables with changes for a program built on Hugging Face's Trainer.
+    settings. `given`: what is changed in the user's own program.
     """
+    given = given or Given(command=spec.command)
     if settings is not None:
         require_python(folder, settings)
     attempt = folder.attempt(number)
@@ -309,12 +319,14 @@ def launch(
         raise RunFolderError(f"{attempt}: cannot be created: {error.strerror}{hint}") from None
     if settings is not None:
         write_json(attempt / "settings.json", settings)
+    for name, text in given.files.items():
+        _write(attempt / name, text)
     write_json(
         attempt / _COMMAND,
         LaunchCommand(
-            argv=_argv(folder, attempt, spec, settings),
+            argv=_argv(folder, attempt, given.command, settings),
             cwd=spec.cwd,
-            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | (trainer or {}),
+            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | given.environment,
         ),
     )
     try:
@@ -332,6 +344,13 @@ def launch(
     # its finaliser.
     shim.returncode = 0
     return shim.pid
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror}; free some space") from None
 
 
 def require_python(folder: RunFolder, settings: Settings) -> None:
@@ -375,9 +394,9 @@ def _living_shim(folder: RunFolder, number: int) -> ProcessId | None:
     return None
 
 
-def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:
+def _argv(folder: RunFolder, attempt: Path, command: tuple[str, ...], settings: Settings | None) -> tuple[str, ...]:
     if settings is None:
-        return with_agent_in_front(spec.command)
+        return with_agent_in_front(command)
     trainer = (
         "-m",
         "memtop.train",
