@@ -11,8 +11,10 @@ from msgspec.structs import replace
 
 from memtop.presets.program_profiles import ByFlag
 
-_PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*")
-_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
+PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*")
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+"""Launchers that are installed beside the Python that they start."""
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
 _PROCESSES = ("--nproc_per_node", "--num_processes", "--num_gpus", "--nproc-per-node", "--num-processes", "--num-gpus")
 _MACHINES = ("--nnodes", "--num_machines", "--num_nodes")
 
@@ -53,12 +55,12 @@ def parsed(words: Sequence[str]) -> Command | None:
         word, name = words[at], words[at].rpartition("/")[2]
         if word in ("-m", "--module") and at + 1 < len(words) and _takes_module(words[:at]):
             at += 1
-            if words[at] not in _LAUNCHERS:
+            if words[at] not in _MODULES:
                 module = words[at]
                 if module.endswith(".py"):
                     break
                 return Command(words=words, begins=at + 1, module=module, processes=_processes(words[:at]))
-        elif word == "-c" and _PYTHON.fullmatch(words[at - 1].rpartition("/")[2]):
+        elif word == "-c" and PYTHON.fullmatch(words[at - 1].rpartition("/")[2]):
             return None
         elif name.endswith(".py"):
             break
@@ -81,7 +83,7 @@ def started_by(words: Sequence[str], starter: str) -> Command | None:
 def _takes_module(before: Sequence[str]) -> bool:
     """Whether `-m` belongs to Python or a launcher."""
     names = [word.rpartition("/")[2] for word in before]
-    return any(_PYTHON.fullmatch(name) or name in ("torchrun", "accelerate", "deepspeed", "launch") for name in names)
+    return any(PYTHON.fullmatch(name) or name in (*LAUNCHERS, "launch") for name in names)
 
 
 def _processes(words: Sequence[str]) -> int | None:

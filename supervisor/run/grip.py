@@ -9,26 +9,18 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.program_profiles import CheckpointRule, Position, ProgramProfile, filled
+from memtop.presets.program_profiles import KNOB_NAMES, ProgramProfile, filled
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.program import Knobs
+from memtop.supervisor.run.positions import Split, moved
 from memtop.supervisor.wire import Checkpoint
 
 WHOLE_NUMBERS = ("batch", "accumulation", "seq_len", "eval_batch")
 KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 """By the names of `--set`."""
+POSITION = "position"
+"""`--set position=lost`: restart a program that does not keep its position."""
 _BOOLEANS = {"true": True, "false": False}
-
-
-class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a program with a profile saves, and what its checkpoints are."""
-
-    paths: tuple[str, ...]
-    """Absolute paths with `*`: those of the profile, with the values of the program."""
-    rule: CheckpointRule
-    position: Position
-    given: bool = False
-    """The program is given the path of the checkpoint; else it reads `paths` itself."""
 
 
 class Grip(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,31 +65,29 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def effective_batch(self) -> int | None:
         if self.batch is None or self.accumulation is None:
             return None
-        return self.batch * self.accumulation * (1 if self._of_all("batch") or self._of_all("accumulation") else self.processes)
+        return self.batch * self.accumulation * (1 if self.of_all("batch") or self.of_all("accumulation") else self.processes)
 
     @property
-    def split(self) -> tuple[int, int, int] | None:
-        """Batch and accumulation of one process, and the processes."""
-        if self.batch is None or self.accumulation is None:
+    def split(self) -> Split | None:
+        """The batch and the accumulation of one process."""
+        if self.batch is None:
             return None
-        batch = self.batch // self.processes if self._of_all("batch") else self.batch
-        accumulation = self.accumulation // self.processes if self._of_all("accumulation") else self.accumulation
-        return max(1, batch), max(1, accumulation), self.processes
+        batch, accumulation = self.batch, self.accumulation or 1
+        batch //= self.processes if self.of_all("batch") else 1
+        accumulation //= self.processes if self.of_all("accumulation") else 1
+        return Split(max(1, batch), max(1, accumulation), self.processes)
 
-    def _of_all(self, knob: str) -> bool:
+    def of_all(self, knob: str) -> bool:
+        """Whether the program divides this knob by its processes."""
         rule = None if self.profile is None else self.profile.knob(knob)
         return rule is not None and rule.of == "all"
 
     @property
-    def checkpoints(self) -> Checkpoints | None:
-        """Of a program with a profile; None if it does not resume, or if a path is not known."""
-        profile = self.profile
-        if profile is None or profile.checkpoint is None or profile.resume.how == "never":
-            return None
-        paths = [self._path(path) for path in profile.checkpoint.paths]
-        given = any("{checkpoint}" in word for word in profile.resume.words)
-        known = tuple(path for path in paths if path is not None)
-        return Checkpoints(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
+    def place(self) -> str:
+        """Where it saves, for people."""
+        if self.profile is None or self.profile.checkpoint is None:
+            return self.output_dir
+        return " and ".join(filled(path, self.values) or path for path in self.profile.checkpoint.paths)
 
     @property
     def asks(self) -> bool:
@@ -108,10 +98,7 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def log(self) -> str | None:
         """The program's own log file, as an absolute path with `*`."""
         pattern = None if self.profile is None else self.profile.output.log
-        return None if pattern is None else self._path(pattern)
-
-    def _path(self, pattern: str) -> str | None:
-        path = filled(pattern, self.values)
+        path = None if pattern is None else filled(pattern, self.values)
         return None if path is None else os.path.normpath(os.path.join(self.cwd, path))  # noqa: PTH118 - of a pattern
 
 
@@ -121,17 +108,44 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     before: dict[str, str] = {}
     """The knobs of the attempt before, to which the run returns if the program does not start."""
     resumed: int | None = None
-    """The update that it resumes after; None if there was no checkpoint."""
+    """The update that it resumes after; None if there was no checkpoint, or if that is not
+    known."""
+    checkpoint: Checkpoint | None = None
+    """What it resumes from."""
 
 
 def values_of(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
     """The values of the knobs; UsageError if one is not possible."""
-    unknown = [name for name in knobs if name not in KNOBS]
+    known = KNOBS if grip.profile is None else KNOB_NAMES
+    unknown = [name for name in knobs if name not in known]
     if unknown:
-        raise UsageError(f"{', '.join(unknown)}: of a program built on Hugging Face's Trainer, memtop sets {', '.join(KNOBS)}")
+        what = "built on Hugging Face's Trainer" if grip.profile is None else f"with the profile {grip.profile.name}"
+        raise UsageError(f"{', '.join(unknown)}: of a program {what}, memtop sets {', '.join(known)}")
+    if grip.profile is not None:
+        return _of_profile(knobs, grip)
     if "seq_len" in knobs and grip.seq_len is None:
         raise UsageError("seq_len: the arguments of this program's Trainer have no such field; change it in the script")
     return {name: _value(name, text) for name, text in knobs.items()}
+
+
+def _of_profile(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
+    values = {name: _value(name, text) for name, text in knobs.items()}
+    for name, value in values.items():
+        if name in grip.fixed and value != getattr(grip, name):
+            raise UsageError(f"{name}: {grip.fixed[name]}")
+        if grip.of_all(name) and int(value) % grip.processes:
+            raise UsageError(
+                f"{name} {value}: the program divides it by its {grip.processes} processes; give a multiple of them"
+            )
+    return values
+
+
+def why_not_continued(grip: Grip) -> str | None:
+    """Why a restart would not continue where the program was; None if it does."""
+    if grip.profile is None or (grip.profile.resume.how != "never" and grip.profile.resume.holds == "position"):
+        return None
+    what = "would begin from zero" if grip.profile.resume.how == "never" else "would count its updates from zero"
+    return f"this program {what} (profile {grip.profile.name}): {grip.profile.resume.why}"
 
 
 def _value(name: str, text: str) -> int | bool | str:
@@ -176,14 +190,27 @@ def consequences(
         return text
     text += f"; batch {grip.batch} x {grip.accumulation} -> {after.batch} x {after.accumulation}"
     before, then = grip.effective_batch or 0, after.effective_batch or 0
+    if before == then and grip.profile is not None:
+        return f"{text}: the effective batch stays {before}{_moved(grip, after, at)}"
     if before == then:
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
     done = (at.updates if at is not None and at.complete else None) or 0
-    verb, moved = "repeated" if then < before else "skipped", abs(before - then) * done
+    if grip.profile is not None:
+        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at)}"
+    verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
     return (
-        f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved} "
+        f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
         f"samples are {verb}; {_rates(grip, done, total, before / then)}"
     )
+
+
+def _moved(grip: Grip, after: Grip, at: Checkpoint | None) -> str:
+    """What another split means for the samples and the learning rate of a program with a
+    profile."""
+    profile, before, then = grip.profile, grip.split, after.split
+    if profile is None or profile.checkpoint is None or before is None or then is None:
+        return ""
+    return moved(profile.checkpoint, profile.position, at, before, then)
 
 
 def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:

@@ -68,8 +68,8 @@ from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import Given, RunningAttempt, clear_leftovers, launch
 from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
-from memtop.supervisor.run.profiled import grip_of, prepare
-from memtop.supervisor.run.record import checkpoints, profile_checkpoints, program_checkpoints
+from memtop.supervisor.run.profiled import grip_of, prepared, python_of
+from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import why_not_written
@@ -282,38 +282,22 @@ class Performer:
         held, run, spec = effect.grip, self._folder.path, self._spec
         if effect.settings is not None or (held is None and spec.profile is None):
             return None, None, None
-        if held is not None and held.profile is None:
-            resumed = self._kept_for(held)
-            given = Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed))
-            return resumed, given, None
-        after = grip_of(spec, run, effect.knobs, held)
-        resumed = None if held is None or after is None else profile_checkpoints.to_resume(run, held, after)
+        after = None if held is not None and held.profile is None else grip_of(spec, run, effect.knobs, held)
+        resumed = None
+        if held is not None:
+            python = None if after is None else python_of(spec)
+            resumed = grip_checkpoints.prepared(run, held, after or held, held.since, python)
+        if after is None:
+            return resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)), None
         path = resumed.path if resumed is not None else None
-        prepared = prepare(spec, run, self._folder.attempt(effect.number), effect.knobs, path, held)
-        return (resumed, *prepared) if prepared is not None else (None, None, None)
-
-    def _kept_for(self, grip: Grip) -> Checkpoint | None:
-        """The checkpoint from which a program built on the Trainer resumes, kept in the run's
-        folder; None if it has none."""
-        newest = program_checkpoints.newest_for(self._folder.path, grip.output_dir)
-        if newest is None or not newest.complete:
-            return None
-        return program_checkpoints.keep(newest, self._folder.path)
+        return resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, path), after
 
     def _keep_checkpoint(self, grip: Grip) -> WriteChecked | None:
-        """Only where links are possible: copying takes time in which the program goes on."""
-        problem: str | None = None
-        for _ in range(2):  # the program may delete it meanwhile, since it has saved a newer one
-            newest = program_checkpoints.newest_of(Path(grip.output_dir))
-            if newest is None or not newest.complete:
-                return None
-            try:
-                if Path(newest.path).stat().st_dev == self._folder.path.stat().st_dev:
-                    program_checkpoints.keep(newest, self._folder.path)
-                return None
-            except (MemtopError, OSError) as error:
-                problem = str(error)
-        return WriteChecked(topic="checkpoint", problem=problem)
+        try:
+            grip_checkpoints.keep(self._folder.path, grip, grip.since)
+        except (MemtopError, OSError) as error:
+            return WriteChecked(topic="checkpoint", problem=str(error))
+        return None
 
     def _signal(self, effect: Signal) -> Signalled:
         targets: list[ProcessId] = []
@@ -405,8 +389,8 @@ class Performer:
 
 
 def read_states(folder: RunFolder, grip: Grip | None = None) -> States:
-    """The saved states in a run's folder, and the one from which a program built on the Trainer
+    """The saved states in a run's folder, and the checkpoint from which the user's own program
     (`grip`) would resume."""
     latest = folder.latest_state
-    program = None if grip is None else program_checkpoints.newest_for(folder.path, grip.output_dir)
+    program = None if grip is None else grip_checkpoints.newest_for(folder.path, grip, grip.since)
     return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)), program=program)

@@ -3,14 +3,15 @@ it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from memtop.presets.program_profiles import KNOB_NAMES, ByFlag, ProgramProfile
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.profile.command import last
+from memtop.supervisor.profile.command import LAUNCHERS, PYTHON, last, parsed
 from memtop.supervisor.profile.detection import starter_of
 from memtop.supervisor.profile.reading import Changed, Program, Reading, changed, read
 from memtop.supervisor.program import Knob, Knobs
@@ -20,13 +21,6 @@ from memtop.supervisor.run.processes.environment import SOURCES_VARIABLE
 from memtop.supervisor.run.record.folder import RunSpec
 
 _OF_RESTART = "memtop restart"
-
-
-class Prepared(NamedTuple):
-    """What is started, and what memtop then knows of it."""
-
-    given: Given
-    grip: Grip
 
 
 def program_of(profile: ProgramProfile, spec: RunSpec) -> Program:
@@ -82,20 +76,28 @@ def _continues(profile: ProgramProfile, program: Program) -> bool:
     return True
 
 
-def prepare(
-    spec: RunSpec, run: Path, attempt: Path, knobs: dict[str, Any], checkpoint: str | None, known: Grip | None
-) -> Prepared | None:
-    """How the program is started with these settings, from this checkpoint; None without a profile.
-    UsageError if that is impossible."""
-    grip = grip_of(spec, run, knobs, known)
-    if grip is None or spec.profile is None:
-        return None
-    if not knobs and checkpoint is None:
-        return Prepared(Given(command=spec.command), grip)
-    program = program_of(spec.profile, spec)
+def prepared(grip: Grip, spec: RunSpec, run: Path, attempt: Path, knobs: dict[str, Any], checkpoint: str | None) -> Given:
+    """How the program is started with these settings, from this checkpoint. UsageError if that is
+    impossible."""
+    if grip.profile is None or (not knobs and checkpoint is None):
+        return Given(command=spec.command)
+    program = program_of(grip.profile, spec)
     try:
-        new: Changed = changed(spec.profile, program, knobs, attempt, checkpoint=checkpoint, run=str(run))
+        new: Changed = changed(grip.profile, program, knobs, attempt, checkpoint=checkpoint, run=str(run))
     except UsageError as error:
-        raise UsageError(f"{error}; profile {spec.profile.name}") from None
+        raise UsageError(f"{error} (profile {grip.profile.name})") from None
     environment = {SOURCES_VARIABLE: msgspec.json.encode(new.imports).decode()} if new.imports else {}
-    return Prepared(Given(command=new.words, files=new.files, environment=environment), grip)
+    return Given(command=new.words, files=new.files, environment=environment)
+
+
+def python_of(spec: RunSpec) -> str | None:
+    """The program's own Python, as its command names it; None if that cannot be seen."""
+    command = parsed(spec.command)
+    for word in spec.command[: command.begins] if command is not None else ():
+        name = word.rpartition("/")[2]
+        if PYTHON.fullmatch(name):
+            return shutil.which(word, path=None) or None
+        if name in LAUNCHERS and (found := shutil.which(word)) is not None:
+            beside = Path(found).resolve().parent / "python"
+            return str(beside) if beside.exists() else None
+    return None

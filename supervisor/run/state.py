@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.supervisor.program import Program, ProgramCheckpoint
+from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
@@ -45,7 +46,7 @@ def _reported(model: Model) -> RunState:
         choice=_choice(model),
         batch_search=progress.batch_search,
         program=None if settings else _program(model),
-        effective_batch=settings.effective_batch if settings else progress.plan.effective_batch if progress.plan else None,
+        effective_batch=_effective_batch(model),
         total_updates=progress.total_updates,
         loss=progress.loss,
         best_loss=progress.best_loss,
@@ -64,6 +65,14 @@ def _reported(model: Model) -> RunState:
         proposal=_proposal(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+def _effective_batch(model: Model) -> int | None:
+    if model.settings is not None:
+        return model.settings.effective_batch
+    if model.progress.plan is not None:
+        return model.progress.plan.effective_batch
+    return model.grip.effective_batch if model.grip is not None else None
 
 
 def _choice(model: Model) -> str | None:
@@ -114,9 +123,17 @@ def _program(model: Model) -> Program:
         why = f"{plan.framework} calls memtop's callback"
         # Of a program that has resumed it is known that it does.
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=plan.resumed or None, checkpoint=found)
+    if model.grip is not None and model.grip.profile is not None:
+        return _with_profile(model.grip, model.grip.profile.name, model.states.program)
     if model.progress.step is None:
         return Program(checkpoint=found)
     return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)
+
+
+def _with_profile(grip: Grip, name: str, saved: Checkpoint | None) -> Program:
+    found = None if saved is None else of_program(saved)
+    resumes = why_not_continued(grip) is None
+    return Program(grip="profile", profile=name, why=grip.why, knobs=grip.knobs, resumes=resumes, checkpoint=found)
 
 
 def of_program(saved: Checkpoint) -> ProgramCheckpoint:

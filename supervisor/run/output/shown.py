@@ -48,7 +48,11 @@ def with_output(state: RunState, seen: Seen | None, now: float, *, counted: bool
         return replace(state, **changes)
     if not by_hooks:
         known = state.program or Program()
-        changes["program"] = replace(known, grip="output", why=_why(seen, taken, counted=counted))
+        why = _why(seen, taken, counted=counted)
+        by_profile = known.grip == "profile"
+        changes["program"] = replace(
+            known, grip="profile" if by_profile else "output", why=f"{known.why}; {why}" if by_profile else why
+        )
     return replace(state, **changes)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record import profile_checkpoints, program_checkpoints
-from memtop.supervisor.run.record.profile_checkpoints import place_of, split_of
+from memtop.supervisor.run.record.profile_checkpoints import place_of
 from memtop.supervisor.wire import Checkpoint
 
 _TRIES = 2
@@ -22,7 +22,7 @@ def newest_for(run: Path, grip: Grip, since: float | None = None) -> Checkpoint 
     if grip.profile is None:
         return program_checkpoints.newest_for(run, grip.output_dir)
     place = place_of(grip)
-    return None if place is None else profile_checkpoints.newest_for(run, place, since, split_of(grip))
+    return None if place is None else profile_checkpoints.newest_for(run, place, since, grip.split)
 
 
 def keep(run: Path, grip: Grip, since: float | None = None) -> Checkpoint | None:
@@ -45,7 +45,7 @@ def _kept(newest: Checkpoint, run: Path, grip: Grip) -> Checkpoint:
     place = place_of(grip)
     if place is None:
         return program_checkpoints.keep(newest, run)
-    return profile_checkpoints.keep(newest, run, place, split_of(grip))
+    return profile_checkpoints.keep(newest, run, place, grip.split)
 
 
 def prepared(run: Path, before: Grip, after: Grip, since: float | None = None, python: str | None = None) -> Checkpoint | None:
@@ -60,5 +60,5 @@ def prepared(run: Path, before: Grip, after: Grip, since: float | None = None, p
         return None
     if place is None:
         return program_checkpoints.keep(newest, run)
-    splits = {"before": split_of(before), "after": split_of(after)}
+    splits = {"before": before.split, "after": after.split}
     return profile_checkpoints.prepared(newest, run, place, **splits, python=python)

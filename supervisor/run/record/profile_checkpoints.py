@@ -71,18 +71,6 @@ def place_of(grip: Grip) -> Place | None:
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
 
-def split_of(grip: Grip) -> Split | None:
-    """The batch and the accumulation of one process."""
-    if grip.profile is None or grip.batch is None:
-        return None
-    batch, accumulation = grip.batch, grip.accumulation or 1
-    if grip.profile.batch is not None and grip.profile.batch.of == "all":
-        batch //= grip.processes
-    if grip.profile.accumulation is not None and grip.profile.accumulation.of == "all":
-        accumulation //= grip.processes
-    return Split(max(1, batch), max(1, accumulation), grip.processes)
-
-
 def newest_for(run: Path, place: Place, since: float | None = None, split: Split | None = None) -> Checkpoint | None:
     """The checkpoint from which the program would resume: the newest complete one, the kept copy
     included; an incomplete one if there is no other; None if there is none.

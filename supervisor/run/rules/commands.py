@@ -167,16 +167,17 @@ def _restarting(model: Model) -> str:
 def _resuming(model: Model) -> str:
     found = model.states.program
     if found is not None and found.complete:
-        return f"restarting from the program's checkpoint at update {found.updates}, or a newer one"
+        where = "" if found.updates is None else f" at update {found.updates}"
+        return f"restarting from the program's checkpoint{where}, or a newer one"
     if model.alive and saves_when_stopped(model.settings, model.progress.offers):
         return "restarting from the checkpoint that the program saves now"
     assert model.grip is not None
     why = f": {found.problem}" if found is not None else ""
-    return f"restarting from the first update: there is no complete checkpoint in {model.grip.output_dir}{why}"
+    return f"restarting from the first update: there is no complete checkpoint in {model.grip.place}{why}"
 
 
 def _of_knobs(model: Model, change: Change) -> str:
-    """What the change means for a program built on Hugging Face's Trainer."""
+    """What the change means for the user's own program."""
     if model.grip is None:
         return ""
     step, saves = model.progress.step, saves_when_stopped(model.settings, model.progress.offers)
