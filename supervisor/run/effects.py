@@ -90,7 +90,7 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
 
 class KeepCheckpoint(msgspec.Struct, frozen=True, tag="keep_checkpoint"):
     """Keep the newest complete checkpoint of the user's own program, because the program may delete
-    it while it stops."""
+    or overwrite it while it stops. Answered by `CheckpointKept`."""
 
     grip: Grip
 

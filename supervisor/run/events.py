@@ -153,6 +153,14 @@ class OutputRead(msgspec.Struct, frozen=True, tag="output_read"):
     seen: Seen
 
 
+class CheckpointKept(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_kept"):
+    """The newest checkpoint of the user's own program was copied to the run's folder, as far as
+    there is one."""
+
+    problem: str | None = None
+    """Why it could not be; None if it was."""
+
+
 class StatesRead(msgspec.Struct, frozen=True, tag="states_read"):
     """The saved states were read."""
 
@@ -351,6 +359,7 @@ Occurrence = (
     | Reported
     | OutputRead
     | StatesRead
+    | CheckpointKept
     | SavedChecked
     | ProgramEnded
     | LeftoversCleared

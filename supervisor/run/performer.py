@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -46,6 +46,7 @@ from memtop.supervisor.run.effects import (
 )
 from memtop.supervisor.run.events import (
     Answered,
+    CheckpointKept,
     Examined,
     Launched,
     LaunchRefused,
@@ -80,6 +81,16 @@ from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Checkpoint
 
 Post = Callable[[Occurrence], None]
+
+
+class Start(NamedTuple):
+    """How an attempt of the user's own program is started."""
+
+    resumed: Checkpoint | None = None
+    """The checkpoint that it resumes from."""
+    given: Given | None = None
+    grip: Grip | None = None
+    """With a profile: what memtop then knows of it."""
 
 
 class Performer:
@@ -151,8 +162,10 @@ class Performer:
 
     def _act(self, effect: Effect, model: Model) -> Occurrence | None:
         match effect:
+            case Launch(grip=None):
+                return self._launch_new(effect)
             case Launch():
-                return self._launch(effect)
+                self._begin(self._launch_own(effect))
             case Signal():
                 return self._signal(effect)
             case TypeAnswer(text=text) if self.attempt is not None:
@@ -164,7 +177,7 @@ class Performer:
             case AskRanks():
                 self._begin(self._ask(effect))
             case KeepCheckpoint(grip=grip):
-                return self._keep_checkpoint(grip)
+                self._begin(self._keep_checkpoint(grip))
             case ReadStates():
                 return StatesRead(read_states(self._folder, model.grip))
             case CheckSaved(reported=reported):
@@ -235,7 +248,7 @@ class Performer:
 
     # --- the program ------------------------------------------------------------------------------
 
-    def _launch(self, effect: Launch) -> Launched | LaunchRefused:
+    def _launch(self, effect: Launch, own: Start) -> Launched | LaunchRefused:
         """The ledger first: an attempt that it has and that has no program is closed by the next
         supervisor.
         """
@@ -245,10 +258,7 @@ class Performer:
             self.intake.store()
         self._outbox.retry()
         number, latest, started = effect.number, self._folder.latest_state, time.time()
-        try:
-            resumed, given, grip = self._own_program(effect)
-        except MemtopError as error:
-            return LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError))
+        resumed, given, grip = own.resumed, own.given, own.grip
         # An external command counts its updates from its start, unless memtop makes it resume; the
         # built-in trainer reports where it resumes.
         start = ((resumed.updates if resumed is not None else None) or 0) if effect.settings is None else None
@@ -276,28 +286,44 @@ class Performer:
         moved = str(aside) if aside is not None else None
         return Launched(number=number, started=started, states=states, set_aside=moved, resumed=resumed, grip=grip)
 
-    def _own_program(self, effect: Launch) -> tuple[Checkpoint | None, Given | None, Grip | None]:
-        """Of the user's own program: the checkpoint that it resumes from, how it is started, and
-        what memtop then knows of it, if it has a profile."""
+    def _launch_new(self, effect: Launch) -> Launched | LaunchRefused:
+        """Without a checkpoint of the user's own program."""
+        try:
+            return self._launch(effect, self._own_program(effect))
+        except MemtopError as error:
+            return LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError))
+
+    async def _launch_own(self, effect: Launch) -> None:
+        """Prepare the checkpoint in a thread: copies take time."""
+        try:
+            start = await asyncio.to_thread(self._own_program, effect)
+        except MemtopError as error:
+            self._post(LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError)))
+        else:
+            self._post(self._launch(effect, start))
+
+    def _own_program(self, effect: Launch) -> Start:
+        """How the user's own program is started."""
         held, run, spec = effect.grip, self._folder.path, self._spec
         if effect.settings is not None or (held is None and spec.profile is None):
-            return None, None, None
+            return Start()
         after = None if held is not None and held.profile is None else grip_of(spec, run, effect.knobs, held)
         resumed = None
         if held is not None:
             python = None if after is None else python_of(spec)
             resumed = grip_checkpoints.prepared(run, held, after or held, held.since, python)
         if after is None:
-            return resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)), None
+            return Start(resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)))
         path = resumed.path if resumed is not None else None
-        return resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, path), after
+        return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, path), after)
 
-    def _keep_checkpoint(self, grip: Grip) -> WriteChecked | None:
+    async def _keep_checkpoint(self, grip: Grip) -> None:
+        problem = None
         try:
-            grip_checkpoints.keep(self._folder.path, grip, grip.since)
+            await asyncio.to_thread(grip_checkpoints.keep, self._folder.path, grip, grip.since)
         except (MemtopError, OSError) as error:
-            return WriteChecked(topic="checkpoint", problem=str(error))
-        return None
+            problem = str(error)
+        self._post(CheckpointKept(problem=problem))
 
     def _signal(self, effect: Signal) -> Signalled:
         targets: list[ProcessId] = []
@@ -382,6 +408,12 @@ class Performer:
         except MemtopError as error:
             return StateHeld(problem=str(error))
         return StateHeld()
+
+    def collect(self) -> None:
+        """Raise the error of a task that has failed."""
+        for task in [task for task in self.tasks if task.done()]:
+            self.tasks.discard(task)
+            task.result()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it while other events come in; the loop looks at what has failed."""

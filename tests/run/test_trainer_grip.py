@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
-from memtop.supervisor.run.events import Examined, Launched, RemedyFacts, Requested
+from memtop.supervisor.run.events import CheckpointKept, Examined, Launched, RemedyFacts, Requested
 from memtop.supervisor.run.grip import Grip, consequences, rate_at
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
@@ -30,6 +30,8 @@ def ask(brain: Brain, change: Change = HALF, saved: Checkpoint | None = SAVED) -
     """The answer to a request for a restart."""
     states = replace(brain.model.states, program=saved)
     brain.tell(Requested(client=1, request=Restart(id=1, change=change), states=states))
+    if brain.asked(KeepCheckpoint):
+        brain.tell(CheckpointKept())
     return brain.answers()[-1].message
 
 
@@ -202,7 +204,7 @@ def test_where_it_is_known_to_resume_it_goes_on_with_half_the_batch() -> None:
     assert [one.id for one in proposal(brain).remedies].count("smaller_batch") == 1
     brain.tick(after=30.0)
     (launch,) = brain.asked(Launch)
-    assert (launch.grip, launch.knobs) == (GRIP, {"batch": 4, "accumulation": 4})
+    assert (launch.grip, launch.knobs) == (replace(GRIP, resumes=True), {"batch": 4, "accumulation": 4})
     brain.tell(Launched(number=2, started=brain.wall, resumed=SAVED))
     brain.report({**FOUND, "batch": 4, "accumulation": 4}, {"type": "plan", "updates": 5}, {"type": "step", "update": 6})
     die(brain, Kind.HOST_OOM_ALLOC, source="record")

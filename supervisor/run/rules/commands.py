@@ -57,7 +57,8 @@ _NEEDS = {
 def requested(model: Model, event: Requested) -> Model:
     """Carry out the request, or hold it back until the ranks have connected again."""
     model = replace(model, states=event.states)
-    if _connects_again(model, event):
+    # While the checkpoint for a launch is copied, a request waits for the program.
+    if _connects_again(model, event) or model.launching is not None:
         return replace(model, held=(*model.held, event))
     return _carry_out(model, event)
 
