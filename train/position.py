@@ -8,6 +8,7 @@ and the standard library only, and works with Python 3.8. The file is memtop's o
 
 import os
 import sys
+from pathlib import Path
 
 
 def main(path: str, key: str, number: str) -> None:
@@ -24,13 +25,13 @@ def main(path: str, key: str, number: str) -> None:
     for level in levels:
         inside = inside[level]
     if not isinstance(inside[last], int):
-        raise SystemExit("%s is %r, not a whole number" % (key, type(inside[last])))
+        raise SystemExit(f"{key} is {type(inside[last])!r}, not a whole number")
     inside[last] = int(number)
     new = path + ".new"
     torch.save(values, new)
-    with open(new, "rb") as file:
+    with Path(new).open("rb") as file:
         os.fsync(file.fileno())
-    os.replace(new, path)
+    Path(new).replace(path)
 
 
 if __name__ == "__main__":

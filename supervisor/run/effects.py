@@ -62,6 +62,12 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
     target: Target
 
 
+class TypeAnswer(msgspec.Struct, frozen=True, tag="type_answer"):
+    """Type this, and the line's end, on the program's terminal: the answer to its question."""
+
+    text: str
+
+
 class ClearLeftovers(msgspec.Struct, frozen=True, kw_only=True, tag="clear_leftovers"):
     """End the processes that a program left behind. Answered by `LeftoversCleared`."""
 
@@ -182,6 +188,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag="give_up"):
 Effect = (
     Launch
     | Signal
+    | TypeAnswer
     | ClearLeftovers
     | Examine
     | KeepCheckpoint

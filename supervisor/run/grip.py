@@ -90,6 +90,11 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
         return " and ".join(filled(path, self.values) or path for path in self.profile.checkpoint.paths)
 
     @property
+    def asks(self) -> bool:
+        """Whether it asks something on its terminal before it ends."""
+        return self.profile is not None and self.profile.stop.answer is not None
+
+    @property
     def log(self) -> str | None:
         """The program's own log file, as an absolute path with `*`."""
         pattern = None if self.profile is None else self.profile.output.log

@@ -41,6 +41,7 @@ from memtop.supervisor.run.effects import (
     SaveState,
     Signal,
     Target,
+    TypeAnswer,
     UpdateAttempt,
 )
 from memtop.supervisor.run.events import (
@@ -154,6 +155,8 @@ class Performer:
                 return self._launch(effect)
             case Signal():
                 return self._signal(effect)
+            case TypeAnswer(text=text) if self.attempt is not None:
+                self.attempt.type_answer(text)
             case ClearLeftovers():
                 self._begin(self._clear_leftovers(effect, model.grip))
             case Examine():
@@ -259,8 +262,12 @@ class Performer:
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = replace(read_states(self._folder), program=resumed)
+                allocator, asks = effect.allocator, grip is not None and grip.asks
                 shim = launch(
-                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator, given=given
+                    *(self._folder, number, self._spec, effect.settings, self._socket),
+                    allocator=allocator,
+                    given=given,
+                    answers=asks,
                 )
         except MemtopError as error:
             why = str(error)

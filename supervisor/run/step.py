@@ -101,7 +101,7 @@ def _after(model: Model, event: Occurrence) -> Model:
         case StatesRead(states=states):
             return replace(model, states=states)
         case SavedChecked(found=found):
-            return replace(model, saved_by_program=found)
+            return stopping.save_seen(replace(model, saved_by_program=found), found)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
         case SupervisorStarted():

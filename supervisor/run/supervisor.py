@@ -294,6 +294,7 @@ class Supervisor:
             updates=progress.update,
             step_seconds=progress.step_seconds,
             has_loss=progress.loss is not None,
+            own_log=self.model.grip.log if self.model.grip is not None else None,
             to_the_end=to_the_end,
         )
         if seen is not None:

@@ -33,7 +33,9 @@ def folders(folder: Path, **values: Any) -> Place:
     rule = {"paths": ("x",), "needs": ("model*", "optimizer.bin|optimizer.pt", "state_*.pkl")}
     counter = Counter(read="name", key=r"step_(?P<step>\d+)")
     position = Position(counts="updates", order="skipped")
-    return Place(paths=(f"{folder}/step_*",), rule=CheckpointRule(**rule, step=counter, **values), position=position, given=True)
+    return Place(
+        paths=(f"{folder}/step_*",), rule=CheckpointRule(**rule, step=counter, **values), position=position, given=True
+    )
 
 
 @pytest.fixture
@@ -125,7 +127,8 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_changed(run: Path) -
     path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
     torch.save({"step": 120, "epoch": 0, "other": Path("/")}, path)
     content = path.read_bytes()
-    for python, words in ((sys.executable, "Unsupported|weights_only|WeightsUnpickler"), (None, "which Python of yours"), ("/none", "start")):
+    refused = "Unsupported|weights_only|WeightsUnpickler"
+    for python, words in ((sys.executable, refused), (None, "which Python of yours"), ("/none", "start")):
         with pytest.raises(RunFolderError, match=words):
             prepared(found(run, place), run, place, before=FULL, after=HALF, python=python)
         assert path.read_bytes() == content

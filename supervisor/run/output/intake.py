@@ -15,6 +15,7 @@ import msgspec
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.output.learning import Learner, Row
+from memtop.supervisor.run.output.own_log import OwnLog, OwnLogPosition
 from memtop.supervisor.run.output.relation import Relation
 from memtop.supervisor.run.output.tail import Tail
 from memtop.supervisor.run.output.values import Seen
@@ -40,6 +41,10 @@ class OutputFile(msgspec.Struct, kw_only=True):
     best_loss: float | None = None
     first: int | None = None
     """The first step of the attempt."""
+    own_log: OwnLogPosition | None = None
+    is_printed: bool | None = None
+    """Whether the numbers are in the output; False if they are in the program's own log. None while
+    neither has any."""
 
 
 class OutputIntake:
@@ -69,6 +74,8 @@ class OutputIntake:
         self._on_steps, self._on_own_counter = on_steps, on_own_counter
         self._state = read_derived(self._path, OutputFile) or OutputFile()
         self._tail = Tail(folder / "output.log", self._state.offset)
+        self._own_log: OwnLog | None = None
+        self._stored = (self._state.offset, 0)
         self._waiting: list[Row] = []
         self._saved = 0.0
         self._settings = {name: re.compile(text.encode(), re.MULTILINE) for name, text in (settings or {}).items()}
@@ -78,17 +85,28 @@ class OutputIntake:
             on_own_counter(False)
 
     def read(
-        self, now: float, *, updates: int | None, step_seconds: float | None, has_loss: bool, to_the_end: bool = False
+        self,
+        now: float,
+        *,
+        updates: int | None,
+        step_seconds: float | None,
+        has_loss: bool,
+        own_log: str | None = None,
+        to_the_end: bool = False,
     ) -> Seen | None:
         """What the output says now; None if it says nothing new.
 
         `updates`: how many updates the agent has counted, `step_seconds` each, with their loss or
-        without.
+        without. `own_log`: where the program writes a log of its own.
         """
-        before = self._tail.offset
+        if own_log is not None and self._own_log is None:
+            self._own_log = OwnLog(own_log, self._state.own_log)
+            self._stored = self._offsets
+            self._state.own_log = self._own_log.position
+        before = self._offsets
         rows = self._rows(now, updates, to_the_end)
-        while to_the_end and self._tail.offset != before:
-            before = self._tail.offset
+        while to_the_end and self._offsets != before:
+            before = self._offsets
             rows += self._rows(now, updates, to_the_end)
         state, again, self._again = self._state, self._again, False
         lag = _LAG_SECONDS / step_seconds if step_seconds else 0.0
@@ -103,10 +121,14 @@ class OutputIntake:
         self._store(updates)
         # A decision is stored at once: the next supervisor must not remove rows again.
         is_due = to_the_end or is_decided or abs(now - self._saved) >= _SAVE_SECONDS
-        if self._tail.offset != state.offset and not self._waiting and is_due:
-            state.offset, self._saved = self._tail.offset, now
+        if self._offsets != self._stored and not self._waiting and is_due:
+            state.offset, self._stored, self._saved = self._tail.offset, self._offsets, now
             self._save()
         return self._seen(updates, again=again) if rows or again else None
+
+    @property
+    def _offsets(self) -> tuple[int, int]:
+        return self._tail.offset, 0 if self._own_log is None else self._own_log.position.offset
 
     def _relate(self, updates: int | None, lag: float, *, last: bool) -> bool:
         """Whether it is known from now on how steps and updates relate."""
@@ -119,13 +141,22 @@ class OutputIntake:
         return state.relation.agrees is not None
 
     def _rows(self, now: float, updates: int | None, to_the_end: bool) -> list[Row]:
+        all_lines, own, state = self._pattern is not None, self._own_log, self._state
+        rows: list[Row] = []
         try:
-            lines = self._tail.read(all_lines=self._pattern is not None, to_the_end=to_the_end)
+            if not state.is_printed and own is not None:
+                lines = own.read(now, all_lines=all_lines, to_the_end=to_the_end)
+                rows += state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+                state.is_printed = False if rows else state.is_printed
+            lines = self._tail.read(all_lines=all_lines, to_the_end=to_the_end)
         except OSError as error:
-            self.problem = f"{self._tail.path}: cannot be read: {error.strerror}; what the program prints is not seen"
-            return []
+            self.problem = f"{error.filename or self._tail.path}: cannot be read: {error.strerror}; what is in it is not seen"
+            return rows
         self.problem = None
-        return self._state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+        if state.is_printed is not False:
+            rows += state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+            state.is_printed = True if rows else state.is_printed
+        return rows
 
     def _store(self, updates: int | None) -> None:
         """Give the ledger the rows whose update is known."""
@@ -194,4 +225,5 @@ class OutputIntake:
             example=learner.example or "",
             printed=self._named_settings(),
             again=again,
+            log=self._own_log.path if self._own_log is not None and self._state.is_printed is False else None,
         )

@@ -42,8 +42,10 @@ def with_output(state: RunState, seen: Seen | None, now: float, *, counted: bool
     if state.alive and state.eta_seconds is None and total and updates is not None and seconds:
         since = max(0.0, now - seen.time) if own else 0.0
         changes["eta_seconds"] = max(0.0, (total - updates) * seconds - since)
+    if seen.log is not None and state.alive:
+        changes["log_path"] = seen.log
     if not taken:
-        return state
+        return replace(state, **changes)
     if not by_hooks:
         known = state.program or Program()
         why = _why(seen, taken, counted=counted)
@@ -56,7 +58,8 @@ def with_output(state: RunState, seen: Seen | None, now: float, *, counted: bool
 
 def _why(seen: Seen, taken: list[str], *, counted: bool) -> str:
     """`loss, total read from the output, by lines like ...`."""
-    text = f"{', '.join(taken)}: read from the output, by lines like `{seen.example}`"
+    where = "the output" if seen.log is None else seen.log
+    text = f"{', '.join(taken)}: read from {where}, by lines like `{seen.example}`"
     if not counted:
         return text
     if seen.agrees is False:

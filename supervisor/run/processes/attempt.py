@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -162,6 +163,17 @@ class RunningAttempt:
         """Those of the attempt's processes that a signal has stopped."""
         return [process for process in self.processes() if is_stopped(process.pid)]
 
+    def type_answer(self, text: str) -> None:
+        """Write a line to the program's standard input, if it was started with one that takes
+        answers. It is read when the program asks."""
+        with contextlib.suppress(OSError):  # it has none, or has ended
+            descriptor = os.open(self.folder / ANSWERS, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, f"{text}\n".encode())
+            finally:
+                os.close(descriptor)
+
     def group(self) -> list[ProcessId]:
         """The program and the processes in its process group: those that Ctrl-C in a terminal would
         signal."""
@@ -267,6 +279,9 @@ def reap_children() -> dict[int, int]:
 
 
 _COMMAND = "command.json"
+# As in shim.py.
+ANSWERS = "answers"
+"""The pipe that is the standard input of a program that asks something before it ends."""
 # As in shim.py, which imports nothing of memtop. A process or exit file needs less than this.
 _RESERVED, _RESERVED_BYTES = ".reserved", 512
 
@@ -278,6 +293,9 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     environment: dict[str, str]
     """Additions to the supervisor's own environment."""
+    answers: bool = False
+    """Whether its standard input is a pipe into which answers can be written; otherwise it is
+    empty."""
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,11 +316,13 @@ def launch(
     *,
     allocator: str = "",
     given: Given | None = None,
+    answers: bool = False,
 ) -> int:
     """Start attempt `number` with its own shim, a child of this process. Returns the shim's pid.
 
     `allocator`: allocator options for an external command. Those of the built-in trainer are in its
     settings. `given`: what is changed in the user's own program.
+    `answers`: the program asks something on its terminal before it ends.
     """
     given = given or Given(command=spec.command)
     if settings is not None:
@@ -327,6 +347,7 @@ def launch(
             argv=_argv(folder, attempt, given.command, settings),
             cwd=spec.cwd,
             environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | given.environment,
+            answers=answers,
         ),
     )
     try:

@@ -12,7 +12,6 @@ import fnmatch
 import glob
 import os
 import re
-import time
 from pathlib import Path
 
 import msgspec
@@ -78,7 +77,7 @@ def newest_for(run: Path, place: Place, since: float | None = None, split: Split
 
     `since`: older ones are not of this run. `split`: by which the program counts now.
     """
-    record = _record(run)
+    record = record_of(run)
     found = list(_found(place, since, split, record))
     kept = None if record is None else _kept(run, place, record)
     return max((*found, *([] if kept is None else [kept])), key=_rank, default=None)
@@ -94,13 +93,14 @@ def _rank(found: Checkpoint) -> tuple[bool, float]:
 
 
 def _found(place: Place, since: float | None, split: Split | None, record: Kept | None) -> list[Checkpoint]:
-    all_paths = {Path(name) for pattern in place.paths for name in glob.iglob(pattern)}
+    names = (name for pattern in place.paths for name in glob.iglob(pattern))  # noqa: PTH207 - they are absolute
+    all_paths = {Path(name) for name in names}
     read_ones = [read(path, place, split) for path in all_paths]
     new = [one for one in read_ones if since is None or (one.saved_at or 0.0) >= since]
-    return new if record is None else [one for one in new if not _is_given(Path(one.path), record)]
+    return new if record is None else [one for one in new if not is_given(Path(one.path), record)]
 
 
-def _is_given(path: Path, record: Kept) -> bool:
+def is_given(path: Path, record: Kept) -> bool:
     """Whether this is what memtop has put there."""
     try:
         return bool(record.given) and str(path) == record.origin and stamps(path) == record.given
@@ -113,7 +113,7 @@ def _kept(run: Path, place: Place, record: Kept) -> Checkpoint | None:
     return read(path, place, record.split) if path.exists() else None
 
 
-def _record(run: Path) -> Kept | None:
+def record_of(run: Path) -> Kept | None:
     return read_derived(run / KEPT / _RECORD, Kept)
 
 
@@ -185,7 +185,7 @@ def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
 def keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None = None) -> Checkpoint:
     """Keep a copy of this checkpoint in the run's folder, in place of an older one. `split`: by
     which its position counts. RunFolderError if that is not possible."""
-    source, record = Path(checkpoint.path), _record(run)
+    source, record = Path(checkpoint.path), record_of(run)
     target = run / KEPT / source.name
     if source == target:
         return checkpoint
@@ -239,7 +239,7 @@ def prepared(
     `python`: the program's own Python, which has torch. RunFolderError if that is not possible.
     """
     kept = keep(checkpoint, run, place, before)
-    record = _record(run)
+    record = record_of(run)
     if record is None:
         raise RunFolderError(f"{run / KEPT / _RECORD}: cannot be read")
     source, split = Path(kept.path), record.split or before
@@ -298,36 +298,3 @@ def _move_aside(target: Path, place: Place) -> None:
         target.rename(aside)
     except OSError as error:
         raise RunFolderError(f"{target}: cannot be renamed: {why(error)}") from None
-
-
-class CheckpointWatch:
-    """Looks for new checkpoints of one attempt, and keeps a copy of those that the program
-    overwrites. It works in a thread: a disk may be slow."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._again = 0.0
-        self.problem: str | None = None
-        """Why the newest one could not be kept."""
-
-    def look(self, place: Place, since: float | None, split: Split | None) -> Checkpoint | None:
-        """The newest checkpoint of the program."""
-        newest = newest_of(place, since, split)
-        if newest is not None and newest.complete and not place.given and time.monotonic() >= self._again:
-            self._keep(newest, place, split)
-        return newest
-
-    def _keep(self, newest: Checkpoint, place: Place, split: Split | None) -> None:
-        record, begun = _record(self._run), time.monotonic()
-        if record is not None and _is_given(Path(newest.path), record):
-            return
-        try:
-            keep(newest, self._run, place, split)
-            self.problem = None
-        except RunFolderError as error:
-            self.problem = str(error)
-        # Copies take at most a fiftieth of the time.
-        self._again = time.monotonic() + _SHARE * (time.monotonic() - begun)
-
-
-_SHARE = 50

@@ -134,7 +134,7 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
     if saves_when_stopped(model.settings, model.progress.offers):
         text = "the program finishes its update, saves and exits"
     else:
-        text = "memtop sends SIGINT to the program; what it saves is up to the program"
+        text = stopping.manner_of(model)
     model = accept(model, client, request.id, f"stopping: {text}")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
 
