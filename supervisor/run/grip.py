@@ -112,6 +112,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     known."""
     checkpoint: Checkpoint | None = None
     """What it resumes from."""
+    begun: bool = False
+    """It has done an update, but has not shown where it began."""
 
 
 def values_of(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:

@@ -198,11 +198,13 @@ class Performer:
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
 
     def _output_of(self, attempt: RunningAttempt) -> OutputIntake:
+        profile = self._spec.profile
         return OutputIntake(
             attempt.folder,
             attempt.number,
             self._outbox,
-            pattern=self._spec.step_pattern,
+            pattern=self._spec.step_pattern or (profile.output.step if profile is not None else None),
+            settings={} if profile is None else {str(name): text for name, text in profile.output.settings.items()},
             on_steps=self._publisher.add_steps,
             on_own_counter=self._count_by_output,
         )
@@ -314,8 +316,7 @@ class Performer:
             resumed = grip_checkpoints.prepared(run, held, after or held, held.since, python)
         if after is None:
             return Start(resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)))
-        path = resumed.path if resumed is not None else None
-        return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, path), after)
+        return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, resumed), after)
 
     async def _keep_checkpoint(self, grip: Grip) -> None:
         problem = None

@@ -17,8 +17,9 @@ from memtop.supervisor.profile.reading import Changed, Program, Reading, changed
 from memtop.supervisor.program import Knob, Knobs
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.processes.attempt import Given
-from memtop.supervisor.run.processes.environment import SOURCES_VARIABLE
+from memtop.supervisor.run.processes.environment import SOURCES_VARIABLE, START_VARIABLE
 from memtop.supervisor.run.record.folder import RunSpec
+from memtop.supervisor.wire import Checkpoint
 
 _OF_RESTART = "memtop restart"
 
@@ -76,17 +77,20 @@ def _continues(profile: ProgramProfile, program: Program) -> bool:
     return True
 
 
-def prepared(grip: Grip, spec: RunSpec, run: Path, attempt: Path, knobs: dict[str, Any], checkpoint: str | None) -> Given:
+def prepared(grip: Grip, spec: RunSpec, run: Path, attempt: Path, knobs: dict[str, Any], at: Checkpoint | None) -> Given:
     """How the program is started with these settings, from this checkpoint. UsageError if that is
     impossible."""
-    if grip.profile is None or (not knobs and checkpoint is None):
+    if grip.profile is None or (not knobs and at is None):
         return Given(command=spec.command)
     program = program_of(grip.profile, spec)
     try:
-        new: Changed = changed(grip.profile, program, knobs, attempt, checkpoint=checkpoint, run=str(run))
+        path = at.path if at is not None else None
+        new: Changed = changed(grip.profile, program, knobs, attempt, checkpoint=path, run=str(run))
     except UsageError as error:
         raise UsageError(f"{error} (profile {grip.profile.name})") from None
     environment = {SOURCES_VARIABLE: msgspec.json.encode(new.imports).decode()} if new.imports else {}
+    if at is not None and at.updates:
+        environment[START_VARIABLE] = str(at.updates)
     return Given(command=new.words, files=new.files, environment=environment)
 
 

@@ -109,7 +109,7 @@ class Agent:
         # The link's thread appends, the program's thread pops; both operations of a deque are
         # atomic.
         self._commands: collections.deque[tuple[int, str, dict[str, Any]]] = collections.deque()
-        self._watch = StepWatch(self)
+        self._watch = StepWatch(self, max(0, _number("MEMTOP_START_UPDATE")))
 
     def wait_for_torch(self) -> None:
         """Follow the program's optimizers, and its framework, once it has imported them."""

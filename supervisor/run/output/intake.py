@@ -6,8 +6,9 @@ supervisor goes on from there. Without that file it reads the output again.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,13 +19,15 @@ from memtop.supervisor.run.output.own_log import OwnLog, OwnLogPosition
 from memtop.supervisor.run.output.relation import Relation
 from memtop.supervisor.run.output.tail import Tail
 from memtop.supervisor.run.output.values import Seen
-from memtop.supervisor.run.record.folder import read_derived, write_json
+from memtop.supervisor.run.record.folder import open_to_read, read_derived, write_json
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Step
 
 _WAITING = 5_000
 """Rows that wait for the ledger, or until their update is known."""
 _SAVE_SECONDS = 2.0
+_HEAD_BYTES = 1 << 20
+"""Of the output, in which the program may name its settings."""
 _LAG_SECONDS = 1.0
 """How long after its update a line, or the agent's report, may be read."""
 
@@ -54,11 +57,13 @@ class OutputIntake:
         outbox: Outbox,
         *,
         pattern: str | None = None,
+        settings: Mapping[str, str] | None = None,
         on_steps: Callable[[int, list[Step]], None],
         on_own_counter: Callable[[bool], None],
     ) -> None:
-        """`on_steps` receives new rows, for the viewers; `on_own_counter` is called if the agent's
-        updates do not count, with whether that is new.
+        """`settings`: regular expressions of lines that name what the program uses. `on_steps`
+        receives new rows, for the viewers; `on_own_counter` is called if the agent's updates do not
+        count, with whether that is new.
         """
         self.number = number
         self.problem: str | None = None
@@ -73,6 +78,8 @@ class OutputIntake:
         self._stored = (self._state.offset, 0)
         self._waiting: list[Row] = []
         self._saved = 0.0
+        self._settings = {name: re.compile(text.encode(), re.MULTILINE) for name, text in (settings or {}).items()}
+        self._printed: dict[str, int] | None = None
         self._again = self._state.learner.newest is not None
         if self._state.relation.agrees is False:
             on_own_counter(False)
@@ -172,6 +179,19 @@ class OutputIntake:
             step_seconds=None if related else row.step_seconds,
         )
 
+    def _named_settings(self) -> dict[str, int]:
+        """What the program has printed of its settings, before its first step."""
+        if self._printed is None:
+            self._printed = {}
+            with contextlib.suppress(OSError), open_to_read(self._tail.path) as file:
+                head = file.read(_HEAD_BYTES)
+                for name, pattern in self._settings.items():
+                    found = [match["value"].decode(errors="replace") for match in pattern.finditer(head)]
+                    number = found[-1].replace(",", "").replace("_", "") if found else ""
+                    if number.isdecimal():
+                        self._printed[name] = int(number)
+        return self._printed
+
     def _save(self) -> None:
         try:
             write_json(self._path, self._state, sync=False)
@@ -203,6 +223,7 @@ class OutputIntake:
             tokens_per_second=row.tokens_per_second,
             time=row.time,
             example=learner.example or "",
+            printed=self._named_settings(),
             again=again,
             log=self._own_log.path if self._own_log is not None and self._state.is_printed is False else None,
         )

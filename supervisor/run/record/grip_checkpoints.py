@@ -28,6 +28,8 @@ def newest_for(run: Path, grip: Grip, since: float | None = None) -> Checkpoint 
 def keep(run: Path, grip: Grip, since: float | None = None) -> Checkpoint | None:
     """Keep the newest complete checkpoint in the run's folder, before the program is stopped. None
     if there is none. RunFolderError if that is not possible."""
+    if grip.profile is None and not _on_same_disk(Path(grip.output_dir), run):
+        return None  # copying takes time in which the Trainer goes on; it saves before it stops
     problem: RunFolderError | None = None
     for _ in range(_TRIES):  # the program may delete it meanwhile, since it has saved a newer one
         newest = newest_for(run, grip, since)
@@ -39,6 +41,14 @@ def keep(run: Path, grip: Grip, since: float | None = None) -> Checkpoint | None
             problem = error
     assert problem is not None
     raise problem
+
+
+def _on_same_disk(one: Path, other: Path) -> bool:
+    """Where links are possible."""
+    try:
+        return one.stat().st_dev == other.stat().st_dev
+    except OSError:
+        return False
 
 
 def _kept(newest: Checkpoint, run: Path, grip: Grip) -> Checkpoint:

@@ -44,6 +44,8 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     if attempt is None or attempt.stage is not AttemptStage.CLEARING:
         return model
     model = warn(replace(model, states=event.states, alive=False, trainer_pid=None), "stop", None)
+    if model.grip is not None and model.grip.profile is not None and event.states.program is not None:
+        model = replace(model, saved_by_program=event.states.program)
     progress, status = model.progress, attempt.exit_status
     phase, reason, diagnosis = explain.outcome(
         event.log, progress.end, status, model.phase, external=model.settings is None, end_rank=progress.end_rank

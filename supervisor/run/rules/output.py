@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from memtop.supervisor.run.effects import DropRows, UpdateAttempt
 from memtop.supervisor.run.model import AttemptStage, Model, emit, move, note, warn
 from memtop.supervisor.run.output.values import Seen
+from memtop.supervisor.run.rules import verification
 from memtop.supervisor.wire import Phase
 
 
@@ -29,4 +30,5 @@ def read(model: Model, seen: Seen) -> Model:
         return model
     if model.proposal is not None:
         model = replace(model, proposal=None)
-    return move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+    model = move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+    return verification.after_output(model, seen)

@@ -30,7 +30,7 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
         raise UsageError(_OWN)
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
-    if not wanted and (knobs == model.knobs or model.grip is None):
+    if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
         return knobs
     if model.grip is None:
         raise UsageError(_OWN)
@@ -38,6 +38,11 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
     if not is_lost and (why := why_not_continued(model.grip)) is not None:
         raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
+
+
+def _begins_again(model: Model) -> bool:
+    """Whether a restart would throw away what the program has trained."""
+    return model.grip is not None and bool(model.update) and why_not_continued(model.grip) is not None
 
 
 def _position_given(change: Change) -> bool:
