@@ -1,6 +1,6 @@
 """Training programs of our own, each with a trap, and the profiles that describe them."""
 
-PROFILES = '''
+PROFILES = """
 [programs.micro]
 title = "a program that counts micro-batches and saves over its only checkpoint"
 resume = { how = "flag", words = ["--from_resume", "1"] }
@@ -51,9 +51,9 @@ default = 4
 [programs.empty.checkpoint]
 paths = ["step.json"]
 step = { read = "json", key = "step" }
-'''
+"""
 
-MICRO = '''
+MICRO = """
 import argparse, json, math, os, pathlib, random, signal, time, torch
 parser = argparse.ArgumentParser()
 for name, default in (("--batch_size", 4), ("--accumulation_steps", 2), ("--from_resume", 0)):
@@ -91,9 +91,9 @@ for epoch in range(begin, EPOCHS):
         while step >= 12 and not pathlib.Path("go").exists():
             time.sleep(0.05)
     skip = 0
-'''
+"""
 
-ASKS = '''
+ASKS = """
 import json, pathlib, signal, sys, time
 state, log = pathlib.Path("state"), pathlib.Path("logs/train-1.log")
 log.parent.mkdir(exist_ok=True)
@@ -112,9 +112,9 @@ for update in range(at + 1, 10_000):
     with log.open("a") as file:
         file.write(f"[2026-11-23 05:00:00] training loss: step:{update}, loss:{5 / update:.6f}\\n")
     time.sleep(0.05)
-'''
+"""
 
-EMPTY = '''
+EMPTY = """
 import argparse, json, pathlib, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=4)
@@ -125,4 +125,4 @@ for step in range(at + 1, 10_000) if batch == 4 else ():
     print(f"step {step}/10000 loss: {1 / step:.6f}", flush=True)
     path.write_text(json.dumps({"step": step}))
     time.sleep(0.05)
-'''
+"""

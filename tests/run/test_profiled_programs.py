@@ -91,5 +91,3 @@ def test_a_program_that_ends_without_training_returns_to_the_settings_before(run
     steps = (runs.path / "a/attempts/0003/output.log").read_text()
     assert "step 1/" not in steps
     runs.memtop("stop", "a")
-
-

@@ -52,6 +52,9 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     )
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
+    if phase is Phase.FINISHED and verification.has_not_trained(model):
+        phase, reason = Phase.FAILED, "the program ended with exit status 0 before its first update"
+        diagnosis = {"summary": reason, "evidence": list(event.log.lines)}
     verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
     if phase is Phase.FINISHED and model.left_over:
         verdict = _with_leftovers(model, event)

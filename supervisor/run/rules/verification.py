@@ -61,6 +61,19 @@ def going_back(model: Model) -> Change | None:
     return Change(configuration=row.number, reason=f"attempt {model.number} did not start with its new settings")
 
 
+def has_not_trained(model: Model) -> bool:
+    """Whether the program has ended without an update though there were some to do, after a restart
+    with other settings."""
+    asked = model.asked
+    if asked is None or asked.begun or asked.checkpoint is None or asked.before == model.knobs or model.update is not None:
+        return False
+    plan, at = model.progress.plan, asked.checkpoint.updates
+    if plan is not None and plan.total_updates is not None and at is not None and at >= plan.total_updates:
+        return False
+    rows = (row for row in reversed(model.configurations.rows) if row.knobs == asked.before)
+    return all(row.outcome != "finished" for row in rows)
+
+
 def after_output(model: Model, seen: Seen) -> Model:
     """Compare the first lines of a program with a profile with what was asked for."""
     asked, grip = model.asked, model.grip
