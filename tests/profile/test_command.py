@@ -42,7 +42,8 @@ def test_a_program_without_a_script_of_python(command: str) -> None:
 
 
 def test_a_program_with_words_of_its_own_in_front() -> None:
-    found = started_by("env A=B /opt/bin/tune run --nproc_per_node 2 lora --config a.yaml x=1".split(), "tune run")
+    command = "env A=B /opt/bin/tune run --nproc_per_node 2 lora --config a.yaml x=1"
+    found = started_by(shlex.split(command), "tune run")
     assert found is not None
     assert (found.arguments[-3:], found.processes) == (("--config", "a.yaml", "x=1"), 2)
     assert started_by(["tune", "ls"], "tune run") is None
@@ -82,7 +83,7 @@ def test_what_looks_like_a_shortened_option_is_not_one_if_the_script_has_it() ->
 
 def test_words_with_dots_and_with_plus_signs() -> None:
     way = ByFlag(names=("optimizer.params.batch",))
-    command = parsed("python t.py +optimizer.params.batch=2".split())
+    command = parsed(["python", "t.py", "+optimizer.params.batch=2"])
     assert command is not None
     assert with_option(command, way, "1").arguments == ("+optimizer.params.batch=1",)
     command = parsed(["python", "t.py"])
@@ -91,7 +92,7 @@ def test_words_with_dots_and_with_plus_signs() -> None:
 
 
 def test_an_option_behind_a_file_that_overrides_it_comes_last() -> None:
-    command = parsed("python t.py --batch_size=8 config.py".split())
+    command = parsed(["python", "t.py", "--batch_size=8", "config.py"])
     assert command is not None
     way = ByFlag(names=("--batch_size",), form="equals")
     assert with_option(command, way, "4", after=3).arguments == ("--batch_size=8", "config.py", "--batch_size=4")

@@ -105,9 +105,9 @@ def test_what_a_yaml_file_does_not_have_as_a_plain_value() -> None:
     assert config_text.value_in(YAML, "yaml", "data.name") == "two words"
     assert config_text.value_in(YAML, "yaml", "data.flow") is None
     assert not config_text.has_key(YAML, "yaml", "data.flow.a")
-    with pytest.raises(ConfigTextError, match=r"data.flow is no plain number"):
+    with pytest.raises(ConfigTextError, match=r"data\.flow is no plain number"):
         config_text.with_value(YAML, "yaml", "data.flow", 4)
-    with pytest.raises(ConfigTextError, match="it has no line for optimizer.lr"):
+    with pytest.raises(ConfigTextError, match=r"it has no line for optimizer\.lr"):
         config_text.with_value(YAML, "yaml", "optimizer.lr", 4)
 
 

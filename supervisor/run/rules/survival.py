@@ -45,7 +45,7 @@ def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
     # when there is space.
     full = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
     name = diagnosis.kind.value if died and diagnosis is not None else outcome
-    update = model.progress.update
+    update = model.update
     after = model.configurations.end(name, update, model.saved, died_of_memory=died and not full)
     return configurations.put(model, after)
 
