@@ -134,9 +134,10 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What its steps are, in its output and its checkpoints."""
     per_epoch: bool = False
     """The steps begin again with each epoch; the checkpoint then has an epoch, too."""
-    order: Literal["random", "skipped", "lost"] = "random"
+    order: Literal["random", "skipped", "reshuffled", "lost"] = "random"
     """Samples after a resume. random: drawn anew for each batch, so none is repeated or left out.
-    skipped: those before the position are left out. lost: the epoch begins again."""
+    skipped: those before the position are left out. reshuffled: as many are left out, but the order
+    of the epoch is another one. lost: the epoch begins again."""
     length: Literal["updates", "epochs"] = "updates"
     """In what the length of the training, and so the learning rate's schedule, is given."""
 

@@ -148,6 +148,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run is in this state, if that is not obvious."""
     alive: bool = False
     """A training process of this run exists."""
+    observed: bool = False
+    """A program that memtop did not start and only reads: it has no supervisor and no folder of a
+    run."""
     adopted: bool = False
     """The present supervisor has taken over a trainer that another supervisor had started."""
     supervisor_pid: int | None = None

@@ -65,6 +65,13 @@ class Followed:
     rss_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class Others:
+    """The training programs on this machine that memtop did not start, a line for each."""
+
+    rows: tuple[str, ...]
+
+
 FeedMessage = (
     wire.StateUpdate
     | wire.MetricRows
@@ -76,6 +83,7 @@ FeedMessage = (
     | Disconnected
     | LogLines
     | Followed
+    | Others
     | ReplayPosition
 )
 
@@ -119,6 +127,8 @@ class DetailedFeed(Protocol):
         """
 
 
+Beside = Callable[[MachineSnapshot], Sequence[FeedMessage]]
+"""More messages after each sample. It may read files, so it never runs on the thread that draws."""
 Turn = Callable[[FeedMessage], FeedMessage | None]
 """Changes a message before the dashboard gets it; None drops the message."""
 
@@ -188,11 +198,14 @@ class LocalFeed:
         *,
         read_only: bool = False,
         pid: int | None = None,
+        beside: Beside | None = None,
+        label: str | None = None,
         turns: Sequence[Turn] = (),
     ) -> None:
         self._turns = turns
+        self._beside = beside
         self.read_only = read_only
-        self.label: str | None = None
+        self.label = label
         self._sampler_factory = sampler_factory
         self._interval = interval
         self._pid = pid
@@ -209,7 +222,11 @@ class LocalFeed:
         while True:
             if self._pid is not None:
                 yield await asyncio.to_thread(follow, self._pid)
-            yield await asyncio.to_thread(sampler.sample)
+            sample = await asyncio.to_thread(sampler.sample)
+            yield sample
+            if self._beside is not None:
+                for message in await asyncio.to_thread(self._beside, sample):
+                    yield message
             await asyncio.sleep(self._interval)
 
     def look_closely(self) -> None:

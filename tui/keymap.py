@@ -176,7 +176,8 @@ def offered(action: Action, store: Store) -> bool:
         return False
     if action.group == "replay":
         return store.replaying
-    return store.run is not None or (action.group != "run" and action.id not in _OF_A_RUN)
+    has_run = store.run is not None and not store.run.observed
+    return has_run or (action.group != "run" and action.id not in _OF_A_RUN)
 
 
 def no_changes(store: Store) -> str | None:
@@ -247,7 +248,7 @@ def stray_count(store: Store) -> int:
 
 def label_of(action: Action, store: Store, *, narrow: bool) -> str:
     """The text of the button."""
-    if action.id == "detach" and (store.run is None or store.replaying or store.run.state.final):
+    if action.id == "detach" and (store.run is None or store.replaying or store.run.state.final or store.run.observed):
         return "Quit"
     words = action.short if narrow else action.label
     if action.id == "kill":

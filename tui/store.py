@@ -16,7 +16,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, ReplayPosition
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
 
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
@@ -68,6 +68,8 @@ class Store:
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
+    others: tuple[str, ...] = ()
+    """The training programs that memtop did not start, a line for each."""
     replaying: bool = False
     """The values are from the past, and the replay has its own clock."""
     all_pids_visible: bool = False
@@ -128,6 +130,8 @@ def fold(store: Store, message: FeedMessage) -> Store:
         return replace(store, log=log, log_count=store.log_count + len(message.rows))
     if isinstance(message, Followed):
         return replace(store, followed=message)
+    if isinstance(message, Others):
+        return replace(store, others=message.rows)
     if isinstance(message, ReplayPosition):
         kept = {name: getattr(store, name) for name in ("read_only", "link", "events_wanted", "all_pids_visible")}
         begun = Store(**kept)

@@ -53,12 +53,22 @@ def open_dashboard(
     elif living := [run for run, _ in living_runs(runs_dir) if look.read_only or why_not_own(run.path) is None]:
         return open_run(living[-1], look, endpoint=endpoint)
     need_terminal()
+    from memtop.supervisor.observed.observer import observer_of
+    from memtop.supervisor.observed.shown import NOTE
     from memtop.tui.feed import LocalFeed
+    from memtop.tui.observed import AllPrograms, OneProgram
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(runs_dir))
 
-    feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, turns=_turns(look, endpoint))
+    turns, program = _turns(look, endpoint), None if pid is None else observer_of(pid)
+    if program is not None:
+        # memtop only reads a program that it did not start.
+        one = OneProgram(program)
+        feed = LocalFeed(sampler, look.interval, read_only=True, beside=one, label=NOTE, turns=turns)
+    else:
+        others = AllPrograms() if pid is None else None
+        feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, beside=others, turns=turns)
     return _show(feed, look.interval)
 
 

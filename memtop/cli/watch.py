@@ -22,6 +22,9 @@ from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
+from memtop.supervisor.observed.observer import observe_all, observer_of
+from memtop.supervisor.observed.shown import line_of, lines_of
+from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.starting import revive
@@ -90,7 +93,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 @click.command(epilog=RUN_HELP)
 @click.argument("run_name", required=False, metavar="[RUN]")
-@click.option("--pid", type=WHOLE, metavar="PID", help="show this process and its children")
+@click.option(
+    "--pid",
+    type=WHOLE,
+    metavar="PID",
+    help="show this process and its children; the training too, if it is one that memtop did not start",
+)
 @click.option("--gpus", metavar="0,2|visible", help="show only these GPUs, or those of CUDA_VISIBLE_DEVICES")
 @click.option("--once", is_flag=True, help="print one snapshot and exit")
 @click.option("--json", "as_json", is_flag=True, help="with --once or --follow: print JSON documents and nothing else")
@@ -193,8 +201,10 @@ def print_once(options: Options) -> int:
     chosen = watched(options.gpus, machine)
     if chosen is not None:
         machine = only_gpus(machine, chosen)
+    observed = _observed(options, machine)
     if options.form == "json":
         document = {**snapshot_json(machine), "runs": [summary(state) for state in states]}
+        document["observed"] = msgspec.to_builtins(observed)
         if tree is not None:
             document["tree"] = msgspec.to_builtins(tree)
         print_json(document)
@@ -203,12 +213,24 @@ def print_once(options: Options) -> int:
     if tree is not None:
         rss = units.size(sum(process.rss_bytes or 0 for process in tree))
         lines.append(f"pid {pid}: {len(tree)} processes, {rss} resident: {tree[0].command}")
+    for seen in observed:
+        lines += [line_of(seen)] if tree is None else lines_of(seen)
     for state in states:
         if options.run_name or isinstance(state, Unreadable) or state.alive:
             lines.append(run_line(state))
             lines += [] if isinstance(state, Unreadable) else [f"  warning: {warning}" for warning in state.warnings]
     print_lines(*lines)
     return 0
+
+
+def _observed(options: Options, machine: MachineSnapshot) -> list[Observed]:
+    """The training programs that memtop did not start; with --pid, the one of that process."""
+    if options.run_name is not None:
+        return []
+    if options.pid is None:
+        return observe_all(machine, machine.time)
+    observer = observer_of(options.pid)
+    return [] if observer is None else [observer.look(machine.time, machine)]
 
 
 def _states(options: Options) -> list[RunState | Unreadable]:

@@ -115,7 +115,7 @@ def last(words: Sequence[str], way: ByFlag, begins: int = 0, literals: str = "")
             found = Given(at, short, word[len(short) :]) if short is not None else found
         elif equals:
             found = Given(at, f"{name}=", value)
-        elif name.startswith("-") and at + 1 < len(words):
+        elif name.startswith("-") and at + 1 < len(words) and not words[at + 1].startswith("--"):
             found = Given(at + 1, "", words[at + 1])
     return found
 

@@ -63,6 +63,8 @@ def _samples(rule: CheckpointRule, position: Position, step: int, before: Split,
     seen = step * samples_of_step(position, before)
     if position.order == "random":
         return "its samples are drawn at random, so none is repeated or left out"
+    if position.order == "reshuffled":
+        return "! the program draws the order of its epoch again, so some samples come twice and others not"
     if position.order == "lost":
         which = f": {seen} samples are repeated" if position.per_epoch else ""
         return f"! the program begins its epoch again{which}"

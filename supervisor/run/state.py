@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.supervisor.program import Program, ProgramCheckpoint
+from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
 from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
@@ -121,6 +121,9 @@ def _program(model: Model) -> Program:
     found = None if saved is None else of_program(saved)
     if plan is not None and plan.framework is not None:
         why = f"{plan.framework} calls memtop's callback"
+        if model.grip is not None and model.grip.profile is not None:
+            known = _with_profile(model.grip, model.grip.profile.name, model.states.program)
+            return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=_first_known(plan.knobs, known.knobs))
         # Of a program that has resumed it is known that it does.
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=plan.resumed or None, checkpoint=found)
     if model.grip is not None and model.grip.profile is not None:
@@ -128,6 +131,11 @@ def _program(model: Model) -> Program:
     if model.progress.step is None:
         return Program(checkpoint=found)
     return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)
+
+
+def _first_known(first: Knobs, other: Knobs) -> Knobs:
+    names = ("batch", "accumulation", "seq_len")
+    return Knobs(**{name: getattr(first, name) or getattr(other, name) for name in names})
 
 
 def _with_profile(grip: Grip, name: str, saved: Checkpoint | None) -> Program:

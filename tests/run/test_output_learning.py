@@ -158,6 +158,69 @@ def test_a_second_part_of_the_program_takes_over() -> None:
     assert read(f"{first}\n{second}")[0].counts == "iteration loss"
 
 
+def test_the_second_part_goes_on_from_the_end_of_the_first() -> None:
+    first = "\n".join(f"warm step {n}/10 loss 5.0" for n in range(1, 11))
+    second = "\n".join(f"iteration {n}/20 loss 2.0" for n in range(1, 21))
+    found = points(f"{first}\n{second}")
+    assert [step for step, _, _ in found] == list(range(1, 31))
+    assert found[-1] == (30, 30, 2.0)
+
+
+def test_the_same_counter_again_and_again() -> None:
+    text = "\n".join(f"step {n} loss 2.0" for _ in range(3) for n in range(5))
+    assert [step for step, _, _ in points(text)] == list(range(15))
+
+
+def named_bar(name: str, count: int, total: int, loss: float) -> str:
+    return f"\r{name}{count * 100 // total:3}%|█▏  | {count}/{total} [00:05<08:20,  2.00it/s, loss={loss}]"
+
+
+@pytest.mark.parametrize("name", ["", "dev: ", "Epochs: "])
+@pytest.mark.parametrize("others", [4, 60, 300])
+def test_the_bar_of_something_else_with_a_loss_adds_no_steps(name: str, others: int) -> None:
+    text = ""
+    for epoch in range(3):
+        text += "".join(named_bar("", count, 100, 4 - epoch) for count in range(1, 101))
+        text += "".join(named_bar(name, count, others, 9.0) for count in range(1, others + 1))
+    learner, rows = read(text)
+    assert learner.newest is not None
+    assert learner.newest.step == 300
+    # A long one looks like a second part of the program, until the first one goes on.
+    lasting = [row for row in rows if row.loss != 9.0]
+    assert [row.step for row in lasting] == list(range(1, 301))
+    with_agent = read(text, updates=lambda number: min(100, number % (100 + others)) + 100 * (number // (100 + others)))
+    assert [row.loss for row in with_agent[1]] == [4] * 100 + [3] * 100 + [2] * 100
+
+
+def test_lines_with_both_losses_count_until_there_are_others() -> None:
+    epochs = "\n".join(f"Epoch {e}/9 train_loss: {e / 2} val_loss: 7.0" for e in (1, 2, 3))
+    assert points(epochs) == [(1, 9, 0.5), (2, 9, 1.0), (3, 9, 1.5)]
+    both = "step 0: train loss 4.0, val loss 4.1\nstep 10: train loss 3.0, val loss 3.1\n"
+    steps = "iter 11: loss 2.9\niter 12: loss 2.8\nstep 20: train loss 2.0, val loss 2.1\niter 21: loss 2.7"
+    assert points(both + steps) == [(0, None, 4.0), (10, None, 3.0), (11, None, 2.9), (12, None, 2.8), (21, None, 2.7)]
+
+
+def test_of_several_ranks_one_counts() -> None:
+    text = "\n".join(f"[default{rank}]:step {step} loss {step}.{rank}" for step in (1, 2, 3) for rank in (1, 0))
+    assert points(text) == [(1, None, 1.1), (2, None, 2.1), (3, None, 3.1)]
+
+
+def test_a_step_with_a_learning_rate_counts_without_a_loss() -> None:
+    text = "\n".join(f"[INFO] [Rank 0] step={step}, skipped=0, lr=[5e-05, 5e-05], mom=[(0.9, 0.95)]" for step in (10, 20, 30))
+    assert [(row.step, row.learning_rate) for row in read(text)[1]] == [(20, 5e-5), (30, 5e-5)]
+
+
+@pytest.mark.parametrize("words", ["", "training: "])
+def test_a_bar_without_an_end(words: str) -> None:
+    text = "".join(f"\r{words}{n}it [00:{n // 10:02}, 9.81it/s, loss={n / 8}]" for n in range(30))
+    assert points(text) == [(n, None, n / 8) for n in range(30)]
+
+
+def test_the_epochs_that_a_program_prints_name_the_end() -> None:
+    text = "max_epochs = 3\n" + "".join(named_bar(f"Epoch {e}: ", i, 100, 2.0) for e in range(3) for i in (50, 100))
+    assert points(text)[-1] == (300, 300, 2.0)
+
+
 def test_what_was_learned_can_be_stored() -> None:
     lines = trainer_output().replace("\r", "\n").split("\n")
     whole = Learner().take(lines, 1.0)

@@ -61,6 +61,14 @@ BAR = "|██▏  | 10/1000 [00:05<08:20,  2.00it/s"
             "memtop: step=120 total=300 loss=2.31 lr=3e-4",
             {"step": 120, "total": 300, "loss": 2.31, "learning_rate": 3e-4, "certain": True},
         ),
+        ("100it [00:10, 9.8it/s]", {"step": 100, "total": None, "step_seconds": 1 / 9.8, "is_bar": True}),
+        ("train: 1,200it [1:00:10, 1.50s/it, loss=2.5]", {"step": 1200, "loss": 2.5, "step_seconds": 1.5}),
+        ("[1,  2000] loss: 2.173", {"step": 2000, "epoch": 1.0, "loss": 2.173, "is_bar": False}),
+        ('{"current_steps": 20, "total_steps": 100, "loss": 4.8, "lr": 5e-05}', {"step": 20, "total": 100, "loss": 4.8}),
+        ("step:9/90 train_loss:4.8 train_time:900ms", {"step": 9, "total": 90, "loss": 4.8, "step_seconds": None}),
+        ("epoch 3/10: train_loss 2.1, val_loss 2.3", {"epoch": 3.0, "loss": 2.1, "evaluated": True, "trained": True}),
+        ("[default3]:iter 7: loss 2.5", {"step": 7, "loss": 2.5}),
+        ("  Num Epochs = 3", {"declared_epochs": 3, "epoch": None}),
         ("Overriding: max_iters = 100", {"declared": 100, "step": None}),
         ("  Total optimization steps = 1,200", {"declared": 1200, "step": None}),
     ],
@@ -90,6 +98,18 @@ def test_a_loss_may_be_nan() -> None:
 def test_an_evaluation_is_no_training(text: str) -> None:
     line = read_line(text)
     assert line is None or line.evaluated
+
+
+@pytest.mark.parametrize("text", ["validation at step 100: loss 2.3", "evaluating: step 3 loss 2 val_loss 3"])
+def test_a_loss_of_an_evaluation_is_none_of_the_training(text: str) -> None:
+    line = read_line(text)
+    assert line is not None
+    assert not line.trained
+
+
+def test_the_lines_of_each_rank_have_a_shape_of_their_own() -> None:
+    texts = [f"{rank}step 7 loss 2.5" for rank in ("[rank0]: ", "[rank1]: ", "[default0]:", "")]
+    assert len({line.shape for text in texts if (line := read_line(text)) is not None}) == 4
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -
     assert [one["id"] for one in proposal["remedies"]] == ["host_level", "address_space"]
     assert "ulimit -v unlimited\n" in shown
     assert "swap" not in shown
-    assert "memtop does nothing yet: your own command could begin from zero, so only you can start it again" in shown
+    assert "memtop does nothing yet: --on-oom ask" in shown
     assert "consent" not in shown
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from memtop.train.agent.trainers import Agreement
-from tests.conftest import Runs
+from memtop.train.agent.orders import Agreement
+from tests.conftest import Runs, wait_for_file
 from tests.forking import run as run_forked
 from tests.train.test_agent_ranks import journals, program, updates
 
@@ -125,7 +125,7 @@ fault = sys.argv[1]
 if fault in EVENTS:
     import memtop_agent.trainers as agent
     def fail(*_): raise ValueError("made to fail")
-    setattr(agent.Training, fault, fail)
+    setattr(agent.TrainerTraining, fault, fail)
 one = trainer(output_dir="out-" + fault)
 one.train()
 with open(fault + ".txt", "w") as file:
@@ -183,8 +183,8 @@ def test_ranks_agree_whichever_of_them_is_ahead(tmp_path: Path) -> None:
         assert set(did[0]) == {None, "checkpoint", "stop"}
 
 
-def stop_after(path: Path, rank: int, update: int) -> threading.Thread:
-    """A supervisor that tells this rank to stop, once its journal has the update."""
+def stop_once(file: Path, path: Path, rank: int) -> threading.Thread:
+    """A supervisor that tells this rank to stop once the file exists."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(path))
     server.listen()
@@ -196,6 +196,7 @@ def stop_after(path: Path, rank: int, update: int) -> threading.Thread:
                 stream = connection.makefile("rb")
                 if json.loads(stream.readline())["rank"] == rank:
                     break
+            wait_for_file(file)
             connection.sendall(json.dumps({"type": "command", "id": 7, "name": "stop"}).encode() + b"\n")
             (path.parent / "answer.json").write_bytes(stream.readline())
 
@@ -204,17 +205,33 @@ def stop_after(path: Path, rank: int, update: int) -> threading.Thread:
     return thread
 
 
-def test_two_ranks_save_and_stop_after_the_same_update(tmp_path: Path) -> None:
+FAULT_IN_ONE = """
+import os
+if os.environ["RANK"] == "1":
+    import memtop_agent.trainers as agent
+    def fail(*_): raise ValueError("made to fail")
+    agent.TrainerTraining.step_end = fail
+"""
+
+
+@pytest.mark.parametrize("fault", ["", FAULT_IN_ONE], ids=["", "reports of one fail"])
+def test_two_ranks_save_and_stop_after_the_same_update(tmp_path: Path, fault: str) -> None:
     code = (
         SCRIPT
+        + fault
         + """
+class Third(TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == 3:
+            open("third-" + str(args.process_index), "w").close()
+
 one = trainer(max_steps=100000, eval_strategy="no", save_steps=100000)
+one.add_callback(Third())
 one.train()
-print("STEPS", one.args.process_index, one.state.global_step)
 """
     )
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    thread = stop_after(tmp_path / "s", 0, 3)
+    thread = stop_once(tmp_path / "third-0", tmp_path / "s", 0)
     found = program(tmp_path, code, *torchrun, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MEMTOP_SOCKET=str(tmp_path / "s"))
     thread.join(60)
     answer = json.loads((tmp_path / "answer.json").read_text())
@@ -223,7 +240,9 @@ print("STEPS", one.args.process_index, one.state.global_step)
     assert (answer["ok"], answer["message"]) == (True, f"saved at update {last}: {tmp_path / 'out' / f'checkpoint-{last}'}")
     state = json.loads((tmp_path / "out" / f"checkpoint-{last}" / "trainer_state.json").read_text())
     assert state["global_step"] == last
-    assert [report["outcome"] for report in found[0] + found[1] if report["type"] == "end"] == ["stopped", "stopped"]
+    ends = [report["outcome"] for reports in found.values() for report in of_kind(reports, "end")]
+    assert ends == ["stopped"] * (1 if fault else 2)
+    assert len(of_kind(found[1], "warning")) == bool(fault)
     assert of_kind(found[0], "plan")[0]["effective_batch"] == 8
 
 

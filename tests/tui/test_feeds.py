@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +17,16 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
+from memtop.supervisor.observed.observer import observer_of
 from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import starting
 from memtop.supervisor.run import view as view_module
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.units import GIB
+from memtop.tui import observed as observed_module
 from memtop.tui import run_feed as feed_module
-from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed
+from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed, Others
+from memtop.tui.observed import AllPrograms, OneProgram
 from memtop.tui.run_feed import RunFeed
 from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
 from tests.tui.support import gpu, machine, run_state, running
@@ -115,6 +120,44 @@ async def test_a_process_tree_is_followed() -> None:
     _, tree, _ = await take(LocalFeed(FakeSampler, 0.0, pid=os.getpid()).messages(), 3)
     assert isinstance(tree, Followed)
     assert os.getpid() in tree.pids
+
+
+async def test_training_programs_are_looked_for_beside_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def looked(snapshot: MachineSnapshot, now: float) -> list[object]:
+        looks.append(now)
+        return []
+
+    monkeypatch.setattr(observed_module, "observe_all", looked)
+    found = await take(LocalFeed(FakeSampler, 0.0, beside=AllPrograms()).messages(), 5)
+    # The second sample is no later than the first.
+    assert [type(message) for message in found] == [Connected, MachineSnapshot, Others, MachineSnapshot, MachineSnapshot]
+    assert len(looks) == 1
+
+
+async def test_a_program_that_memtop_did_not_start_has_state_and_losses(tmp_path: Path) -> None:
+    log = tmp_path / "out.log"
+    log.write_text("step 1/9 loss 2.0\nstep 2/9 loss 1.5\n")
+    with log.open("a") as output:
+        command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    try:
+        observer = observer_of(program.pid)
+        assert observer is not None
+        feed = LocalFeed(FakeSampler, 0.0, beside=OneProgram(observer))
+        messages = [
+            message for message in await take(feed.messages(), 6) if not isinstance(message, Connected | MachineSnapshot)
+        ]
+    finally:
+        program.communicate()
+    state, losses, again = messages
+    assert isinstance(losses, wire.MetricRows)
+    assert [(row.update, row.loss) for row in losses.rows] == [(1, 2.0), (2, 1.5)]
+    assert isinstance(state, wire.StateUpdate)
+    assert (state.run.updates, state.run.total_updates, state.run.observed, state.run.alive) == (2, 9, True, True)
+    assert isinstance(again, wire.StateUpdate)
+    assert (again.run.updates, again.run.loss) == (2, 1.5)
 
 
 async def test_the_stream_and_the_answers_share_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:

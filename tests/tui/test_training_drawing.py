@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.observed.shown import state_of
+from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.tui.dashboard.training import (
     PHASE_MARKS,
@@ -19,7 +22,8 @@ from memtop.tui.dashboard.training import (
     draw_training,
     notice,
 )
-from memtop.tui.feed import Connected, Disconnected, Followed, ReplayPosition
+from memtop.tui.feed import Connected, Disconnected, Followed, Others, ReplayPosition
+from memtop.tui.keymap import ACTIONS, BY_ID, label_of, offered
 from memtop.tui.line import plain, width_of
 from memtop.tui.store import Store, fold
 from tests.tui.support import GIB, NOW, gpu, machine, running, store_of, text_of
@@ -41,6 +45,10 @@ def test_the_share_of_padding_is_shown_where_there_is_room() -> None:
     store = store_of(running(padding_fraction=0.31))
     assert "55.9 k tok/s 31 % padding" in text_of(draw_training(store, 90, 10))
     assert "padding" not in text_of(draw_training(store, 60, 10))
+    for width in range(40, 160):
+        drawn = text_of(draw_training(store, width, 10))
+        assert ("31 %" in drawn) == ("31 % padding" in drawn), f"cut off at {width}"
+    assert "padding" not in text_of(draw_training(store_of(running(padding_fraction=0.001)), 90, 10))
     assert "padding" not in text_of(draw_training(store_of(running()), 90, 10))
 
 
@@ -56,6 +64,46 @@ def test_the_source_of_the_numbers_of_a_users_program() -> None:
     program = Program(grip="output", why="loss: read from the output, by lines like `step 2 loss 1.0`")
     text = text_of(draw_training(store_of(running(program=program)), 70, 10))
     assert "loss: read from the output, by lines like `step 2 loss 1.0`" in text
+
+
+def observed(**fields: object) -> wire.StateUpdate:
+    """A program that memtop did not start."""
+    process = ObservedProcess(pid=7, parent_pid=1, role="process", command="python train.py", rss_bytes=GIB)
+    seen = {"pid": 7, "started_ticks": 1, "name": "train.py", "command": ("python", "train.py"), "folder": "/work"}
+    known = {**seen, "started": NOW - 60, "processes": (process,), **fields}
+    return wire.StateUpdate(run=state_of(msgspec.convert(known, Observed), NOW))
+
+
+def test_a_program_that_memtop_did_not_start() -> None:
+    saved = wire.Checkpoint(path="x", complete=True, saved_at=NOW - 5)
+    update = observed(updates=20, total_updates=50, loss=2.5, example="step 2/50 loss 2.5", checkpoint=saved)
+    store = dataclasses.replace(store_of(update), label="not started by memtop", read_only=True)
+    text = text_of(draw_training(store, 100, 10))
+    assert "update 20 / 50" in text
+    assert "checkpoint update – " in text
+    assert "not started by memtop; 1 process; read from the output, by lines like `step 2/50 loss 2.5`" in text
+    assert "train.py  ● training" in text_of(draw_header(store, 160, 1))
+    assert "not started by memtop · read-only" in text_of(draw_header(store, 160, 1))
+    assert not any(offered(action, store) for action in ACTIONS if action.group in ("run", "machine"))
+    assert not any(offered(BY_ID[name], store) for name in ("recovery", "configurations", "speed"))
+    assert label_of(BY_ID["detach"], store, narrow=False) == "Quit"
+
+
+def test_what_is_not_known_of_a_program_that_memtop_did_not_start() -> None:
+    store = store_of(observed(unknown={"updates": "its output goes to /dev/pts/3, which cannot be read"}))
+    text = text_of(draw_training(store, 160, 10))
+    assert "update – / –" in text
+    assert "checkpoint none seen" in text
+    assert "its output goes to /dev/pts/3, which cannot be read" in text
+    assert "progress not known" in text_of(draw_header(store, 160, 1))
+    ended = store_of(observed(alive=False))
+    assert "the exit status is not known" in text_of(draw_training(ended, 160, 10))
+
+
+def test_the_machine_without_a_run_names_the_programs_that_memtop_did_not_start() -> None:
+    store = store_of(Connected(), machine(), Others(("train.py  pid 7", "sft.py  pid 9")))
+    assert notice(store) == "train.py  pid 7  (and 1 more)"
+    assert notice(fold(store, Others(()))) == ""
 
 
 def test_an_incomplete_checkpoint_says_why() -> None:

@@ -68,6 +68,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 from __future__ import annotations
 
 import collections
+import functools
+import importlib
 import os
 import sys
 import threading
@@ -79,6 +81,10 @@ from .hooks import StepWatch, when_imported
 from .journal import JournalWriter, Link, find_rank, launcher_variables
 
 AGENT_COMMANDS = ("free_cache",)
+_FOLLOWED = {
+    "transformers.trainer": "trainers",
+}
+"""A framework's module, and the file here that follows it."""
 
 
 def _number(name: str) -> int:
@@ -110,19 +116,23 @@ class Agent:
         # atomic.
         self._commands: collections.deque[tuple[int, str, dict[str, Any]]] = collections.deque()
         self._watch = StepWatch(self, max(0, _number("MEMTOP_START_UPDATE")))
+        self._trainings: Any = None
 
     def wait_for_torch(self) -> None:
         """Follow the program's optimizers, and its framework, once it has imported them."""
         self._watch.install()
-        when_imported("transformers.trainer", self._follow_trainers)
+        for name, file in _FOLLOWED.items():
+            when_imported(name, functools.partial(self._follow, file))
 
-    def _follow_trainers(self, module: ModuleType) -> None:
+    def _follow(self, file: str, module: ModuleType) -> None:
         try:
-            from .trainers import TrainerGrip  # only programs that need it load it
+            # Only programs that need them load these files.
+            from .frameworks import Trainings
 
-            TrainerGrip(self, self._watch).hook(module)
+            self._trainings = self._trainings or Trainings(self, self._watch)
+            importlib.import_module("." + file, __name__).follow(module, self._trainings)
         except Exception as error:  # noqa: BLE001 - the program's import must succeed, whatever goes wrong here
-            self.report("warning", message="no reports by transformers' Trainer: %r" % (error,))
+            self.report("warning", message="no reports by the trainer in %s: %r" % (module.__name__, error))
 
     @property
     def folder(self) -> str | None:
@@ -292,7 +302,7 @@ class Agent:
         if name in self._offers:
             self._commands.append((number, name, values if isinstance(values, dict) else {}))
         else:
-            self.answer(number, False, "this program does not offer %r: it does not use memtop" % (name,))
+            self.answer(number, False, "this program does not offer %r now" % (name,))
 
 
 _agent = Agent()

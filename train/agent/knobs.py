@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, Callable, Iterator
 
 from .hooks import when_imported
+from .position import corrected
 
 VARIABLE = "MEMTOP_TRAINER"
 STATE = "trainer_state.json"
@@ -107,6 +108,8 @@ class Knobs:
                 named.pop("model_path", None)
                 given = (checkpoint, *given[1:]) if given else given
                 named = named if given else dict(named, resume_from_checkpoint=checkpoint)
+                with corrected(trainer, _told):
+                    return train(trainer, *given, **named)
             return train(trainer, *given, **named)
 
         return resume

@@ -311,7 +311,8 @@ class DashboardScreen(Dashboard):
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
     def hint_quit(self) -> None:
-        goes_on = self.store.run is not None and not self.store.replaying
+        run = self.store.run
+        goes_on = run is not None and not run.observed and not self.store.replaying
         self.say("d closes the dashboard, the run continues; s stops the run" if goes_on else "q quits")
 
     def result(self) -> DashboardResult:
@@ -319,6 +320,9 @@ class DashboardScreen(Dashboard):
         run = self.store.run
         if run is None:
             return DashboardResult("detach")
+        if run.observed:
+            again = "it has ended" if run.state.final else f"memtop watch --pid {run.trainer_pid} shows it again"
+            return DashboardResult("detach", f"{run.name}: {again}")
         if run.state.final:
             why = f" ({run.reason})" if run.reason else ""
             message = f"{run.name}: {run.state.value}{why}, memtop show {run.name}"

@@ -65,6 +65,8 @@ def _phase(run: RunState) -> Line:
     A program that works on its first update is still `starting`, so it gets its own words.
     """
     sign, role = PHASE_MARKS[run.state]
+    if run.observed and run.state is Phase.STARTING:
+        return line((f"{sign} progress not known", MUTED))
     first = run.state is Phase.STARTING and run.total_updates is not None
     return line((f"{sign} {'first update…' if first else run.state.value}", role))
 
@@ -162,7 +164,7 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         grid(
             (
                 fact("", f"{units.rate(run.samples_per_second)} samples/s"),
-                _tokens(run, width // 3),
+                _tokens(run, width * 3 // 10),
                 fact("step", _step(run.step_seconds)),
             ),
             width,
@@ -220,9 +222,9 @@ def _progress(run: RunState, width: int) -> Line:
 
 
 def _tokens(run: RunState, width: int) -> Line:
-    """`12.3 k tok/s 5 % padding`; without the padding if there is no room."""
+    """`12.3 k tok/s 5 % padding`; without the padding if there is none, or no room."""
     speed = fact("", f"{_thousands(run.tokens_per_second)} tok/s")
-    if run.padding_fraction is None:
+    if not run.padding_fraction or run.padding_fraction < _WORTH_A_WORD:
         return speed
     whole = line(*speed, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
     return whole if width_of(whole) < width else speed
@@ -262,7 +264,7 @@ def _bound(run: RunState) -> Line:
 def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
     checkpoint = run.checkpoint
     if checkpoint is None:
-        return line(*fact("checkpoint", "none yet", MUTED))
+        return line(*fact("checkpoint", "none seen" if run.observed else "none yet", MUTED))
     if not checkpoint.complete:
         return fit(line(("checkpoint ", MUTED), (f"! not complete: {checkpoint.problem or 'unknown'}", "bad")), width)
     return fit(
@@ -415,7 +417,10 @@ def notice(store: Store, width: int = 160) -> str:
         return f"! no data for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
         return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
-    return "" if run is None else _notice_of_run(store, run, width)
+    if run is None:
+        more = f"  (and {len(store.others) - 1} more)" if len(store.others) > 1 else ""
+        return f"{store.others[0]}{more}" if store.others else ""
+    return _notice_of_run(store, run, width)
 
 
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:

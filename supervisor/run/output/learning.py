@@ -15,13 +15,16 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
+from memtop.supervisor.clean import clean
+from memtop.supervisor.run.output.counter import Counter
 from memtop.supervisor.run.output.lines import Line, read_line
 
 _SHAPES = 64
 """Shapes of lines that are remembered; a program that writes more writes no table."""
 _RECENT = 20
-_SILENT_LINES = 5
-"""Another shape takes over when it has so many lines with no line of the present one between."""
+_SILENT_LINES, _SILENT_BARS = 5, 50
+"""Another shape takes over when it has so many lines with no line of the present one between. A bar
+is drawn more often than a line is written."""
 _FACTORS = 16
 _PAIRS = 3
 _UNPLACED = 200
@@ -43,24 +46,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """When memtop read the line, in seconds since the epoch."""
 
 
-class Shape(msgspec.Struct, kw_only=True):
+class Shape(Counter, kw_only=True):
     """What is known about the lines of one shape."""
 
     lines: int = 0
-    step: int | None = None
-    """The newest, as the program writes it."""
-    total: int | None = None
-    base: int = 0
-    """Steps of the epochs before, where the program begins again at 0 in each."""
-    epoch: float | None = None
-    first_epoch: int = 1
-    per_epoch: bool | None = None
-    """Whether the counter begins again in each epoch; None while that is not known."""
-    grown: int = 0
-    position: int | None = None
-    """The newest step of the training."""
-    target: int | None = None
-    waiting: list[Row] = []
+    waiting: list[Row] = msgspec.field(default_factory=list)
     """Rows until the shape is learned."""
     at_loss: int | None = None
     """The position at the newest line with a loss alone."""
@@ -68,10 +58,16 @@ class Shape(msgspec.Struct, kw_only=True):
     """The same of the line before that."""
     with_loss: int = 0
     """How often it had moved on from one such line to the next."""
-    pairs: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Positions, and the updates that the agent had counted then."""
     unanswered: int = 0
     """Lines since the newest line of the shape that counts."""
+    with_evaluation: bool = False
+    """Whether its lines are about an evaluation too."""
+    counted: bool = False
+    """Whether this shape has counted before another one did."""
+    is_interlude: bool = False
+    """Whether the shape that counted before it went on after it, as after an evaluation."""
 
 
 class Learner(msgspec.Struct, kw_only=True):
@@ -101,6 +97,9 @@ class Learner(msgspec.Struct, kw_only=True):
     certain: bool = False
     declared: int | None = None
     """How many steps there will be, by the settings that the program prints at its start."""
+    declared_epochs: int | None = None
+    counted_at: int | None = None
+    """The updates that the agent had counted at the newest line that counts."""
 
     def take(
         self, lines: Iterable[str], now: float, *, updates: int | None = None, pattern: re.Pattern[str] | None = None
@@ -111,10 +110,12 @@ class Learner(msgspec.Struct, kw_only=True):
 
     def _take(self, text: str, now: float, updates: int | None, pattern: re.Pattern[str] | None) -> Iterator[Row]:
         line = read_line(text, pattern)
-        if line is None or line.evaluated:
+        if line is None or (line.evaluated and not (line.trained and self._is_provisional)):
             return
-        if line.declared is not None:
-            self.declared = line.declared if self.counts is None else self.declared
+        if line.declared is not None or line.declared_epochs is not None:
+            if self.counts is None:
+                self.declared = line.declared or self.declared
+                self.declared_epochs = line.declared_epochs or self.declared_epochs
             return
         if self.certain and not line.certain:
             # The program says where it is; another line may still have the loss.
@@ -128,13 +129,14 @@ class Learner(msgspec.Struct, kw_only=True):
         if shape is None:
             if len(self.shapes) >= _SHAPES:
                 return
-            shape = self.shapes[line.shape] = Shape()
+            shape = self.shapes[line.shape] = Shape(with_evaluation=line.evaluated)
         shape.lines += 1
         if line.step is None:
             self.unplaced, self.text = [*self.unplaced, line][-_UNPLACED:], text
             return
         yield from self._place(now)
-        if self._moves(shape, line):
+        epoch, epochs = (line.epoch, line.epochs) if line.epoch is not None else (self.epoch, self.epochs)
+        if shape.move(line, epoch, epochs or self.declared_epochs):
             yield from self._position(text, shape, line, now, updates)
 
     def _counts_epochs(self, line: Line) -> bool:
@@ -142,71 +144,63 @@ class Learner(msgspec.Struct, kw_only=True):
         counted = any(shape.step is not None and not name.endswith("of an epoch") for name, shape in self.shapes.items())
         return line.loss is not None and not counted and whole_of(line.epoch) is not None
 
-    def _moves(self, shape: Shape, line: Line) -> bool:
-        """Fold the line's counter into the shape. False if it repeats the step, or comes late."""
-        count, before = line.step, shape.step
-        assert count is not None
-        epoch, epochs = (line.epoch, line.epochs) if line.epoch is not None else (self.epoch, self.epochs)
-        if epoch == 0:
-            shape.first_epoch = 0
-        if before is not None and count < before:
-            if 2 * count > before and epoch == shape.epoch:
-                return False  # of another rank or thread, written late
-            shape.base += shape.total or before + (1 if shape.position == before and line.step == 0 else 0)
-            shape.per_epoch = shape.per_epoch or epoch is not None
-        elif before is not None and epoch is not None and shape.epoch is not None and epoch > shape.epoch:
-            shape.per_epoch = False  # it goes on
-        elif before is None:
-            shape.per_epoch = self._begins_again(line, epochs)
-        shape.step, shape.total = count, line.total
-        shape.epoch = epoch
-        position = shape.base + count
-        target = line.total if not shape.base else None
-        if shape.per_epoch and line.total and epoch is not None:
-            position = (int(epoch) - shape.first_epoch) * line.total + count
-            target = epochs * line.total if epochs else None
-        if shape.position is not None and position <= shape.position:
-            return False
-        shape.grown += shape.position is not None
-        shape.position, shape.target = position, target
-        return True
-
-    def _begins_again(self, line: Line, epochs: int | None) -> bool | None:
-        """Whether a counter is that of one epoch, as far as its first line shows."""
-        if line.total is None:
-            return None
-        if line.epoch is not None and line.shape.startswith("n/m"):
-            return True
-        return True if epochs is not None and epochs > 1 else None
-
     def _position(self, text: str, shape: Shape, line: Line, now: float, updates: int | None) -> Iterator[Row]:
         """A line with a step that has grown."""
         row = self._row(shape, line, now)
-        if self.counts == line.shape or self._replaces(shape, line):
+        if self.counts == line.shape or self._replaces(shape, line, updates):
             if self.counts != line.shape:
-                self._learn(text, line.shape, line.shape if line.loss is not None else self.losses, certain=line.certain)
+                row = self._hand_over(text, shape, line, row)
             for other in self.shapes.values():
                 other.unanswered = 0
+            self.counted_at = updates
             waiting, shape.waiting = shape.waiting, []
             for one in (*waiting, row):
                 yield self._noted(one)
         elif line.loss is not None:
-            shape.waiting = [*shape.waiting, row][-_SILENT_LINES:]
+            shape.waiting = [*shape.waiting, row][-_SILENT_BARS:]
             shape.unanswered += 1
-        elif self.counts is None and updates is not None and shape.position is not None:
-            shape.pairs = [*shape.pairs[-_FACTORS:], (shape.position, updates)]
-            if _co_move(shape.pairs):
+        elif self.counts is None:
+            if updates is not None and shape.position is not None:
+                shape.pairs = [*shape.pairs[-_FACTORS:], (shape.position, updates)]
+            # A learning rate beside a step belongs to a training.
+            if _co_move(shape.pairs) or (shape.grown and line.learning_rate is not None):
                 self._learn(text, line.shape, self.losses)
                 yield self._noted(row)
 
-    def _replaces(self, shape: Shape, line: Line) -> bool:
+    def _replaces(self, shape: Shape, line: Line, updates: int | None) -> bool:
         """Whether this shape counts from now on."""
         if line.certain and line.step is not None:
             return True
-        if not shape.grown or line.loss is None:
+        if not shape.grown or line.loss is None or shape.is_interlude:
             return False
+        if self.counts is None or self._is_provisional or shape.counted:
+            return True
+        if None not in (updates, self.counted_at) and updates == self.counted_at:
+            return False  # nothing is trained while this shape counts
         # A program in two parts prints other lines in the second; a bar gives way to a line.
-        return self.counts is None or self.losses is None or shape.unanswered >= _SILENT_LINES
+        return shape.unanswered >= (_SILENT_BARS if line.is_bar else _SILENT_LINES)
+
+    @property
+    def _is_provisional(self) -> bool:
+        """Whether no lines with a loss are known but those of evaluations."""
+        return self.losses is None or self.shapes[self.losses].with_evaluation
+
+    def _hand_over(self, text: str, shape: Shape, line: Line, row: Row) -> Row:
+        """This shape counts from now on; the result is its newest row."""
+        before = self.shapes.get(self.counts or "")
+        if shape.counted and before is not None:
+            before.is_interlude = True
+        elif self.losses is not None and self.newest is not None and before is not None and not line.certain:
+            before.counted = True
+            first = shape.waiting[0].step if shape.waiting else row.step
+            if first <= self.newest.step and not before.with_evaluation:
+                # A second part of the program. It goes on from the end of the first.
+                after = self.newest.step
+                shape.follow(after)
+                shape.waiting = [_later(one, after) for one in shape.waiting]
+                row = _later(row, after)
+        self._learn(text, line.shape, line.shape if line.loss is not None else self.losses, certain=line.certain)
+        return row
 
     def _place(self, now: float) -> Iterator[Row]:
         """Lines with a loss and no step: they belong to the newest step of the training bar."""
@@ -221,7 +215,7 @@ class Learner(msgspec.Struct, kw_only=True):
                 shape.before_loss, shape.at_loss = shape.at_loss, shape.position
         before, self.placed = self.placed, lines
         if self.counts is None or self.losses is None:
-            counter = self.counts or self._moving()
+            counter = self._moving()
             if counter is None:
                 return
             self._learn(self.text, counter, newest.shape)
@@ -258,7 +252,7 @@ class Learner(msgspec.Struct, kw_only=True):
 
     def _learn(self, text: str, counts: str, losses: str | None, *, certain: bool = False) -> None:
         self.counts, self.losses, self.certain = counts, losses, self.certain or certain
-        self.example = " ".join(text.split())[:100]
+        self.example = " ".join(clean(text).split())[:100]
         self.recent = []
 
     def _row(self, shape: Shape, line: Line, now: float) -> Row:
@@ -279,7 +273,10 @@ class Learner(msgspec.Struct, kw_only=True):
     def _noted(self, row: Row) -> Row:
         """The row, with what the rows before it tell."""
         if not self.recent or row.step > self.recent[-1][1]:
-            self.recent = [*self.recent[-_RECENT + 1 :], (row.time, row.step)]
+            # Of lines that were read together, nobody knows when each was written.
+            together = bool(self.recent) and self.recent[-1][0] == row.time
+            before = self.recent[:-1] if together else self.recent
+            self.recent = [*before[-_RECENT + 1 :], (row.time, row.step)]
         if row.total is None:
             row = replace(row, total=self._total_beside(row))
         newest = self.newest
@@ -313,10 +310,16 @@ class Learner(msgspec.Struct, kw_only=True):
         return (ended - begun) / (last - first) if last > first else None
 
 
+def _later(row: Row, steps: int) -> Row:
+    return replace(row, step=row.step + steps, total=None if row.total is None else row.total + steps)
+
+
 def _co_move(pairs: list[tuple[int, int]]) -> bool:
     """Whether a counter moves as the agent's updates do, or a whole number of times as fast."""
+    if len(pairs) < _PAIRS:
+        return False
     (first, since), (last, until) = pairs[0], pairs[-1]
-    if len(pairs) < _PAIRS or until - since < _FACTORS:
+    if until - since < _FACTORS:
         return False
     ratio = (last - first) / (until - since)
     return 1 <= round(ratio) <= _FACTORS and abs(ratio - round(ratio)) <= 0.1

@@ -17,6 +17,8 @@ from memtop.supervisor.clean import clean
 PATTERN_GROUPS = ("step", "total", "loss", "lr", "epoch")
 """What a user's own expression may find in a line."""
 _LONGEST, _LONGEST_RAW = 600, 2000
+_RANK = re.compile(r"\[(?:rank ?|default|trainer|worker)(\d+)\]: ?")
+"""What torchrun, and torch's own messages, write before a line of a rank."""
 _FILL = re.compile(r"(?<=[█#━])[█#━]+")
 _NUMBER = r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?(?:nan|inf(?:inity)?)\b"
 _NAME = r"(?<![\w/.@-])([a-z][\w./@-]*(?: [a-z][\w/]*){0,2})"
@@ -25,11 +27,17 @@ _NAMED = re.compile(
     rf"({_NUMBER})(?!\.\d|[-/:]\d|\d)(?:\s*(?:/|of)\s*(\d[\d,]*)(?![\d./:-]*[/:-]\d))?"
     rf"|{_NAME}['\"]?(?:\s*[:=]\s*|\s+)[\[({{'\"]*(\d[\d,]*)\s*/\s*(\d[\d,]*)(?![\d./])"
 )
+_EPOCH_AND_STEP = re.compile(r"\[(\d+), ?(\d+)\](?=[ :|]*(?:[a-z]+[ _])?loss\b)")
+"""`[1,  2000] loss: 2.2`."""
 _PAIR = re.compile(r"(?<![\w.,:/-])(\d[\d,]*)\s*/\s*(\d[\d,]*)(?![\d./,]|\s*/)")
 _STEP_UNIT = r"(?:it|iter|step|batch|ba|update)"
 _RATE = re.compile(rf"(?<![\d.])(\d+(?:\.\d+)?|\?)\s*(?:({_STEP_UNIT}(?:e?s)?)/s(?:ec)?\b|(ms|s)/{_STEP_UNIT}\b)")
 _TOKENS = re.compile(r"(?<![\d.,])(\d[\d,]*(?:\.\d+)?)\s*(k|m)?\s*tok(?:en)?s?/s")
-_BAR = re.compile(r"%\||━|\[[\d:]+<|\d\s*\[[=>.\-]*[=>][=>.\-]*\]")
+_ENDLESS = re.compile(rf"(?<![\w.,/])(\d[\d,]*) ?{_STEP_UNIT}(?:e?s)? \[[\d:]+,")
+"""`100it [00:10, 9.8it/s]`: a bar of an unknown length."""
+_BAR_NAME = re.compile(r"(.{0,60}?)(?:\d+%\||\d[\d,]* ?[a-z]+ \[[\d:]+,)")
+_VALUE = re.compile(r"[\d.]+(?:e-?\d+)?|nan|inf")
+_BAR = re.compile(r"%\||━|\[[\d:]+<|\[\d+:[\d:]+,|\d\s*\[[=>.\-]*[=>][=>.\-]*\]")
 _PER_UNIT = re.compile(r"\s*(ms|s|sec|seconds)\b(?!/)")
 _EVALUATES = re.compile(r"\b(?:eval|evaluate|evaluation|evaluating|valid|validate|validation|validating|val|test|testing)\b")
 _OWN = re.compile(r"\s*memtop:((?:\s+[a-z_]+=\S+)+)\s*$")
@@ -48,6 +56,7 @@ _NO_STEP = frozenset(
 )
 _DECLARES = frozenset({"max", "total", "num"})
 _NO_DECLARATION = _NO_STEP - _DECLARES
+_NO_SECONDS = frozenset({"epoch", "train", "training", "total", "eval", "eta", "remaining", "wall", "run"})
 _COUNTERS = frozenset({"num_updates", "iter_num", "step_num", "num_steps_done", "micro_step"})
 _SECONDS = frozenset({"time", "dt", "duration", "ms", "sec"})
 _FILLERS = frozenset({"is", "was", "at", "now", "current", "value"})
@@ -70,8 +79,11 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     is_bar: bool = False
     declared: int | None = None
     """The line is no step but names how many there will be: `max_iters = 100`."""
+    declared_epochs: int | None = None
     evaluated: bool = False
     """The line is about an evaluation."""
+    trained: bool = False
+    """It has the loss of the training too: `train_loss 2.1, val_loss 2.3`."""
     certain: bool = False
     """The program, or its user, says what the numbers are."""
 
@@ -81,6 +93,7 @@ def read_line(text: str, pattern: re.Pattern[str] | None = None) -> Line | None:
 
     `pattern`: the user's own expression for lines of this program.
     """
+    text = text[: 4 * _LONGEST_RAW]
     if "\x1b" in text or "\x9b" in text:
         text = clean(text)
     text = text[:_LONGEST_RAW]
@@ -90,7 +103,13 @@ def read_line(text: str, pattern: re.Pattern[str] | None = None) -> Line | None:
     if own is not None:
         return _certain("memtop: step=N", dict(word.split("=", 1) for word in own[1].split()))
     # Without long gaps and the filled part of bars, no expression below has to look far.
-    return _read(" ".join(_FILL.sub("", text.lower()).split())[:_LONGEST])
+    text = " ".join(_FILL.sub("", text.lower()).split())[:_LONGEST]
+    rank = _RANK.match(text)
+    if rank is None:
+        return _read(text)
+    # The lines of each rank have a shape of their own, so that the losses of one rank count.
+    line = _read(text[rank.end() :])
+    return None if line is None else msgspec.structs.replace(line, shape=f"{rank[0].strip()} {line.shape}")
 
 
 def _certain(shape: str, values: Mapping[str, str | None]) -> Line | None:
@@ -115,17 +134,24 @@ def _read(text: str) -> Line | None:
     is_bar = _BAR.search(text) is not None
     rate = _RATE.search(text)
     found.take_pair(text, wanted=found.loss is not None or (is_bar and rate is not None))
-    if found.declared is not None and found.loss is None:
-        return Line(shape="declared", declared=found.declared)
+    if found.loss is None and found.step is None and (found.declared or found.declared_epochs):
+        return Line(shape="declared", declared=found.declared, declared_epochs=found.declared_epochs)
+    if found.total is None and found.step is not None and found.declared is not None and found.step <= found.declared:
+        found.total = found.declared
     if found.summary or (found.loss is None and found.step is None and found.epoch is None):
         return None
     before = text if found.loss_at is None else text[: found.loss_at]
-    evaluated = (found.evaluated and not (is_bar and found.loss is not None)) or _EVALUATES.search(before) is not None
+    named = _EVALUATES.search(before) is not None
+    evaluated = (found.evaluated and not (is_bar and found.loss is not None)) or named
     words = [found.step_name or ("n/m" if found.step is not None else ""), "epoch" if found.epoch is not None else ""]
     words.append(found.loss_name)
     if is_bar:
-        # Bars without a loss look alike: they differ in where they end.
-        words.append("bar" if found.loss is not None else f"bar of {found.total}")
+        # Bars look alike: they differ in where they end, and in the words before them.
+        name = _BAR_NAME.match(text)
+        words += [_VALUE.sub("#", name[1]).strip()] if name is not None else []
+        words.append(f"bar of {found.total}")
+    if evaluated:
+        words.append("and evaluation")
     return Line(
         shape=" ".join(word for word in words if word),
         step=found.step,
@@ -138,6 +164,7 @@ def _read(text: str) -> Line | None:
         tokens_per_second=_tokens_per_second(text),
         is_bar=is_bar,
         evaluated=evaluated,
+        trained=evaluated and not named and found.loss is not None,
     )
 
 
@@ -158,6 +185,7 @@ class _Found:
         self.evaluated = False
         self.summary = False
         self.declared: int | None = None
+        self.declared_epochs: int | None = None
         self._step_rank, self._loss_rank = 9.0, 9
         self._spans: list[tuple[int, int]] = []
         for match in _NAMED.finditer(text):
@@ -186,9 +214,11 @@ class _Found:
             self._spans.append(match.span())
         elif _STEPS.get(last, 9) <= 2 and _DECLARES.intersection(tokens) and not _NO_DECLARATION.intersection(tokens):
             self.declared = whole(value) or None
+        elif last in ("epoch", "epochs") and _DECLARES.intersection(tokens) and not _NO_DECLARATION.intersection(tokens):
+            self.declared_epochs = whole(value) or None
         elif (last == "lr" or tokens[-2:] == ["learning", "rate"] or tokens[0] == "lr") and self.learning_rate is None:
             self.learning_rate = finite(value)
-        elif last in _SECONDS and "epoch" not in tokens and "elapsed" not in tokens[-1:]:
+        elif last in _SECONDS and not _NO_SECONDS.intersection(tokens):
             unit = _PER_UNIT.match(text, match.end())
             words = match["unit"] or (unit[1] if unit else "")
             if words and (seconds := finite(value)) is not None and seconds > 0:
@@ -211,6 +241,12 @@ class _Found:
     def take_pair(self, text: str, *, wanted: bool) -> None:
         """Count by `120/300` without a name."""
         if self.step is not None or not wanted:
+            return
+        if (endless := _ENDLESS.search(text)) is not None:
+            self.step = whole(endless[1])
+            return
+        if (both := _EPOCH_AND_STEP.match(text)) is not None:
+            self.epoch, self.step = finite(both[1]), whole(both[2])
             return
         for match in _PAIR.finditer(text):
             inside = any(start <= match.start() < end for start, end in self._spans)

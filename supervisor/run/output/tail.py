@@ -9,7 +9,7 @@ from memtop.supervisor import holes
 from memtop.supervisor.run.record.folder import open_to_read
 
 _BLOCK_BYTES = 1 << 20
-LAST_BYTES = 8 * _BLOCK_BYTES
+LAST_BYTES = 4 * _BLOCK_BYTES
 """Of a program that has ended, at most so much output is read."""
 _SMALL_BYTES, _TAIL_BYTES = 64 << 10, 8 << 10
 _LONGEST_LINE = 64 << 10

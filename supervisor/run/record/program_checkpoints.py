@@ -36,6 +36,11 @@ class _TrainerState(msgspec.Struct):
     global_step: Count
 
 
+def is_name(name: str) -> bool:
+    """Whether the Trainer gives such a name to a checkpoint's folder."""
+    return _NAME.fullmatch(name) is not None
+
+
 def newest_of(output_dir: Path) -> Checkpoint | None:
     """The newest complete checkpoint in the Trainer's folder, else the newest one. None if there is
     none."""

@@ -25,7 +25,7 @@ def after_step(model: Model, step: Step) -> Model:
     asked, grip = model.asked, model.grip
     if asked is None or grip is None:
         return model
-    if grip.profile is not None:
+    if grip.profile is not None and model.progress.plan is None:
         # Its output shows the rest.
         return model if asked.begun else replace(model, asked=replace(asked, begun=True))
     model = replace(model, asked=None)

@@ -1,0 +1,1 @@
+"""Training programs that memtop did not start: found in /proc, and only read."""

@@ -1,0 +1,88 @@
+"""The newest checkpoint that a program has saved since its start, in the folders that it uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from memtop.supervisor.run.record import program_checkpoints
+from memtop.supervisor.run.record.folder import open_to_read
+from memtop.supervisor.wire import Checkpoint
+
+_DEPTH, _MOST_ENTRIES = 3, 3000
+_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
+_NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__", "wandb", "data", "dataset", "datasets"})
+_LONGEST_HEADER = 64 << 20
+
+
+def newest_checkpoint(folders: Iterable[Path], since: float) -> Checkpoint | None:
+    """The newest complete one: a folder of Hugging Face's Trainer, or a whole file of weights."""
+    found: dict[Path, float] = {}
+    for folder in folders:
+        for entry in _entries(folder):
+            saved = _saved_at(entry)
+            if saved is not None and saved >= since:
+                found[Path(entry.path)] = saved
+    for path in sorted(found, key=lambda one: found[one], reverse=True):
+        checkpoint = program_checkpoints.read(path) if path.is_dir() else _whole_file(path)
+        if checkpoint is not None and checkpoint.complete:
+            return checkpoint
+    return None
+
+
+def folders_of(command: Sequence[str], folder: Path) -> list[Path]:
+    """The working directory, and the folders that the command line names."""
+    values = [word.rpartition("=")[2] for word in command[1:]]
+    named = [path for value in values if value and len(value) < 1000 and (path := folder / value).is_dir()]
+    return list(dict.fromkeys([folder, *(path.resolve() for path in named)]))
+
+
+def _entries(top: Path) -> Iterator[os.DirEntry[str]]:
+    """What may be a checkpoint: not deep below the folder, and not among very many entries."""
+    waiting, left = [(str(top), 0)], _MOST_ENTRIES
+    while waiting and left > 0:
+        folder, depth = waiting.pop(0)
+        try:
+            entries = list(os.scandir(folder))[:left]
+        except OSError:
+            continue
+        left -= len(entries)
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in _NOT_SEARCHED:
+                continue
+            if program_checkpoints.is_name(entry.name) or Path(entry.name).suffix in _SUFFIXES:
+                yield entry
+            elif depth + 1 < _DEPTH and entry.is_dir(follow_symlinks=False):
+                waiting.append((entry.path, depth + 1))
+
+
+def _saved_at(entry: os.DirEntry[str]) -> float | None:
+    try:
+        return entry.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _whole_file(path: Path) -> Checkpoint | None:
+    """The file if its end has been written; None otherwise."""
+    try:
+        status = path.stat()
+        whole = _is_whole_safetensors(path, status.st_size) if path.suffix == ".safetensors" else zipfile.is_zipfile(path)
+    except (OSError, ValueError):
+        return None
+    if not whole:
+        return None
+    return Checkpoint(path=str(path), saved_at=status.st_mtime, size_bytes=status.st_size, complete=True)
+
+
+def _is_whole_safetensors(path: Path, size: int) -> bool:
+    with open_to_read(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size, _LONGEST_HEADER):
+            return False
+        header = json.loads(file.read(length))
+    ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+    return bool(8 + length + max(ends, default=0) == size)
