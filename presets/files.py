@@ -174,7 +174,7 @@ def project_file() -> ProjectFile | None:
 
 
 def is_trusted(path: Path, cwd: Path) -> bool:
-    """Whether a file in the working directory or above may say what memtop starts.
+    """Whether a file in the working directory or above may change what memtop does.
 
     Its owner is the caller, root, or the owner of the working directory, where the caller chose to
     work. Others may have put it into a shared folder above, such as /tmp.

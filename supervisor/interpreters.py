@@ -2,6 +2,7 @@
 
 `candidates` is the rule: which interpreters come into question, in which order. `prove` starts one
 once and lets it import torch. Its answer is kept until something changes in its packages.
+`why_unsafe` is the rule for those that nobody named: others may have put them there.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 import memtop
 from memtop.presets import user_cache
-from memtop.presets.files import is_trusted
 from memtop.presets.gpu_support import TorchBuild
 from memtop.presets.torch_build import installed_build
 
@@ -73,7 +75,10 @@ class Candidate(msgspec.Struct, frozen=True):
     path: str
     why: str
     named: bool = False
-    """Whether the person named it: then no other is tried."""
+    """Whether it was named: then no other is tried."""
+    chosen: bool = True
+    """Whether you chose it: you named it, activated it, or run memtop with it. memtop finds the
+    others in a folder, on PATH or in the project's file."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +109,8 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     why: str
     proof: Proof
+    not_taken: str = ""
+    """The interpreters before it, without memtop's own, and why each was not taken."""
 
     def missing(self, modules: Sequence[str]) -> list[str]:
         """The packages of those of the modules that it lacks."""
@@ -157,7 +164,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[tuple[Candidate, Proof], ...] = ()
 
     def reasons(self) -> str:
-        return "; ".join(f"{one.why} ({one.path}): {proof.why_not()}" for one, proof in self.refused)
+        return _reasons(self.refused)
+
+
+def _reasons(refused: Iterable[tuple[Candidate, Proof]]) -> str:
+    return "; ".join(f"{one.why} ({one.path}): {proof.why_not()}" for one, proof in refused)
 
 
 def is_own(path: str) -> bool:
@@ -168,37 +179,48 @@ def is_own(path: str) -> bool:
 # --- which come into question ---------------------------------------------------------------------
 
 
-def candidates(named: tuple[str, str] | None, environment: Mapping[str, str], cwd: Path) -> Iterator[Candidate]:
+class Named(msgspec.Struct, frozen=True):
+    """An interpreter that was named."""
+
+    text: str
+    where: str
+    by_project: bool = False
+    """By the project's file, which may be another user's."""
+
+
+def candidates(named: Named | None, environment: Mapping[str, str], cwd: Path) -> Iterator[Candidate]:
     """The interpreters that come into question, the first choice first.
 
-    `named`: what a person named, and where. memtop's own comes before those of the shell: who
-    installed torch beside memtop trains with it, whichever environment is active.
+    memtop's own comes before those of the shell: who installed torch beside memtop trains with it,
+    whichever environment is active.
     """
     if named is not None:
-        yield Candidate(_named_path(named[0], environment, cwd), named[1], named=True)
+        yield Candidate(_named_path(named.text, environment, cwd), named.where, named=True, chosen=not named.by_project)
         return
     seen = set()
     for one in (Candidate(sys.executable, "memtop's own"), *_around(environment, cwd)):
-        if one.path not in seen:
-            seen.add(one.path)
+        # On PATH, `python` and `python3` of one folder are most often links to one file.
+        same = (str(Path(one.path).parent), os.path.realpath(one.path))
+        if same not in seen:
+            seen.add(same)
             yield one
 
 
 def _around(environment: Mapping[str, str], cwd: Path) -> Iterator[Candidate]:
     if environment.get("VIRTUAL_ENV"):
-        yield Candidate(_python_of(Path(environment["VIRTUAL_ENV"])), "VIRTUAL_ENV")
+        yield Candidate(_python_of(cwd / environment["VIRTUAL_ENV"]), "VIRTUAL_ENV")
     # conda's base is active in every shell: nobody chose it.
     if environment.get("CONDA_PREFIX") and environment.get("CONDA_DEFAULT_ENV") != _BASE:
-        yield Candidate(_python_of(Path(environment["CONDA_PREFIX"])), "CONDA_PREFIX")
+        yield Candidate(_python_of(cwd / environment["CONDA_PREFIX"]), "CONDA_PREFIX")
     for folder in (cwd, *cwd.parents):
-        there = folder / ".venv"
-        if Path(_python_of(there)).is_file() and is_trusted(there, cwd):
-            yield Candidate(_python_of(there), f".venv in {folder}")
+        path = _python_of(folder / ".venv")
+        if os.path.lexists(path):
+            yield Candidate(path, f".venv in {folder}", chosen=False)
             break
     for name in ("python3", "python"):
-        path = shutil.which(name, path=environment.get("PATH", os.defpath))
-        if path is not None:
-            yield Candidate(str(Path(path).absolute()), f"{name} on PATH")
+        found = shutil.which(name, path=environment.get("PATH", os.defpath))
+        if found is not None:
+            yield Candidate(str(cwd / found), f"{name} on PATH", chosen=False)
 
 
 def _python_of(environment: Path) -> str:
@@ -210,11 +232,12 @@ def _named_path(text: str, environment: Mapping[str, str], cwd: Path) -> str:
     """The interpreter that a person named: its path, the folder of its environment, or a word that
     is on PATH."""
     path = cwd / expanded(text)
-    if path.is_dir():
-        return _python_of(path)
     if os.sep not in text and not path.exists():
         path = cwd / (shutil.which(text, path=environment.get("PATH", os.defpath)) or path)
-    return str(path)
+    short = Path(os.path.normpath(path))
+    if os.path.realpath(short) == os.path.realpath(path):  # no link is before a `..`
+        path = short
+    return _python_of(path) if path.is_dir() else str(path)
 
 
 def expanded(text: str) -> Path:
@@ -223,19 +246,44 @@ def expanded(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
-def find(
-    named: tuple[str, str] | None, environment: Mapping[str, str], cwd: Path, asking: Callable[[str], None] | None = None
-) -> Search:
+def find(named: Named | None, environment: Mapping[str, str], cwd: Path, asking: Callable[[str], None] | None = None) -> Search:
     """The first candidate that has torch. It starts them one after the other; see `prove`."""
     refused: list[tuple[Candidate, Proof]] = []
     for candidate in candidates(named, environment, cwd):
-        path = behind_script(candidate.path)
-        proof = prove(path, asking)
+        path, problem = candidate.path, None if candidate.chosen else why_unsafe(candidate.path)
+        if problem is None:
+            path = _behind_shim(path)
+            proof = prove(path, asking)
+        else:
+            proof = Proof(problem=f"memtop does not start it by itself: {problem}; --python {shlex.quote(path)} takes it")
         if proof.why_not() is None:
-            found = Interpreter(path=path, why=candidate.why, proof=proof)
+            others = [(one, why) for one, why in refused if not is_own(one.path)]
+            found = Interpreter(path=path, why=candidate.why, proof=proof, not_taken=_reasons(others))
             return Search(found=found, refused=tuple(refused))
         refused.append((candidate, proof))
     return Search(found=None, refused=tuple(refused))
+
+
+def why_unsafe(path: str) -> str | None:
+    """Why another user may have put this interpreter there, or may exchange it; None if nobody can.
+
+    It looks at the file (a link is not followed: who made it chose where it leads), at its folder
+    and at the folder of the environment.
+    """
+    # The owner of / is root by another number where a container maps the users.
+    trusted = (os.geteuid(), 0, Path("/").stat().st_uid)
+    file = Path(path).absolute()
+    for place in (file.parents[1], file.parent, file) if len(file.parents) > 1 else (file,):
+        try:
+            found = place.lstat() if place == file else place.stat()
+        except OSError:
+            return None  # it is gone: to start it says so
+        if found.st_uid not in trusted:
+            return f"{place} belongs to another user (uid {found.st_uid})"
+        # In a sticky folder (/tmp), nobody exchanges what belongs to you.
+        if found.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
+            return f"every user may write to {place}"
+    return None
 
 
 # --- what an interpreter has ----------------------------------------------------------------------
@@ -258,21 +306,23 @@ def prove(path: str, asking: Callable[[str], None] | None = None) -> Proof:
     if asking is not None:
         asking(path)
     proof = _asked(path)
-    if proof.version != (0, 0, 0):
+    # A torch that cannot be imported is asked again: that may depend on variables of the shell.
+    if proof.version != (0, 0, 0) and proof.problem is None:
         others = {name: one for name, one in kept.items() if name != path}
         newest = dict(list(others.items())[1 - _KEPT :])
         _keep({**newest, path: _Kept(proof, _times(path, proof.paths), python_path)})
     return proof
 
 
-def behind_script(path: str) -> str:
-    """The interpreter that a script such as pyenv's starts here; any other path stays what it is.
+def _behind_shim(path: str) -> str:
+    """The interpreter that a shim of pyenv or asdf starts; any other path stays what it is.
 
-    What such a script starts depends on the working directory, and a run has one of its own.
+    What a shim starts depends on the working directory and on variables, which may change before a
+    restart. Other scripts stay: they may set variables that their interpreter needs.
     """
     try:
         with Path(path).open("rb") as file:
-            if file.read(2) != b"#!":
+            if Path(path).parent.name != "shims" or file.read(2) != b"#!":
                 return path
         done = subprocess.run(
             [path, "-c", "import sys; print(sys.executable)"],
@@ -341,10 +391,11 @@ def _asked(path: str) -> Proof:
         return Proof(problem=f"it did not import torch within {_PROOF_SECONDS:.0f} s")
     except OSError as error:
         return Proof(problem=f"it cannot be started: {error.strerror}")
-    lines = done.stdout.splitlines()
+    # Packages may print before and after it.
+    answer = next((line for line in reversed(done.stdout.splitlines()) if b'"version"' in line), b"")
     end = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
     try:
-        return msgspec.json.decode(lines[-1] if lines else b"", type=Proof)
+        return msgspec.json.decode(answer, type=Proof)
     except msgspec.DecodeError:
         words = done.stderr.decode(errors="replace").strip().splitlines()
         return Proof(problem=f"it ended with {end}{': ' + words[-1] if words else ''}")

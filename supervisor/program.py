@@ -22,6 +22,22 @@ class Knob(msgspec.Struct, frozen=True, kw_only=True):
     """Where the value was found: `TrainingArguments`."""
 
 
+class Switch(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of such a program that is on or off."""
+
+    value: bool | None = None
+    name: _Name | None = None
+    source: _Name | None = None
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of such a program that is a word."""
+
+    value: _Name | None = None
+    name: _Name | None = None
+    source: _Name | None = None
+
+
 class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a program that memtop knows; None for those that it does not know."""
 
@@ -29,6 +45,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of one process in one forward pass."""
     accumulation: Knob | None = None
     seq_len: Knob | None = None
+    eval_batch: Knob | None = None
+    gradient_checkpointing: Switch | None = None
+    optimizer: Choice | None = None
 
 
 class ProgramCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +56,7 @@ class ProgramCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     update: int | None = None
     complete: bool = False
-    """Whether the file that the program writes last is there and can be read."""
+    """Whether what the program writes last is there and can be read."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):

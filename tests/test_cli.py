@@ -25,6 +25,9 @@ CONTRACT = {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),
         *("--gpus", "--interval", "--read-only", "--demo", "--runs-dir"),
     },
+    "adopt": {
+        *("pid", "--yes", "--from-zero", "--wait", "--name", "--headless", "--detach", "--on-oom", "--runs-dir"),
+    },
     "free": {"run_name", "--runs-dir"},
     "checkpoint": {"run_name", "--runs-dir"},
     "stop": {"run_name", "--runs-dir"},

@@ -15,7 +15,7 @@ import pytest
 
 from memtop.cli import installing, interpreters, run
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.interpreters import Candidate, candidates, find, least_versions, missing_in, prove
+from memtop.supervisor.interpreters import Candidate, Named, candidates, find, least_versions, missing_in, prove, why_unsafe
 from tests.conftest import Runs
 from tests.environments import LIBRARIES, ROOT, add_module, make_environment, make_tool_environment, packages_of
 from tests.recovery.injected import TINY
@@ -39,6 +39,12 @@ def program(path: Path, text: str = "#!/bin/sh\n") -> Path:
     return path
 
 
+def without_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """memtop's own Python does not count."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone/python"))
+    monkeypatch.setattr("memtop.supervisor.interpreters.is_own", lambda path: False)
+
+
 def test_the_order_of_the_candidates(tmp_path: Path) -> None:
     near = tmp_path / "project/src"
     near.mkdir(parents=True)
@@ -56,35 +62,70 @@ def test_the_order_of_the_candidates(tmp_path: Path) -> None:
         Candidate(sys.executable, "memtop's own"),
         Candidate("/active/bin/python", "VIRTUAL_ENV"),
         Candidate("/conda/bin/python", "CONDA_PREFIX"),
-        Candidate(str(dot), f".venv in {tmp_path / 'project'}"),
-        Candidate(str(on_path), "python on PATH"),
+        Candidate(str(dot), f".venv in {tmp_path / 'project'}", chosen=False),
+        Candidate(str(on_path), "python on PATH", chosen=False),
     ]
     base = [one.why for one in candidates(None, {**environment, "CONDA_DEFAULT_ENV": "base"}, near)]
     assert "CONDA_PREFIX" not in base, "active in every shell"
     same = {"VIRTUAL_ENV": str(Path(sys.executable).parents[1]), "PATH": ""}
     assert [one.path for one in candidates(None, same, Path("/"))].count(sys.executable) == 1
+    (tmp_path / "bin/python3").symlink_to("python")
+    both = candidates(None, {"PATH": str(tmp_path / "bin")}, Path("/"))
+    assert [one.why for one in both] == ["memtop's own", "python3 on PATH"], "one Python with two names"
+    dot.unlink()
+    dot.symlink_to("gone")
+    assert f".venv in {tmp_path / 'project'}" in [one.why for one in candidates(None, {"PATH": ""}, near)], "it is named"
 
 
-@pytest.mark.parametrize("given", ["env", "env/bin/python", "python-of-mine"])
+@pytest.mark.parametrize("given", ["env", "env/bin/python", "python-of-mine", "bin/../env"])
 def test_a_named_one_is_the_only_candidate(tmp_path: Path, given: str) -> None:
     python = program(tmp_path / "env/bin/python")
     word = program(tmp_path / "bin/python-of-mine")
-    (found,) = candidates((given, "--python"), {"PATH": str(tmp_path / "bin"), "VIRTUAL_ENV": "/active"}, tmp_path)
+    (found,) = candidates(Named(given, "--python"), {"PATH": str(tmp_path / "bin"), "VIRTUAL_ENV": "/active"}, tmp_path)
     assert found == Candidate(str(word if given == word.name else python), "--python", named=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_an_environment_that_another_user_left_above_is_not_taken(tmp_path: Path) -> None:
-    """In a folder such as /tmp."""
-    below = tmp_path / "below"
-    below.mkdir()
-    program(tmp_path / ".venv/bin/python")
-    os.chown(tmp_path / ".venv", 12345, 12345)
-    assert [one.why for one in candidates(None, {"PATH": ""}, below)] == ["memtop's own"]
-    os.chown(below, 12345, 12345)
-    assert f".venv in {tmp_path}" in [one.why for one in candidates(None, {"PATH": ""}, below)], (
-        "they work in that user's folder"
-    )
+@pytest.mark.parametrize("place", [".venv", ".venv/bin", ".venv/bin/python"])
+def test_a_python_of_another_user_is_started_only_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """In a folder such as /tmp, or in another user's project."""
+    without_own(tmp_path, monkeypatch)
+    started = tmp_path / "started"
+    python = program(tmp_path / ".venv/bin/python", f"#!/bin/sh\ntouch {started}\n")
+    os.chown(tmp_path / place, 12345, 12345)
+    result = find(None, {"PATH": str(python.parent)}, tmp_path)
+    (reason,) = {proof.why_not() for one, proof in result.refused if not one.chosen}
+    other = f"{tmp_path / place} belongs to another user (uid 12345)"
+    assert reason == f"memtop does not start it by itself: {other}; --python {python} takes it"
+    find(Named(str(python), "memtop.toml", by_project=True), {}, tmp_path)
+    assert not started.exists()
+    find(Named(str(python), "--python"), {}, tmp_path)
+    assert started.exists()
+
+
+def test_a_python_that_everybody_may_exchange_is_not_started_unnamed(tmp_path: Path) -> None:
+    python = program(tmp_path / "env/bin/python")
+    assert why_unsafe(str(python)) is None
+    python.parent.chmod(0o777)
+    assert why_unsafe(str(python)) == f"every user may write to {python.parent}"
+    python.parent.chmod(0o1777)
+    assert why_unsafe(str(python)) is None, "in a sticky folder, your file stays yours"
+    python.chmod(0o757)
+    assert why_unsafe(str(python)) == f"every user may write to {python}"
+    python.unlink()
+    python.symlink_to("/bin/sh")
+    assert why_unsafe(str(python)) is None, "a link has no permissions of its own"
+
+
+def test_a_torch_that_cannot_be_imported_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`module load cuda` changes a variable, and no file."""
+    python = str(make_environment(tmp_path / "env"))
+    add_module(tmp_path / "env", "torch", "import os; __version__ = os.environ['CUDA_HOME_OF_TEST']\n")
+    assert prove(python).why_not() == "KeyError: 'CUDA_HOME_OF_TEST'"
+    monkeypatch.setenv("CUDA_HOME_OF_TEST", "1.0")
+    assert prove(python).why_not() is None
 
 
 def test_the_first_one_with_torch_is_taken_and_the_others_are_explained(
@@ -94,13 +135,13 @@ def test_the_first_one_with_torch_is_taken_and_the_others_are_explained(
     good = make_environment(tmp_path / ".venv")
     add_module(tmp_path / ".venv", "torch", FAKE_TORCH)
     environment = {"VIRTUAL_ENV": str(tmp_path / "bare"), "CONDA_PREFIX": "/nowhere", "PATH": ""}
-    result = find(("bare", "MEMTOP_PYTHON"), environment, tmp_path)
+    result = find(Named("bare", "MEMTOP_PYTHON"), environment, tmp_path)
     assert result.found is None, "a named one is not replaced by another"
     assert result.reasons() == f"MEMTOP_PYTHON ({bare}): it has no torch"
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone/python"))
-    monkeypatch.setattr("memtop.supervisor.interpreters.is_own", lambda path: False)
+    without_own(tmp_path, monkeypatch)
     result = find(None, environment, tmp_path)
     assert result.found is not None
+    assert "VIRTUAL_ENV" in (interpreters.said_at_start(result.found) or ""), "the active one was not taken"
     assert result.found.text().startswith(f"{good} (.venv in {tmp_path}; Python 3.")
     assert result.found.text().endswith(", torch 9.9)")
     assert result.reasons() == (
@@ -118,7 +159,7 @@ def test_the_first_one_with_torch_is_taken_and_the_others_are_explained(
         ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it ended with signal 11"),
         ("import sys; sys.exit()", "SystemExit: no reason given"),
-        ("print('noise'); __version__ = '1'", None),
+        ("print('noise'); __version__ = '1'; import atexit; atexit.register(print, 'bye')", None),
     ],
 )
 def test_torch_is_imported_to_prove_it(tmp_path: Path, code: str, why: str | None) -> None:
@@ -165,18 +206,24 @@ def test_the_answer_is_kept_until_a_package_changes(tmp_path: Path, monkeypatch:
     assert prove(str(python)).packages["torch"] == "9.9"
 
 
-def test_what_a_script_starts_is_remembered_and_not_the_script(tmp_path: Path) -> None:
-    """pyenv's scripts start another Python in another folder."""
+def test_what_a_shim_starts_is_remembered_and_not_the_shim(tmp_path: Path) -> None:
+    """pyenv's shims start another Python in another folder."""
     python = make_environment(tmp_path / "env")
     add_module(tmp_path / "env", "torch", FAKE_TORCH)
     script = program(tmp_path / "shims/python", f'#!/bin/sh\nexec "{python}" "$@"\n')
-    found = find((str(script), "--python"), {}, tmp_path).found
+    found = find(Named(str(script), "--python"), {}, tmp_path).found
     assert found is not None
     assert found.path == str(python)
+    other = program(tmp_path / "bin/python-with-variables", f'#!/bin/sh\nLIBRARIES=x exec "{python}" "$@"\n')
+    found = find(Named(str(other), "--python"), {}, tmp_path).found
+    assert found is not None
+    assert found.path == str(other), "its interpreter may need what the script sets"
 
 
-def test_what_is_missing_there_is_named_with_the_command(tmp_path: Path) -> None:
+def test_what_is_missing_there_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = make_environment(tmp_path / "env")
+    program(tmp_path / "bin/uv")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     who = "RECIPE first-run: the built-in trainer"
     rest = "transformers accelerate safetensors numpy msgspec platformdirs psutil nvidia-ml-py"
     with pytest.raises(UsageError) as caught:
@@ -272,6 +319,16 @@ def test_the_doctor_says_how_to_get_a_trainer(
         == f"no Python with torch was found: MEMTOP_PYTHON ({tmp_path}/env/bin/python): it has no torch"
     )
     assert checks["trains with"]["advice"] == f"{installing.install_trainer()} (not needed for your own programs)"
+
+
+def test_without_pip_and_uv_the_command_brings_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert installing.install("/e v/python", ["peft"], has_pip=False) == (
+        "'/e v/python' -m ensurepip && '/e v/python' -m pip install peft"
+    )
+    program(tmp_path / "uv")
+    assert installing.install("/e v/python", ["peft"], has_pip=False) == "uv pip install --python '/e v/python' peft"
+    assert installing.install("/e v/python", ["peft"], has_pip=True) == "'/e v/python' -m pip install peft"
 
 
 def test_hints_name_where_this_copy_came_from(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTra
             raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(_PACKAGES)}")
         modules, package = _PACKAGES[name]
         if not any(importlib.util.find_spec(module) for module in modules):
-            raise BadInputError(f"trackers {name}: not installed: pip install {package}")
+            raise BadInputError(f"trackers {name}: not installed: {sys.executable} -m pip install {package}")
     wanted = [*settings.trackers, *more]
     return {"log_with": wanted, "project_dir": str(folder)} if wanted else {}
 

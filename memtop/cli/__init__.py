@@ -19,6 +19,7 @@ from memtop.cli.output import print_lines, print_message
 from memtop.supervisor.errors import MemtopError, UsageError
 
 COMMANDS = {
+    "adopt": "Restart a training that memtop did not start, as a run of memtop.",
     "advise": "Show what limits a run's speed and what would make it faster.",
     "checkpoint": "Save the training state after the current update.",
     "config": "Show each value of the configuration and where it comes from.",

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,9 @@ def install_trainer() -> str:
 
 
 def install(python: str, packages: Sequence[str], *, has_pip: bool) -> str:
-    """The command that installs packages for this interpreter. Environments made by uv have no
-    pip."""
-    words = [python, "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", python]
-    return shlex.join([*words, *packages])
+    """The command that installs packages for this interpreter. Environments made by uv have no pip;
+    where there is no uv either, pip comes first."""
+    if not has_pip and shutil.which("uv") is not None:
+        return shlex.join(["uv", "pip", "install", "--python", python, *packages])
+    first = "" if has_pip else shlex.join([python, "-m", "ensurepip"]) + " && "
+    return first + shlex.join([python, "-m", "pip", "install", *packages])

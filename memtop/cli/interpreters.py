@@ -12,7 +12,7 @@ from memtop.cli.installing import install, install_trainer
 from memtop.cli.output import print_message
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.interpreters import NEEDED, OLDEST, Interpreter, Proof, Search, find, missing_in
+from memtop.supervisor.interpreters import NEEDED, OLDEST, Interpreter, Named, Proof, Search, find, missing_in
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
 # refuses unknown names.
@@ -23,9 +23,11 @@ _OWN_PROGRAM = "your own program, given after `--`, does not need it"
 def search(given: str | None = None, option: str = "--python") -> Search:
     """The interpreter for new runs. `given`: what was named with `option`."""
     found = configured("python")
-    named = None if found.value is None else (found.value, found.where or found.source)
+    named = None
     if given is not None:
-        named = (given, option)
+        named = Named(given, option)
+    elif found.value is not None:
+        named = Named(found.value, found.where or found.source, by_project=found.source == "project")
     return find(named, os.environ, Path.cwd(), lambda path: print_message(f"memtop: starts {path} to see whether it has torch"))
 
 
@@ -85,7 +87,8 @@ def said_at_start(python: Interpreter) -> str | None:
     """Which interpreter trains, and why. None for memtop's own, unless another environment is
     active."""
     if not python.is_own:
-        return f"trains with {python.text()}" + ("" if python.why == "--python" else "; --python chooses another")
+        passed = f"; not taken: {python.not_taken}" if python.not_taken else ""
+        return f"trains with {python.text()}{passed}" + ("" if python.why == "--python" else "; --python chooses another")
     active = os.environ.get("VIRTUAL_ENV")
     if not active or os.path.realpath(active) == os.path.realpath(sys.prefix):
         return None

@@ -88,7 +88,7 @@ class Observer:
         self._name = job_name(words, row.comm)
         self._command = command_words(draft.leader, proc_root) or ()
         self._folder = _folder(draft.leader, proc_root)
-        self._started = boot_time() + row.identity.started_ticks / TICKS_PER_SECOND
+        self.started = boot_time() + row.identity.started_ticks / TICKS_PER_SECOND
         self._output = Output()
         self._checkpoint: Checkpoint | None = None
         self._checkpoint_due = float("-inf")
@@ -110,7 +110,7 @@ class Observer:
         self._rows += self._output.read(self._files, now)
         if draft is not None and now >= self._checkpoint_due and self._folder is not None:
             self._checkpoint_due = now + _CHECKPOINT_SECONDS
-            self._checkpoint = newest_checkpoint(folders_of(self._command, Path(self._folder)), self._started)
+            self._checkpoint = newest_checkpoint(folders_of(self._command, Path(self._folder)), self.started)
         return self._observed(draft, programs, machine, unknown)
 
     def take_rows(self) -> list[Row]:
@@ -139,7 +139,7 @@ class Observer:
             name=readable(self._name),
             command=tuple(readable(word) for word in self._command),
             folder=self._folder,
-            started=self._started,
+            started=self.started,
             alive=draft is not None,
             processes=processes,
             rss_bytes=resident_bytes([process.pid for process in processes], self._root),

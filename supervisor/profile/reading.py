@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -179,7 +180,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 def read(profile: ProgramProfile, program: Program, run: str = "") -> Reading:
     """What the program's command and files say now."""
     values = {"script": str(program.folder), "run": run}
-    knobs: dict[str, Knob] = {}
+    knobs: dict[str, Any] = {}
     fixed: dict[str, str] = {}
     for name, setting in profile.settings():
         found = program.find(setting)

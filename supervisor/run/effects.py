@@ -165,6 +165,10 @@ class NotifyConfigurations(msgspec.Struct, frozen=True, tag="notify_configuratio
     """Send the configurations to the dashboards: one has begun or ended."""
 
 
+class FollowWorkers(msgspec.Struct, frozen=True, tag="follow_workers"):
+    """The workers of the program have begun again: their output goes back."""
+
+
 class DropRows(msgspec.Struct, frozen=True, tag="drop_rows"):
     """Dashboards discard the metric rows from this update on: a restart resumed before it."""
 
@@ -204,6 +208,7 @@ Effect = (
     | SaveConfigurations
     | NotifyConfigurations
     | DropRows
+    | FollowWorkers
     | Reply
     | GiveUp
 )

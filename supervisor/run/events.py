@@ -18,7 +18,7 @@ from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Trend
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.output.values import Seen
-from memtop.supervisor.run.post_mortem.log_end import LogEnd
+from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
@@ -125,6 +125,17 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     """The checkpoint from which the user's own program is made to resume."""
     grip: Grip | None = None
     """Of a program with a profile: how its command and files were read at this start."""
+
+
+class WorkersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="workers_started"):
+    """The launcher (torchrun) has ended its workers and started them again, within the attempt."""
+
+    restarts: int
+    """How often, so far."""
+    dead: DeadWorker | None = None
+    """Which of them had ended; None if the output does not say."""
+    known: bool = False
+    """An earlier supervisor has seen it."""
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
@@ -365,6 +376,7 @@ Occurrence = (
     | LeftoversCleared
     | Examined
     | StoodStill
+    | WorkersStarted
     | LeftoversFound
     | Signalled
     | Sampled

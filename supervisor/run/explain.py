@@ -18,7 +18,8 @@ from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
-from memtop.supervisor.run.post_mortem.log_end import LogEnd
+from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
+from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 
@@ -79,6 +80,22 @@ def oom_text(rank: int, report: Oom) -> str:
     words = (report.message or report.error or "no words").strip().splitlines()
     then = "; the same samples are done again in smaller pieces" if report.survived else ""
     return f"out of memory ({where}{split}): {words[0] if words else 'no words'}{then}"
+
+
+def workers_started_again(restarts: int, before: Progress, dead: DeadWorker | None) -> str:
+    """How often torchrun has started its workers again, and which of them had ended first.
+
+    `before`: what they had reported.
+    """
+    most = f" of {before.max_restarts}" if before.max_restarts is not None else ""
+    text = f"torchrun started the workers again (restart {restarts}{most})"
+    failed = next((one for one in before.failures if not one[1].survived), None)
+    if failed is not None:
+        return f"{text} after {oom_text(*failed)}"
+    if dead is None:
+        return text
+    rank = next((number for number, one in before.ranks.items() if one.pid == dead.pid), dead.local_rank)
+    return f"{text} after rank {rank} died: {dead.message or describe_status(dead.exit_status)}"
 
 
 def decided(decision: Decision) -> str:

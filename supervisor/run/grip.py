@@ -58,8 +58,8 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates (max_steps), not in epochs."""
-    resumes: bool = False
-    """Whether a restart has shown that it continues from its checkpoint."""
+    resumes: bool | None = None
+    """Whether a restart has shown that it continues from its checkpoint; None before the first."""
 
     @property
     def effective_batch(self) -> int | None:

@@ -29,6 +29,7 @@ from memtop.supervisor.run.effects import (
     DropRows,
     Effect,
     Examine,
+    FollowWorkers,
     GiveUp,
     HoldState,
     KeepCheckpoint,
@@ -147,6 +148,8 @@ class Performer:
                 self._outbox.update_attempt(number, values)
             case SaveConfigurations(records=records):
                 self._outbox.save_configurations(records)
+            case FollowWorkers():
+                self._follow_workers()
             case NotifyConfigurations():
                 self._publisher.configurations_changed()
             case DropRows(update=update):
@@ -207,7 +210,13 @@ class Performer:
             settings={} if profile is None else {str(name): text for name, text in profile.output.settings.items()},
             on_steps=self._publisher.add_steps,
             on_own_counter=self._count_by_output,
+            on_back=self._publisher.take_back_from,
         )
+
+    def _follow_workers(self) -> None:
+        """The workers of the program have begun again, and their output with them."""
+        if self.output is not None:
+            self.output.begin_again()
 
     def _count_by_output(self, new: bool) -> None:
         """The updates that the agent counts are not how far the training is: the output knows."""

@@ -41,7 +41,7 @@ def grip_of(spec: RunSpec, run: Path, knobs: dict[str, Any], known: Grip | None)
         name: Knob(value=value, name=_name(reading, name), source=_OF_RESTART) for name, value in knobs.items()
     }
     found: dict[str, Knob] = {name: knob for name in KNOB_NAMES if (knob := getattr(reading.knobs, name)) is not None}
-    used = found | given
+    used: dict[str, Any] = found | given
     numbers: dict[str, Any] = {name: knob.value for name, knob in used.items()}
     return Grip(
         profile=profile,

@@ -96,6 +96,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The commands that rank 0 carries out."""
     failures: tuple[tuple[int, Oom], ...] = ()
     """Allocations that failed, with their ranks."""
+    restarts: int = 0
+    """How often the launcher (torchrun) has started the workers of this attempt again."""
+    max_restarts: int | None = None
     ranks: dict[int, Rank] = {}
     recent: tuple[_Point, ...] = ()
     """The newest updates."""
@@ -112,9 +115,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         match report:
             case Step():
                 return progress._after_step(rank, report)
-            case Hello(pid=pid, offers=offers):
-                known = {**self.ranks, rank: Rank(pid=pid)}
-                return replace(progress, ranks=known, offers=frozenset(offers) if rank == 0 else self.offers)
+            case Hello(pid=pid, offers=offers, max_restarts=most):
+                if report.restarts > progress.restarts:
+                    progress = progress.started_again(report.restarts)
+                known = {**progress.ranks, rank: Rank(pid=pid)}
+                progress = replace(progress, ranks=known, max_restarts=most)
+                return replace(progress, offers=frozenset(offers)) if rank == 0 else progress
             case Plan(device_uuid=uuid):
                 known = {**self.ranks, rank: replace(self.ranks.get(rank) or Rank(), device_uuid=uuid)}
                 return replace(progress, ranks=known)._after_plan(report) if rank == 0 else replace(progress, ranks=known)
@@ -123,6 +129,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
             case End():
                 return progress._after_end(rank, report)
         return progress._after_report_of_first(report) if rank == 0 else progress
+
+    def started_again(self, restarts: int) -> Progress:
+        """The progress when the launcher has started the workers again: only what is true of the
+        whole attempt stays."""
+        return Progress(best_loss=self.best_loss, heard=self.heard, restarts=restarts, max_restarts=self.max_restarts)
 
     def _after_plan(self, plan: Plan) -> Progress:
         # A program that trains again has not ended.

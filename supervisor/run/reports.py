@@ -44,6 +44,9 @@ class Hello(Timed, frozen=True, kw_only=True, tag="hello"):
     program_rank: Count | None = None
     local_rank: Count | None = None
     world_size: Count | None = None
+    restarts: Count = 0
+    """How often the launcher (torchrun) has started the workers again."""
+    max_restarts: Count | None = None
     python: Word | None = None
     offers: Words = ()
     """The commands that the program carries out."""
@@ -95,6 +98,8 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates."""
+    saves_on_sigterm: bool = False
+    """Whether it saves after the present update when it gets SIGTERM (enable_jit_checkpoint)."""
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):
@@ -217,7 +222,7 @@ class Saved(Timed, frozen=True, kw_only=True, tag="checkpoint"):
     """How long training stopped for it."""
     size_bytes: Count | None = None
     path: Path | None = None
-    """The folder of the checkpoint, if the program has named it."""
+    """The folder or file of the checkpoint, if the program has named it."""
 
 
 class SaveFailed(Timed, frozen=True, kw_only=True, tag="save_failed"):

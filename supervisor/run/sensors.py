@@ -14,12 +14,13 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, is_stopped
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
-from memtop.supervisor.run.events import NotHeard, Sampled, StoodStill, Tick
+from memtop.supervisor.run.events import NotHeard, Sampled, StoodStill, Tick, WorkersStarted
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.model import AttemptStage, Model
 from memtop.supervisor.run.pending_restart import free_bytes
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.examine import StallWatch
+from memtop.supervisor.run.post_mortem.log_end import dead_worker, worker_restarts
 from memtop.supervisor.run.processes.agent import SILENT_SECONDS, not_heard
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
@@ -51,6 +52,8 @@ class Sensors:
         self._samples = 0
         self._silence_due = _SILENCE_SECONDS
         self._not_heard: NotHeard | None = None
+        self._knows_workers = False
+        """Whether this supervisor has seen how often the launcher has started the workers."""
 
     def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
         """Watch this attempt from now on. `new`: it was started just now."""
@@ -59,6 +62,7 @@ class Sensors:
         self._stall = StallWatch(attempt.log_path, self._monotonic)
         self._trends, self._measurements = TrendWatch(), Measurements()
         self._silence_due, self._not_heard = _SILENCE_SECONDS, None
+        self._knows_workers = new
 
     def reported(self, rank: int, report: Report) -> None:
         if isinstance(report, Step):
@@ -75,6 +79,18 @@ class Sensors:
         trainer = self.attempt.trainer if self.attempt is not None else None
         if self.evidence is not None and trainer is not None:
             self.evidence.look(trainer.pid)
+
+    def workers_started(self) -> WorkersStarted | None:
+        """The launcher has started the workers again since the last call, or before this supervisor
+        took over."""
+        attempt, model = self.attempt, self._model()
+        if attempt is None or model.settings is not None:
+            return None  # memtop itself starts the ranks of its trainer, once
+        first, self._knows_workers = not self._knows_workers, True
+        restarts = worker_restarts(attempt.folder)
+        if restarts <= model.progress.restarts:
+            return None
+        return WorkersStarted(restarts=restarts, dead=dead_worker(attempt.log_path), known=first)
 
     def tick(self, *, watched: bool, alive: bool) -> Tick:
         model, attempt = self._model(), self.attempt

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,10 +36,11 @@ _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 _LEAVE_SECONDS = 10.0
 
 
-def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
+def start_supervisor(folder: RunFolder, change: Change | None = None, *, environment: Mapping[str, str] | None = None) -> int:
     """Start a detached supervisor for the run and wait until it listens. Returns its pid.
 
-    `change` restarts an ended run. If the supervisor does not start, its error is raised.
+    `change` restarts an ended run. `environment`: of the run's program, in place of the caller's.
+    If the supervisor does not start, its error is raised.
     """
     require_own(folder.path)
     # Nothing of the run's folder or of the present folder may stand in for a library.
@@ -58,7 +60,7 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
             stderr=log,
             start_new_session=True,
             cwd="/",
-            env=outside_any_run(os.environ),
+            env=outside_any_run(os.environ if environment is None else environment),
         )
     deadline, asked = time.monotonic() + _START_SECONDS, time.monotonic() + _STATE_SECONDS
     while time.monotonic() < deadline:

@@ -122,12 +122,13 @@ def _program(model: Model) -> Program:
     if plan is not None and plan.framework is not None:
         why = f"{plan.framework} calls memtop's callback"
         if model.grip is not None and model.grip.profile is not None:
-            known = _with_profile(model.grip, model.grip.profile.name, model.states.program)
+            known = _with_profile(model.grip, model.grip.profile.name, found)
             return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=_first_known(plan.knobs, known.knobs))
         # Of a program that has resumed it is known that it does.
-        return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=plan.resumed or None, checkpoint=found)
+        resumes = plan.resumed or (model.grip.resumes if model.grip is not None else None)
+        return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
     if model.grip is not None and model.grip.profile is not None:
-        return _with_profile(model.grip, model.grip.profile.name, model.states.program)
+        return _with_profile(model.grip, model.grip.profile.name, found)
     if model.progress.step is None:
         return Program(checkpoint=found)
     return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)
@@ -138,8 +139,7 @@ def _first_known(first: Knobs, other: Knobs) -> Knobs:
     return Knobs(**{name: getattr(first, name) or getattr(other, name) for name in names})
 
 
-def _with_profile(grip: Grip, name: str, saved: Checkpoint | None) -> Program:
-    found = None if saved is None else of_program(saved)
+def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:
     resumes = why_not_continued(grip) is None
     return Program(grip="profile", profile=name, why=grip.why, knobs=grip.knobs, resumes=resumes, checkpoint=found)
 

@@ -36,6 +36,7 @@ from memtop.supervisor.run.events import (
     StoodStill,
     SupervisorStarted,
     Tick,
+    WorkersStarted,
     WriteChecked,
 )
 from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, note, warn
@@ -68,6 +69,7 @@ from memtop.supervisor.run.rules import (
     trainer,
     trials,
     verification,
+    workers,
 )
 from memtop.supervisor.wire import Checkpoint, Phase
 
@@ -130,6 +132,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return ending.leftovers_found(model, event)
         case StoodStill():
             return stopping.stood_still(model, event)
+        case WorkersStarted():
+            return workers.started_again(model, event)
         case Signalled():
             return stopping.signalled(model, event)
         case StateHeld(problem=problem):
@@ -297,7 +301,9 @@ def _reported(model: Model, event: Reported) -> Model:
     rank, report = event.rank, event.report
     if isinstance(report, Unknown):
         return _not_used(model, rank, report, replayed=event.replayed)
-    model = replace(model, progress=model.progress.after(rank, report))
+    before = model.progress
+    model = replace(model, progress=before.after(rank, report))
+    model = workers.after_report(model, before, rank, report, replayed=event.replayed)
     if isinstance(report, TrainerFound) and rank == 0:
         model = trainer.found(model, report, replayed=event.replayed)
     if event.replayed:

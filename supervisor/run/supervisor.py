@@ -77,7 +77,7 @@ class Supervisor:
             choice=spec.choice,
             on_oom=spec.on_oom,
         )
-        self.model = Model(run=run, settings=spec.settings, waits=waits or Waits(), supervisor_pid=os.getpid())
+        self.model = Model(run=run, settings=spec.settings, waits=waits or Waits(), supervisor_pid=os.getpid(), grip=spec.grip)
         self._monotonic = monotonic
         self._lock = RunLock(folder)
         self._socket = socket_path(folder.path)
@@ -240,6 +240,7 @@ class Supervisor:
             attempt.note_reaped(reap_children())
             self._sensors.look()
             self._trim_log(attempt)
+            self._follow_workers()
             self._read_reports()
             self._read_output()
             self._check("reports", self._performer.intake.problem if self._performer.intake is not None else None)
@@ -255,6 +256,14 @@ class Supervisor:
         self._performer.collect()
         self._checkpoints.tick(self.model.grip if alive else None, stopping=self.model.ladder is not None)
         self._publish()
+
+    def _follow_workers(self) -> None:
+        """The launcher may have ended the workers and started them again."""
+        event = self._sensors.workers_started()
+        if event is not None:
+            self._read_reports(to_the_end=True)
+            self._read_output(to_the_end=True)
+            self.handle(event)
 
     def _trim_log(self, attempt: RunningAttempt) -> None:
         self._check("log", attempt.log.trim())

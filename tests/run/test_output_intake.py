@@ -26,13 +26,16 @@ class Attempt:
         self.outbox = Outbox(self.ledger)
         self.sent: list[Step] = []
         self.own: list[bool] = []
+        self.back: list[int] = []
         self.intake = self.next_supervisor()
 
     def next_supervisor(self) -> OutputIntake:
         def send(number: int, steps: list[Step]) -> None:
             self.sent += steps
 
-        self.intake = OutputIntake(self.folder, 1, self.outbox, on_steps=send, on_own_counter=self.own.append)
+        self.intake = OutputIntake(
+            self.folder, 1, self.outbox, on_steps=send, on_own_counter=self.own.append, on_back=self.back.append
+        )
         return self.intake
 
     def print(self, *lines: str) -> None:
@@ -223,3 +226,37 @@ def test_a_line_without_an_end_is_not_kept_for_ever(tmp_path: Path) -> None:
     for _ in range(3):
         assert tail.read() == []
     assert tail.offset == log.stat().st_size
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_workers_that_begin_again_are_followed_by_their_output(attempt: Attempt, known: bool) -> None:
+    """torchrun has started them again; their agents count from 1, whatever they resume from."""
+    attempt.print(*steps(1, 6))
+    attempt.read(updates=6 if known else None, to_the_end=True)
+    attempt.intake.begin_again()
+    assert attempt.own == [False]
+    for _ in ("the same supervisor", "the next one"):
+        attempt.print(*steps(5, 5))
+        seen = attempt.read(updates=1)
+        attempt.next_supervisor()
+    assert seen is None or seen.update == 5
+    assert attempt.back == [5]
+    assert [update for update, _ in attempt.rows] == [1, 2, 3, 4, 5]
+    attempt.print(*steps(6, 8))
+    seen = attempt.read(updates=4)
+    assert seen is not None
+    assert (seen.update, seen.agrees) == (8, False), "shown in place of the agent's count"
+    assert attempt.rows[-1] == (8, 1.0)
+    assert attempt.own == [False, False, False]
+
+
+def test_workers_that_begin_again_before_anything_was_learned_are_learned_anew(attempt: Attempt) -> None:
+    attempt.print(*steps(1, 1))
+    attempt.read(updates=1)
+    attempt.intake.begin_again()
+    attempt.print(*steps(1, 4))
+    attempt.read(updates=4)
+    attempt.print(*steps(5, 6))
+    seen = attempt.read(updates=6)
+    assert seen is not None
+    assert (seen.update, seen.agrees, attempt.own) == (6, True, [])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memtop.supervisor.program import Knob, ProgramCheckpoint
 from memtop.supervisor.run.effects import CheckSaved, DropRows, UpdateAttempt
@@ -110,3 +111,13 @@ def test_a_checkpoint_is_complete_if_its_last_file_is_whole(tmp_path: Path) -> N
         (tmp_path / "trainer_state.json").write_text(content)
         found = checked(told)
         assert (found.complete, found.problem is None) == (is_whole, is_whole), content
+
+
+def test_a_checkpoint_of_one_file_is_complete_if_its_end_is_there(tmp_path: Path) -> None:
+    told = Checkpoint(path=str(tmp_path / "step=8.ckpt"), updates=8, complete=False)
+    assert f"{told.path} is missing" in str(checked(told).problem)
+    torch.save({"state": torch.zeros(1000)}, told.path)
+    whole = Path(told.path).read_bytes()
+    assert checked(told).complete
+    Path(told.path).write_bytes(whole[:-50])
+    assert checked(told).problem == f"{told.path}: the file is not complete"

@@ -19,6 +19,7 @@ from tests.run.brain import RUN, Brain, end, proposal, row, states, taken_over, 
 GRIP = Grip(output_dir="/out", batch=8, accumulation=2)
 FOUND = {"type": "trainer", "output_dir": "/out", "batch": 8, "accumulation": 2}
 HALF = Change(assignments={"batch": "4", "accumulation": "4"})
+NOTHING = Diagnosis(kind=Kind.NOT_MEMORY, confidence=0.9, summary="it failed")
 SAVED = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
 
 
@@ -38,8 +39,14 @@ def ask(brain: Brain, change: Change = HALF, saved: Checkpoint | None = SAVED) -
 def launched(brain: Brain, saved: Checkpoint | None = SAVED) -> Launch:
     """The program has stopped, and the next attempt starts."""
     end(brain, -2)
+    return starts(brain, saved)
+
+
+def starts(brain: Brain, saved: Checkpoint | None = SAVED) -> Launch:
+    """The next attempt starts."""
     launch = brain.asked(Launch)[-1]
-    brain.tell(Launched(number=launch.number, started=brain.wall, resumed=saved))
+    found = replace(states(), program=saved)
+    brain.tell(Launched(number=launch.number, started=brain.wall, resumed=saved, states=found))
     return launch
 
 
@@ -138,6 +145,22 @@ def test_a_program_that_begins_from_zero_is_stopped_with_signals() -> None:
     assert not brain.model.grip.resumes
 
 
+def test_an_exit_without_training_is_no_success() -> None:
+    brain = trains()
+    ask(brain, Change())
+    launched(brain)
+    end(brain, 0)
+    brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
+    assert brain.model.phase is Phase.FAILED
+    assert brain.model.reason == "the program ended without training; it was to resume after update 5"
+    # One that had nothing left to do reports where it began.
+    ask(brain, Change())
+    starts(brain)
+    brain.report(FOUND, {"type": "plan", "updates": 5, "total_updates": 5, "resumed": True})
+    end(brain, 0)
+    assert brain.model.phase is Phase.FINISHED
+
+
 def test_settings_with_which_it_does_not_start_are_taken_back_once() -> None:
     brain = trains()
     ask(brain)
@@ -145,7 +168,7 @@ def test_settings_with_which_it_does_not_start_are_taken_back_once() -> None:
     failed(brain)
     assert brain.asked(Launch)[-1].knobs == {}
     assert "did not start with its new settings" in brain.asked(Launch)[-1].reason
-    brain.tell(Launched(number=3, started=brain.wall, resumed=SAVED))
+    starts(brain)
     brain.effects.clear()
     failed(brain)
     assert brain.asked(Launch) == []
@@ -168,8 +191,7 @@ def test_otherwise_it_stays_ended(why: str) -> None:
 
 def failed(brain: Brain) -> None:
     end(brain, 1)
-    found = Diagnosis(kind=Kind.NOT_MEMORY, confidence=0.9, summary="it failed")
-    brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
+    brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
 
 
 def test_the_next_supervisor_knows_what_was_asked_for() -> None:
@@ -192,27 +214,27 @@ def test_the_next_supervisor_knows_what_was_asked_for() -> None:
     assert later.model.phase is Phase.TRAINING
 
 
-def test_where_it_is_known_to_resume_it_goes_on_with_half_the_batch() -> None:
-    brain = trains(grip=replace(GRIP, resumes=True), states=replace(states(), program=SAVED))
-    die(brain, Kind.HOST_OOM_ALLOC, source="words")
-    assert proposal(brain).waiting == "only words of the program's output say so, so you decide"
-    assert brain.model.phase is Phase.FAILED
+def out_of_memory(source: str = "record", saved: Checkpoint | None = SAVED, **values: Any) -> Brain:
+    brain = trains(**{"states": replace(states(), program=saved), **values})
+    die(brain, Kind.HOST_OOM_ALLOC, source=source)
+    return brain
 
-    brain = trains(grip=replace(GRIP, resumes=True), states=replace(states(), program=SAVED))
-    die(brain, Kind.HOST_OOM_ALLOC, source="record")
+
+def test_with_a_checkpoint_it_goes_on_with_half_the_batch() -> None:
+    brain = out_of_memory()
     assert proposal(brain).remedies[0].title == "batch 8 -> 4, accumulation 2 -> 4: effective batch stays 16"
     assert [one.id for one in proposal(brain).remedies].count("smaller_batch") == 1
     brain.tick(after=30.0)
     (launch,) = brain.asked(Launch)
     assert launch.grip is not None
     assert (launch.grip.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
-    brain.tell(Launched(number=2, started=brain.wall, resumed=SAVED))
+    starts(brain)
     brain.report({**FOUND, "batch": 4, "accumulation": 4}, {"type": "plan", "updates": 5}, {"type": "step", "update": 6})
     die(brain, Kind.HOST_OOM_ALLOC, source="record")
     brain.tick(after=30.0)
     assert brain.asked(Launch)[-1].knobs == {"batch": 2, "accumulation": 8}
     # It dies before its first update: the settings before ran out of memory, too.
-    brain.tell(Launched(number=3, started=brain.wall, resumed=SAVED))
+    starts(brain)
     brain.report({**FOUND, "batch": 2, "accumulation": 8})
     die(brain, Kind.HOST_OOM_ALLOC, source="record")
     brain.tick(after=30.0)
@@ -220,13 +242,34 @@ def test_where_it_is_known_to_resume_it_goes_on_with_half_the_batch() -> None:
     assert brain.model.phase is Phase.FAILED
 
 
-@pytest.mark.parametrize("on_oom", ["ask", "auto"])
-def test_otherwise_half_the_batch_is_only_offered(on_oom: str) -> None:
-    brain = trains(run=replace(RUN, settings=None, on_oom=on_oom), grip=replace(GRIP, resumes=on_oom == "ask"))
-    die(brain, Kind.HOST_OOM_ALLOC, source="record")
-    assert brain.model.phase is Phase.FAILED
-    assert proposal(brain).remedies[0].assignments == {"batch": "4", "accumulation": "4"}
-    assert proposal(brain).remedies[0].command == "memtop restart a --batch 4 --accum 4"
+def test_a_batch_that_has_no_half_gets_its_smallest_divisor() -> None:
+    brain = out_of_memory(grip=replace(GRIP, batch=9))
+    assert proposal(brain).remedies[0].assignments == {"batch": "3", "accumulation": "6"}
+    assert "smaller_batch" not in {one.id for one in proposal(out_of_memory(grip=replace(GRIP, batch=1))).remedies}
+
+
+def test_otherwise_half_the_batch_is_only_offered() -> None:
+    half = {"batch": "4", "accumulation": "4"}
+    cut = replace(SAVED, complete=False, problem="it was cut")
+    cases = [
+        (out_of_memory(run=replace(RUN, settings=None, on_oom="ask")), "--on-oom ask"),
+        (out_of_memory(source="words"), "only words of the program's output say so, so you decide"),
+        (
+            out_of_memory(grip=replace(GRIP, resumes=False)),
+            "it did not resume when it was started again, so only you can start it",
+        ),
+        (out_of_memory(saved=None), "there is no complete checkpoint in /out, so it would begin from zero"),
+        (out_of_memory(saved=cut), "there is no complete checkpoint in /out (it was cut), so it would begin from zero"),
+    ]
+    for brain, why in cases:
+        assert brain.model.phase is Phase.FAILED
+        assert proposal(brain).waiting == why
+        remedy = proposal(brain).remedies[0]
+        assert (remedy.assignments, remedy.command) == (half, "memtop restart a --batch 4 --accum 4")
+        from_zero = "begin from zero" in why
+        assert (remedy.needs_consent, remedy.resumable, remedy.title.endswith("from the first update")) == (
+            (True, "none", True) if from_zero else (False, "resumes", False)
+        )
 
 
 def die(brain: Brain, kind: Kind, source: str) -> None:

@@ -1,22 +1,29 @@
 """A program built on Hugging Face's Trainer that never passes a checkpoint.
 
-usage: trainer_program.py [ignores-all] [fails-with-batch-2]
+usage: trainer_program.py [WORD ...]
 
-ignores-all: it sets its batch itself, and when it is started again it begins from zero. It writes
-the samples of each update to updates.jsonl. Its first attempt trains slowly from update 5 on, so
-that a restart comes in between.
+ignores-batch: it sets its batch itself.
+begins-again: when it is started again, it begins from zero.
+fails-with-batch-2: it does not start with this batch.
+never-saves: it saves no checkpoint.
+runs-out: in update 7 the kernel refuses memory for a batch of more than 2.
+catches: the same happens in update 3, but it goes on.
+
+It writes the samples of each update to updates.jsonl. If no memory is to run out, its first attempt
+trains slowly from update 15 on, in the second epoch, so that a restart comes in between.
 """
 
 import json
 import os
 import pathlib
+import resource
 import sys
 import time
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-SAMPLES, EPOCHS = 48, 4
+SAMPLES, EPOCHS = 46, 4
 first = os.environ["MEMTOP_ATTEMPT"] == "1"
 set_seed(1)
 seen: list[int] = []
@@ -31,8 +38,26 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": row, "labels": row}
 
 
+def allocate(samples):
+    """100 MiB for each sample, where 300 MiB are allowed."""
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), before[1]))
+    try:
+        torch.empty(samples * 100 << 20, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 class Recording(Trainer):
     def training_step(self, model, inputs, *others):
+        if "catches" in sys.argv and self.state.global_step == 2:
+            try:
+                allocate(4)
+            except RuntimeError as error:
+                print("goes on after:", error, flush=True)
+        if "runs-out" in sys.argv and self.state.global_step == 6:
+            allocate(len(inputs["input_ids"]))
         seen.extend(inputs["input_ids"][:, 1].tolist())
         return super().training_step(model, inputs, *others)
 
@@ -42,7 +67,7 @@ class Written(TrainerCallback):
         with pathlib.Path("updates.jsonl").open("a") as file:
             file.write(json.dumps([state.global_step, args.per_device_train_batch_size, seen]) + "\n")
         seen.clear()
-        if first and state.global_step >= 5:
+        if first and state.global_step >= 15 and "runs-out" not in sys.argv:
             time.sleep(0.2)
 
 
@@ -52,18 +77,19 @@ arguments = TrainingArguments(
     num_train_epochs=EPOCHS,
     per_device_train_batch_size=4,
     logging_steps=1,
+    save_strategy="no" if "never-saves" in sys.argv else "steps",
     save_steps=2,
     save_total_limit=1,
     report_to=[],
     disable_tqdm=True,
     use_cpu=True,
 )
-if "ignores-all" in sys.argv:
+if "ignores-batch" in sys.argv:
     arguments.per_device_train_batch_size = 4
 if "fails-with-batch-2" in sys.argv and arguments.per_device_train_batch_size == 2:
     sys.exit("no batch of 2")
 trainer = Recording(model=model, args=arguments, train_dataset=Rows(), callbacks=[Written()])
-if "ignores-all" in sys.argv and not first:
+if "begins-again" in sys.argv and not first:
     Trainer.train.__wrapped__(trainer)  # not what memtop's agent has made of it
 else:
     trainer.train()

@@ -33,7 +33,7 @@ class Recording(Trainer):
 
 class Written(TrainerCallback):
     def on_step_end(self, args, state, control, **others):
-        with open("updates.jsonl", "a") as file:
+        with open("updates.jsonl" + os.environ.get("RANK", ""), "a") as file:
             file.write(json.dumps({"update": state.global_step, "samples": seen[:]}) + "\\n")
         seen.clear()
 
@@ -65,12 +65,19 @@ class Arguments(TrainingArguments):
 """
 
 
-def train(folder: Path, others: str = "Arguments = TrainingArguments", more: str = "", resume: str = "", **given: str) -> str:
+def train(
+    folder: Path,
+    others: str = "Arguments = TrainingArguments",
+    more: str = "",
+    resume: str = "",
+    start: tuple[str, ...] = (),
+    **given: str,
+) -> str:
     folder.mkdir(exist_ok=True)
-    for name in ("updates.jsonl", "losses.jsonl"):
-        (folder / name).unlink(missing_ok=True)
+    for path in (*folder.glob("updates.jsonl*"), folder / "losses.jsonl"):
+        path.unlink(missing_ok=True)
     code = TRAIN.replace("OTHERS", others).replace("MORE", more).replace("RESUME", resume)
-    journals = program(folder, code, HF_HUB_OFFLINE="1", **given)
+    journals = program(folder, code, *start, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", **given)
     return json.dumps([report for report in journals[0] if report["type"] == "trainer"][-1])
 
 
@@ -79,7 +86,9 @@ def rows(path: Path) -> list[Any]:
 
 
 def changes(folder: Path, resume: Path | None, **knobs: Any) -> dict[str, str]:
-    wanted = {"output_dir": str(folder / "out"), "knobs": knobs, "resume": str(resume) if resume else None}
+    wanted = {"output_dir": str(folder / "out"), "knobs": knobs, "resume": None, "update": None}
+    if resume is not None:
+        wanted |= {"resume": str(resume), "update": int(resume.name.partition("-")[2] or 0)}
     return {"MEMTOP_TRAINER": json.dumps(wanted)}
 
 
@@ -105,6 +114,35 @@ def test_half_the_batch_continues_with_the_same_samples_and_losses(tmp_path: Pat
     for (update, loss, rate), (_, its_loss, its_rate) in zip(losses[4:], rows(whole / "losses.jsonl"), strict=True):
         assert its_loss == pytest.approx(loss, abs=2e-3), update
         assert its_rate == pytest.approx(rate), update
+
+
+def test_two_ranks_get_the_same_settings_and_the_same_checkpoint(tmp_path: Path) -> None:
+    # In transformers 5, only this takes the batch from the checkpoint.
+    more, knobs = "auto_find_batch_size=True", {"batch": 2, "accumulation": 2}
+    train(tmp_path, more=more, start=TORCHRUN)
+    expected = of_both_ranks(tmp_path)
+    assert [len(samples) for samples in expected] == [8] * 6
+    kept = tmp_path / "kept" / "checkpoint-4"
+    shutil.copytree(tmp_path / "out" / "checkpoint-4", kept)
+    with pytest.raises(AssertionError, match="memtop: the program did not resume: it begins after update 0 instead of 4"):
+        train(tmp_path, AGAIN, more, start=TORCHRUN, **changes(tmp_path, kept, **knobs))
+    assert not list(tmp_path.glob("updates.jsonl*")), "neither rank has trained"
+    train(tmp_path, more=more, start=TORCHRUN, **changes(tmp_path, kept, **knobs))
+    assert of_both_ranks(tmp_path) == expected[4:]
+    assert json.loads((kept / "trainer_state.json").read_text())["train_batch_size"] == 2
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+AGAIN = """
+Arguments = TrainingArguments
+Recording.train = Trainer.train.__wrapped__  # not what memtop's agent has made of it
+"""
+
+
+def of_both_ranks(folder: Path) -> list[list[int]]:
+    """The samples of each update. Which rank has which depends on the batch."""
+    ranks = [rows(folder / f"updates.jsonl{rank}") for rank in (0, 1)]
+    return [sorted(first["samples"] + second["samples"]) for first, second in zip(*ranks, strict=True)]
 
 
 def test_a_subclass_gets_its_own_fields_too_and_other_trainers_nothing(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ json.dump(one.state.log_history, open("log.json", "w"))
     assert plan["knobs"] == {
         "batch": {"value": 2, "name": "per_device_train_batch_size", "source": "TrainingArguments"},
         "accumulation": {"value": 2, "name": "gradient_accumulation_steps", "source": "TrainingArguments"},
+        "eval_batch": {"value": 8, "name": "per_device_eval_batch_size", "source": "TrainingArguments"},
+        "gradient_checkpointing": {"value": False, "name": "gradient_checkpointing", "source": "TrainingArguments"},
+        "optimizer": {"value": "adamw_torch_fused", "name": "optim", "source": "TrainingArguments"},
     }
     steps = of_kind(reports, "step")
     assert updates(reports) == list(range(1, 11)), "each update once"

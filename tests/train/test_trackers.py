@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda module, *rest: None if module in hidden else found(module, *rest))
     with pytest.raises(BadInputError) as caught:
         train(small(tmp_path, trackers=name))
-    assert str(caught.value) == f"trackers {name}: not installed: pip install {name}"
+    assert str(caught.value) == f"trackers {name}: not installed: {sys.executable} -m pip install {name}"
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:

@@ -97,6 +97,22 @@ async def test_samples_that_arrive_in_the_meantime_share_one_frame(monkeypatch: 
         assert "10.25" in screen_text(app)
 
 
+async def test_a_frame_that_hardly_waits_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(Pace, "wait", lambda pace: waits.pop() if waits else 0.0)
+    feed = RecordingFeed()
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        waits.append(1e-9)
+        deadline = time.monotonic() + 20
+        while "7.125" not in screen_text(app):
+            assert time.monotonic() < deadline
+            feed.send(running(gpu(), loss=7.125))
+            await settle(pilot)
+        assert not waits
+
+
 def test_what_the_driver_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_of, "pace_of_terminal", lambda: Pace(VERY_SLOW))
     app, sent = dashboard(RecordingFeed()), list[str]()

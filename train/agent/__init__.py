@@ -2,22 +2,25 @@
 
 `site/sitecustomize.py` loads it under the name `memtop_agent`. Reports go to
 `$MEMTOP_ATTEMPT_DIR/rank-R.jsonl`; commands come over `$MEMTOP_SOCKET`. In a program that does not
-use memtop, the agent follows torch's optimizer hook (`hooks.py`), or Hugging Face's Trainer by a
-callback (`trainers.py`). The built-in trainer calls `report` itself and offers more commands. The
-agent never imports torch, never blocks a step, and its own failures are silent.
+use memtop, the agent follows torch's optimizer hook (`hooks.py`), or the Trainer of Hugging Face
+(`trainers.py`) or Lightning (`lightning.py`) by a callback. The built-in trainer calls `report`
+itself and offers more commands. The agent never imports torch, never blocks a step, and its own
+failures are silent.
 
 Commands are {"type": "command", "id": n, "name": "change", "values": {...}}, without `values` if
 there are none. The built-in trainer executes `checkpoint`, `stop` and, on its first rank, `change`
-(batch, accumulation, eval_batch, gradient_checkpointing, workers), and answers afterwards. Hugging
-Face's Trainer executes `checkpoint` and `stop` (which saves first), and answers after the save.
+(batch, accumulation, eval_batch, gradient_checkpointing, workers), and answers afterwards. The
+Trainers of Hugging Face and Lightning execute `checkpoint` and `stop` (which saves first), and
+answer after the save.
 
 Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch), `clock`
 (seconds of the monotonic clock) and `seq`:
 
-* `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first report of a
-  process. `rank` is the journal's number. It equals `program_rank`, the rank by torch.distributed
-  or the launcher, unless a living process already writes that journal; then it is the first free
-  number from `world_size` on. `local_rank` may be null.
+* `hello`: {rank, program_rank, local_rank, world_size, restarts, max_restarts (how often torchrun
+  has started the workers again, and how often it may; only under torchrun), pid, python, offers},
+  the first report of a process. `rank` is the journal's number. It equals `program_rank`, the rank
+  by torch.distributed or the launcher, unless a living process already writes that journal; then it
+  is the first free number from `world_size` on. `local_rank` may be null.
 * `offers`: {offers}, if the program offers more commands after its first report.
 * `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens,
   padding_fraction (of the tokens that the model computes), skipped (true if a gradient is not
@@ -31,7 +34,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   Face's Trainer these, `epoch`, `batch`, `accumulation`, `samples_seen` (null if the data has no
   length), `tokens` (if the Trainer counts them), and in the updates that the Trainer logs the mean
   `loss` since its last log and `gradient_norm`. `logged` is false in the others. An update may be
-  reported once more, with its loss.
+  reported once more, with its loss. From Lightning the same without `gradient_norm` and `tokens`;
+  the loss is the mean of this process's micro-batches, if that needs no waiting for a GPU.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes,
   reserved_bytes, free_bytes, total_bytes, rss_bytes, device_uuid}: an allocation failed, with the
   memory at that moment. `phase` is forward | backward | optimizer | evaluation | data | load | save
@@ -51,16 +55,18 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 * `save_failed`: {update, message, waiting}: the disk was too full for the state of this update.
   `waiting` is true at the end of training if the trainer waits for disk space or a stop.
 * `checkpoint`: {updates, samples_seen, path, size_bytes, seconds (from the end of the update until
-  the state is on the disk), pause_seconds (how long training stops for it)}. `path` is the folder,
-  from Hugging Face's Trainer.
+  the state is on the disk), pause_seconds (how long training stops for it)}. `path` is the folder
+  or file, from Hugging Face's or Lightning's Trainer.
 * `trainer`: {output_dir (an absolute path), batch (of one device), accumulation, seq_len (null if
   its arguments have no such field), processes (devices that train together), peak_rate, schedule
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
-  is given in updates)}: a program begins to train with Hugging Face's Trainer.
+  is given in updates), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to train with
+  Hugging Face's Trainer.
 * `plan`: {updates (that the training begins after), total_updates, samples_seen, target_samples,
-  resumed, trained_parameters, device_uuid}. From Hugging Face's Trainer also {framework (library
-  and version), effective_batch, knobs: {batch | accumulation | seq_len: {value, name, source}}}.
-  Trainings one after another in one process have one count of updates; each begins with a plan.
+  resumed, trained_parameters, device_uuid}. From these Trainers also {framework (library
+  and version), effective_batch, knobs: {batch | accumulation | seq_len | eval_batch |
+  gradient_checkpointing | optimizer: {value, name, source}}}. Trainings one after another in one
+  process have one count of updates; each begins with a plan.
 * `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
   `train/trainer.py`.
 """
@@ -78,11 +84,13 @@ from typing import Any, Sequence
 
 from . import failures, knobs, memory, sources
 from .hooks import StepWatch, when_imported
-from .journal import JournalWriter, Link, find_rank, launcher_variables
+from .journal import JournalWriter, Link, find_rank, launcher_variables, worker_restarts
 
 AGENT_COMMANDS = ("free_cache",)
 _FOLLOWED = {
     "transformers.trainer": "trainers",
+    "lightning.pytorch.trainer.trainer": "lightning",
+    "pytorch_lightning.trainer.trainer": "lightning",
 }
 """A framework's module, and the file here that follows it."""
 
@@ -106,6 +114,8 @@ class Agent:
         self._socket = os.environ.get("MEMTOP_SOCKET")
         self._launcher = launcher_variables()
         self.attempt = _number("MEMTOP_ATTEMPT")
+        self.resumes_after: int | None = None
+        """The update after which a program built on transformers' Trainer must resume."""
         self._pid = os.getpid()
         self._beginning = threading.RLock()
         self._journal: JournalWriter | None = None
@@ -146,7 +156,7 @@ class Agent:
 
     def change_program(self) -> None:
         """Give the program its new settings; let one built on transformers' Trainer resume."""
-        knobs.install(self.report)
+        self.resumes_after = knobs.install(self.report)
         sources.install()
 
     def watch_failures(self) -> None:
@@ -205,6 +215,7 @@ class Agent:
                 "program_rank": place.rank,
                 "local_rank": place.local_rank,
                 "world_size": place.world_size,
+                **worker_restarts(),
                 "pid": self._pid,
                 "python": sys.version.split()[0],
                 "offers": list(self._offers),

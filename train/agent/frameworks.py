@@ -1,5 +1,7 @@
 """What following the trainer of any framework needs: one count of updates in a process, and what
-its reports have in common. `trainers.py` follows Hugging Face's Trainer.
+its reports have in common.
+
+`trainers.py` follows Hugging Face's Trainer, `lightning.py` Lightning's.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ class Reporter(hooks.Reporter, Commander, Protocol):
 
     @property
     def reports_steps(self) -> bool: ...
+
+    @property
+    def resumes_after(self) -> int | None: ...
+
+    def flush(self) -> None: ...
 
     def offer_for_now(self, names: Sequence[str]) -> None: ...
 
@@ -70,6 +77,20 @@ class Trainings:
         training.ended = False
         self._present = training
         self.reached(training.base + start)
+
+    def refuse_to_begin_again(self, update: int) -> None:
+        """End the program if memtop has started it again to resume, and it does not.
+
+        It would train from zero, and overwrite its checkpoints.
+        """
+        wanted = self.agent.resumes_after
+        if self.begun != 1 or wanted is None or update >= wanted:
+            return
+        words = "the program did not resume: it begins after update %d instead of %d, so it was ended before it trained"
+        message = words % (update, wanted)
+        self.agent.report("end", outcome="failed", message=message)
+        self.agent.flush()
+        raise SystemExit("memtop: " + message)
 
     def reached(self, update: int) -> None:
         """This update is done; the optimizer hook is silent."""

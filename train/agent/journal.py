@@ -76,6 +76,16 @@ def _of_row(variables: Mapping[str, str], *names: str) -> list[RankPlace]:
     return [RankPlace(rank, 0 if local is None and size == 1 else local, size)]
 
 
+def worker_restarts() -> dict[str, int]:
+    """How often torchrun has started this worker again, and how often it may; empty without it.
+
+    Accelerate's launcher is torchrun in this, too.
+    """
+    names = {"restarts": "TORCHELASTIC_RESTART_COUNT", "max_restarts": "TORCHELASTIC_MAX_RESTARTS"}
+    found = {name: _number(os.environ, variable) for name, variable in names.items()}
+    return {name: count for name, count in found.items() if count is not None}
+
+
 def _group() -> tuple[int, int] | None:
     """Rank and size in torch's default process group; None if this process is in none."""
     distributed: Any = sys.modules.get("torch.distributed")

@@ -7,6 +7,8 @@ MEMTOP_TRAINER, a JSON object:
   changed.
 * `knobs`: new values by memtop's names, see `FIELDS`.
 * `resume`: the checkpoint to resume from, memtop's own copy; null if there is none.
+* `update`: the update that this checkpoint was saved after. If the program begins to train before
+  it, `frameworks.py` ends it: nobody has asked for a training from zero.
 
 The values are set before the arguments object computes others from them. The checkpoint is passed
 to the first `train()`, whether or not the program passes one itself.
@@ -161,16 +163,22 @@ def _described(arguments: Any) -> dict[str, Any]:
         schedule=getattr(schedule, "value", schedule),
         warmup=getattr(arguments, "warmup_steps", 0) or getattr(arguments, "warmup_ratio", 0) or 0,
         fixed_length=arguments.max_steps > 0,
+        saves_on_sigterm=bool(getattr(arguments, "enable_jit_checkpoint", False)),
     )
 
 
-def install(report: Callable[..., None]) -> None:
-    """Apply the changes of this start to the program, and report its Trainer."""
+def install(report: Callable[..., None]) -> int | None:
+    """Apply the changes of this start to the program, and report its Trainer.
+
+    Returns the update that it must resume after; None if it may begin from zero.
+    """
     wanted: dict[str, Any] = {}
     with _told("its settings could not be changed"):
         wanted = json.loads(os.environ.get(VARIABLE) or "{}")
     with _told("its settings could not be changed"):
         Knobs(wanted, report).install()
+    update = wanted.get("update")
+    return update if isinstance(update, int) else None
 
 
 def _place(folder: Any) -> str:

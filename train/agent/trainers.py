@@ -22,6 +22,13 @@ from .orders import COMMANDS, Agreement, Orders
 _EVENTS = ("train_begin", "step_begin", "step_end", "epoch_end", "log", "evaluate", "predict", "save", "train_end")
 _LENGTHS = ("max_length", "max_seq_length")
 """What TRL's arguments call the sequence length."""
+_OTHERS = (
+    ("eval_batch", "per_device_eval_batch_size"),
+    ("gradient_checkpointing", "gradient_checkpointing"),
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("optimizer", "optim"),
+)
+"""Further settings that a restart can change."""
 
 
 def follow(module: ModuleType, trainings: Trainings) -> None:
@@ -100,6 +107,7 @@ class TrainerTraining(Training):
             effective_batch=self.split.effective,
             knobs=_knobs_of(args, self.split),
         )
+        trainings.refuse_to_begin_again(state.global_step)
         if trainings.stopping:
             control.should_training_stop = True
         self._continue()
@@ -240,6 +248,12 @@ def _knobs_of(args: Any, split: Split) -> dict[str, Any]:
         if length is not None:
             found["seq_len"] = {"value": length, "name": name, "source": source}
             break
+    for name, field in _OTHERS:
+        value = getattr(args, field, None)
+        # `optim` is an enumeration.
+        value = getattr(value, "value", value)
+        if isinstance(value, (bool, int, str)):
+            found.setdefault(name, {"value": value, "name": field, "source": source})
     return found
 
 

@@ -4,6 +4,7 @@ buttons into actions.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -174,7 +175,8 @@ class DashboardScreen(Dashboard):
         wait = self.pace.wait()
         if wait:
             self._showing_later = True
-            self.set_timer(wait, self._show_later)
+            # Textual's own timer never fires if its time is over before it has begun.
+            asyncio.get_running_loop().call_later(wait, self.call_later, self._show_later)
         else:
             self.mutate_reactive(DashboardScreen.store)
 

@@ -45,6 +45,11 @@ class OutputFile(msgspec.Struct, kw_only=True):
     is_printed: bool | None = None
     """Whether the numbers are in the output; False if they are in the program's own log. None while
     neither has any."""
+    by_workers: bool = False
+    """The program's workers have begun again. The output knows where they go on; their agents,
+    which count from their start, do not."""
+    goes_back: bool = False
+    """Their first step has not been read yet."""
 
 
 class OutputIntake:
@@ -60,10 +65,12 @@ class OutputIntake:
         settings: Mapping[str, str] | None = None,
         on_steps: Callable[[int, list[Step]], None],
         on_own_counter: Callable[[bool], None],
+        on_back: Callable[[int], None],
     ) -> None:
         """`settings`: regular expressions of lines that name what the program uses. `on_steps`
         receives new rows, for the viewers; `on_own_counter` is called if the agent's updates do not
-        count, with whether that is new.
+        count, with whether that is new; `on_back` with the update from which the rows do not count
+        any more.
         """
         self.number = number
         self.problem: str | None = None
@@ -71,7 +78,7 @@ class OutputIntake:
         self._path = folder / "output.json"
         self._outbox = outbox
         self._pattern = re.compile(pattern) if pattern else None
-        self._on_steps, self._on_own_counter = on_steps, on_own_counter
+        self._on_steps, self._on_own_counter, self._on_back = on_steps, on_own_counter, on_back
         self._state = read_derived(self._path, OutputFile) or OutputFile()
         self._tail = Tail(folder / "output.log", self._state.offset)
         self._own_log: OwnLog | None = None
@@ -82,8 +89,20 @@ class OutputIntake:
         self._printed: dict[str, int] | None = None
         self._per_update = 1
         self._again = self._state.learner.newest is not None
-        if self._state.relation.agrees is False:
+        if self._state.relation.agrees is False or self._state.by_workers:
             on_own_counter(False)
+
+    def begin_again(self) -> None:
+        """The program's workers have begun again. What was learned of their lines stays."""
+        state = self._state
+        state.by_workers = state.goes_back = state.learner.newest is not None or state.by_workers
+        if state.by_workers:
+            self._on_own_counter(False)
+        else:
+            state.relation = Relation()
+        state.learner.begin_again()
+        self._waiting = []
+        self._save()
 
     def read(
         self,
@@ -120,6 +139,9 @@ class OutputIntake:
             if state.first is None:
                 state.first = row.step
         is_decided = self._relate(updates, lag, last=to_the_end)
+        if rows and state.goes_back:
+            self._go_back(self._step(rows[0], updates).update)
+            is_decided = True
         if not has_loss:
             self._waiting = [*self._waiting, *(row for row in rows if row.loss is not None)][-_WAITING:]
         self._store(updates)
@@ -130,6 +152,12 @@ class OutputIntake:
             self._save()
         return self._seen(updates, again=again) if rows or again else None
 
+    def _go_back(self, update: int) -> None:
+        """What the workers before had done after this update does not count any more."""
+        if self._outbox.write(lambda: self._outbox.ledger.take_back(self.number, update)):
+            self._state.goes_back = False
+            self._on_back(update)
+
     @property
     def _offsets(self) -> tuple[int, int]:
         return self._tail.offset, 0 if self._own_log is None else self._own_log.position.offset
@@ -137,7 +165,7 @@ class OutputIntake:
     def _relate(self, updates: int | None, lag: float, *, last: bool) -> bool:
         """Whether it is known from now on how steps and updates relate."""
         state, newest = self._state, self._state.learner.newest
-        if newest is None or state.relation.agrees is not None:
+        if newest is None or state.relation.agrees is not None or state.by_workers:
             return False
         state.relation = state.relation.after(newest.step, updates, begins_at=state.first or 0, lag=lag, last=last)
         if state.relation.agrees is False:
@@ -164,7 +192,8 @@ class OutputIntake:
 
     def _store(self, updates: int | None) -> None:
         """Give the ledger the rows whose update is known."""
-        if not self._waiting or not self._outbox.due or (updates is not None and self._state.relation.agrees is None):
+        known = updates is None or self._state.relation.agrees is not None or self._state.by_workers
+        if not self._waiting or not self._outbox.due or not known or self._state.goes_back:
             return
         steps = [self._step(row, updates) for row in self._waiting]
         if self._outbox.write(lambda: self._outbox.ledger.add_from_output(self.number, steps)):
@@ -173,7 +202,7 @@ class OutputIntake:
 
     def _step(self, row: Row, updates: int | None) -> Step:
         relation = self._state.relation
-        related = updates is not None and relation.agrees
+        related = (updates is not None or self._state.by_workers) and relation.agrees
         return Step(
             time=row.time,
             update=relation.update(row.step) if related else row.step // self._per_update,
@@ -207,7 +236,8 @@ class OutputIntake:
         row = learner.newest
         if row is None:
             return None
-        related = updates is not None and relation.agrees is True
+        by_workers = self._state.by_workers
+        related = (updates is not None or by_workers) and relation.agrees is True
         seconds, steps, updates_of_step = learner.step_seconds, self._per_update, 1
         if related:
             steps, updates_of_step = relation.steps_per_update, relation.updates_per_step
@@ -220,7 +250,7 @@ class OutputIntake:
             step=row.step,
             update=relation.update(row.step) if related else row.step // steps,
             total_updates=total,
-            agrees=relation.agrees,
+            agrees=False if by_workers else relation.agrees,
             steps_per_update=steps,
             loss=row.loss,
             best_loss=self._state.best_loss,

@@ -108,6 +108,13 @@ class Learner(msgspec.Struct, kw_only=True):
         rows = [row for text in lines for row in self._take(text, now, updates, pattern)]
         return [*rows, *self._place(now)]
 
+    def begin_again(self) -> None:
+        """The program starts anew within the output: its counters may go back."""
+        for shape in self.shapes.values():
+            shape.step = shape.position = shape.epoch = shape.at_loss = shape.before_loss = None
+            shape.base, shape.waiting, shape.pairs = 0, [], []
+        self.newest, self.recent, self.unplaced, self.placed, self.loss_step = None, [], [], [], 0
+
     def _take(self, text: str, now: float, updates: int | None, pattern: re.Pattern[str] | None) -> Iterator[Row]:
         line = read_line(text, pattern)
         if line is None or (line.evaluated and not (line.trained and self._is_provisional)):

@@ -17,7 +17,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     total_updates: int | None = None
     agrees: bool | None = None
     """Whether the program's steps follow from the updates that memtop's agent counts. None while
-    that is not known, or without an agent."""
+    that is not known, or without an agent. False, too, if its workers have begun again: then
+    their agents count anew."""
     steps_per_update: int = 1
     """More than 1 if the program counts micro-batches."""
     loss: float | None = None

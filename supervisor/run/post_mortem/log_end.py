@@ -13,6 +13,8 @@ import msgspec
 from memtop.supervisor.run.record.folder import open_to_read
 
 _TAIL_BYTES = 16_384
+_WORKERS_BYTES = 262_144
+"""Each of several workers may write a long traceback."""
 _LINES = 8
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _KILLED = (-signal.SIGKILL, -signal.SIGBUS, -signal.SIGSEGV)
@@ -27,6 +29,33 @@ class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that ended first of several and its exit status, as torchrun reports it."""
     rank_lines: tuple[str, ...] = ()
     """torchrun's lines about that rank."""
+
+
+class DeadWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker after whose end torchrun started all of them again."""
+
+    pid: int
+    local_rank: int
+    exit_status: int
+    message: str | None = None
+    """The last line of its error."""
+
+
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_ERROR = re.compile(r"^(?:\[rank(\d+)\]: ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*)$", re.M)
+
+
+def dead_worker(log: Path) -> DeadWorker | None:
+    """The worker that torchrun has named last; None if it has named none."""
+    text = _tail(log, _WORKERS_BYTES)
+    found = list(_FAILED.finditer(text))
+    if not found:
+        return None
+    status, rank, pid = map(int, found[-1].groups())
+    # torch begins the lines of a traceback with the rank where there is a process group.
+    errors = list(_ERROR.finditer(text, found[-2].end() if len(found) > 1 else 0, found[-1].start()))
+    own = [match[2] for match in errors if match[1] == str(rank)] or [match[2] for match in errors if match[1] is None]
+    return DeadWorker(pid=pid, local_rank=rank, exit_status=status, message=own[-1].strip() if own and status > 0 else None)
 
 
 def read_log_end(log: Path) -> LogEnd:
@@ -76,11 +105,11 @@ def _rank_lines(text: str) -> list[str]:
     return [line for line in lines if line.strip("=-")][:_LINES]
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, size: int = _TAIL_BYTES) -> str:
     try:
         with open_to_read(log) as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            file.seek(max(0, file.tell() - size))
             return file.read().decode(errors="replace").replace("\r", "\n")
     except OSError as error:
         return f"{log}: cannot be read: {error.strerror}"
@@ -90,6 +119,7 @@ _NAME = "error.json"
 """The error file of the program itself. torchrun writes the error of the first rank that failed."""
 _RANKS = "torchelastic"
 """The folder in which torchrun creates a folder with an error file for each rank."""
+_TRIES = "attempt_*"
 _BYTES = 1 << 18
 _MOST = 64
 
@@ -112,7 +142,7 @@ def error_files(folder: Path) -> list[str]:
     """The texts of all error files, the program's own first.
 
     If torchrun itself has restarted the ranks, only the files of its last try count."""
-    last = [max(run.glob("attempt_*"), key=_number, default=run) for run in sorted((folder / _RANKS).glob("*"))]
+    last = [max(run.glob(_TRIES), key=_number, default=run) for run in sorted((folder / _RANKS).glob("*"))]
     paths = [folder / _NAME, *(path for tried in last for path in sorted(tried.glob(f"**/{_NAME}")))]
     found = []
     for path in paths[:_MOST]:
@@ -122,6 +152,12 @@ def error_files(folder: Path) -> list[str]:
         except OSError:
             continue  # no such file was written
     return found
+
+
+def worker_restarts(folder: Path) -> int:
+    """How often torchrun has started the workers of this attempt again, by the folders that it
+    makes for them."""
+    return max((_number(tried) for tried in (folder / _RANKS).glob(f"*/{_TRIES}")), default=0)
 
 
 def _number(folder: Path) -> int:

@@ -114,7 +114,9 @@ def changes_for_trainer(grip: Grip | None, knobs: Mapping[str, Any], resumed: Ch
     """The variable with these changes; none if nothing is to change."""
     if grip is None or not (knobs or resumed):
         return {}
-    changes = {"output_dir": grip.output_dir, "knobs": knobs, "resume": resumed.path if resumed is not None else None}
+    changes: dict[str, Any] = {"output_dir": grip.output_dir, "knobs": knobs, "resume": None, "update": None}
+    if resumed is not None:
+        changes |= {"resume": resumed.path, "update": resumed.updates}
     return {TRAINER_VARIABLE: msgspec.json.encode(changes).decode()}
 
 

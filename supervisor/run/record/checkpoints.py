@@ -16,6 +16,7 @@ import errno
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -71,13 +72,19 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def checked(reported: Checkpoint) -> Checkpoint:
-    """A checkpoint that a program has reported: complete if the file that it writes last is
-    whole."""
-    path = Path(reported.path) / TRAINER_STATE
+    """A checkpoint that a program has reported: complete if what it writes last is there. That is a
+    file in the folder of Hugging Face's Trainer, and the end of a single file."""
+    path = Path(reported.path)
     problem = None
     try:
-        with open_to_read(path) as file:
-            msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])
+        if path.is_dir():
+            path /= TRAINER_STATE
+            with open_to_read(path) as file:
+                msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])
+        else:
+            with open_to_read(path) as file:
+                # torch.save writes a zip file, which ends with its list of contents.
+                problem = None if zipfile.is_zipfile(file) else f"{path}: the file is not complete"
     except FileNotFoundError:
         problem = f"{path} is missing: the save was interrupted, or the checkpoint was removed"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:

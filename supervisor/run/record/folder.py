@@ -57,6 +57,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     choice: str | None = None
     """Which preset and GPU memtop chose at first, and why. None if it chose neither."""
     on_oom: str = "stop"
+    grip: Grip | None = None
+    """Of an external command that `memtop adopt` has taken over: what its first attempt resumes
+    from."""
     step_pattern: str | None = None
     """MEMTOP_STEP: a regular expression for the lines of an external command that have its step."""
     profile: ProgramProfile | None = None

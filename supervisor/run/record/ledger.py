@@ -22,7 +22,7 @@ from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, metrics, tiers
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.reports import Report, Step, Unknown, decode
+from memtop.supervisor.run.reports import Hello, Report, Step, Unknown, decode
 from memtop.supervisor.wire import Change, Event, Metric
 
 _SCHEMA = """
@@ -165,6 +165,8 @@ class Ledger:
             self._wait_for_lock(_LOCKED_SECONDS)
         self._recorder: tiers.Recorder | None = None
         self._unthinned = 0
+        self._goes_back = False
+        """The first rank has a new process, whose first update has not been stored yet."""
         self._in_transaction = False
 
     @property
@@ -269,10 +271,16 @@ class Ledger:
         One transaction, so that no report is lost or counted twice. Returns the offset.
         """
         reports = list(reports)
-        steps = [report for report in reports if isinstance(report, Step)] if rank == 0 else []
-        self._unthinned += len(steps)
+        parts = list(_by_process(reports)) if rank == 0 else []
+        self._unthinned += sum(len(part) for part in parts)
+        goes_back = self._goes_back
         with self.transaction():
-            metrics.add(self._db, attempt, steps)
+            for number, steps in enumerate(parts):
+                goes_back = goes_back or number > 0
+                if goes_back and steps:
+                    metrics.take_back(self._db, attempt, steps[0].update)
+                    goes_back = False
+                metrics.add(self._db, attempt, steps)
             if self._unthinned >= _THIN_EVERY:
                 metrics.thin(self._db)
             self._keep(attempt, rank, offset, [report for report in reports if not isinstance(report, Step | Unknown)])
@@ -281,7 +289,13 @@ class Ledger:
                 (attempt, rank, offset),
             )
         self._unthinned %= _THIN_EVERY
+        self._goes_back = goes_back
         return offset
+
+    def take_back(self, attempt: int, update: int) -> None:
+        """Remove an attempt's updates from this one on: the program's workers go on before it."""
+        with self.transaction():
+            metrics.take_back(self._db, attempt, update)
 
     def add_from_output(self, attempt: int, steps: Iterable[Step]) -> None:
         """Store what was read from the program's output: it fills in what the agent's updates
@@ -415,6 +429,18 @@ class Ledger:
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)
+
+
+def _by_process(reports: Iterable[Report]) -> Iterator[list[Step]]:
+    """The updates of a journal, apart where its process was started again."""
+    steps: list[Step] = []
+    for report in reports:
+        if isinstance(report, Hello) and report.restarts:
+            yield steps
+            steps = []
+        elif isinstance(report, Step):
+            steps.append(report)
+    yield steps
 
 
 @contextlib.contextmanager

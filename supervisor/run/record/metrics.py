@@ -95,6 +95,11 @@ def _filled(step: Step, other: Step) -> Step:
     return replace(step, **missing)
 
 
+def take_back(db: sqlite3.Connection, attempt: int, update: int) -> None:
+    """Remove the attempt's updates from this one on: its program has gone back."""
+    db.execute('DELETE FROM metrics WHERE attempt = ? AND "update" >= ?', (attempt, update))
+
+
 def remove(db: sqlite3.Connection, attempt: int) -> None:
     db.execute("DELETE FROM metrics WHERE attempt = ?", (attempt,))
 

@@ -59,6 +59,9 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     if phase is Phase.FINISHED and model.left_over:
         verdict = _with_leftovers(model, event)
         phase = verdict.phase
+    if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
+        verdict = AttemptVerdict(phase=Phase.FAILED, reason=why, diagnosis={"summary": why, "evidence": list(event.log.lines)})
+        phase = Phase.FAILED
     if phase is not Phase.FAILED:
         return _conclude(replace(model, verdict=verdict), None, None)
     stalled = model.stalled is not None
@@ -117,6 +120,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     # A restart that was requested while the log was read counts.
     outcome = "restarted" if model.pending is not None else verdict.phase.value
     model = survival.ended(model, outcome, found)
+    model = verification.after_end(model)
     if _died_by_itself(model, verdict) and (back := verification.going_back(model)) is not None:
         model = replace(model, pending=back)
     decision: Decision | None = None

@@ -23,7 +23,7 @@ from memtop.supervisor.run.model import (
     refused,
     warn,
 )
-from memtop.supervisor.run.rules import survival
+from memtop.supervisor.run.rules import survival, workers
 from memtop.supervisor.wire import Answer, Checkpoint, Outcome, Phase
 
 
@@ -172,6 +172,7 @@ def may_stand_still(model: Model) -> bool:
         and model.ladder is None
         and not model.phase.final
         and not model.progress.waits_for_space
+        and not workers.are_loading(model)
     )
 
 

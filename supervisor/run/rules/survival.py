@@ -171,29 +171,47 @@ def _never(model: Model, diagnosis: Diagnosis) -> str | None:
     """Why memtop does not start this program again by itself; None if it may."""
     if model.settings is not None:
         return None
-    if model.grip is None or not model.grip.resumes:
+    if model.grip is None:
         return _EXTERNAL
+    if model.grip.resumes is False:
+        return "it did not resume when it was started again, so only you can start it"
+    if (why := without_checkpoint(model, model.grip)) is not None:
+        return f"{why}, so it would begin from zero"
     if diagnosis.source == "words":
         return "only words of the program's output say so, so you decide"
     return None
 
 
+def without_checkpoint(model: Model, grip: Grip) -> str | None:
+    """Why a program built on Hugging Face's Trainer cannot resume; None if it can."""
+    found = model.states.program
+    if found is not None and found.complete:
+        return None
+    why = f" ({found.problem})" if found is not None and found.problem else ""
+    return f"there is no complete checkpoint in {grip.output_dir}{why}"
+
+
 def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis) -> list[Candidate]:
-    """Half the batch and twice the accumulation, for a program built on Hugging Face's Trainer."""
+    """A smaller batch and more accumulation, for a program built on Hugging Face's Trainer: half
+    the batch if possible, so that the effective batch stays."""
     batch, accumulation = grip.batch, grip.accumulation
-    if not batch or not accumulation or batch % 2 or not (diagnosis.kind.of_gpu or diagnosis.kind.of_host):
+    if not batch or not accumulation or batch == 1 or not (diagnosis.kind.of_gpu or diagnosis.kind.of_host):
         return []
-    split = {"batch": str(batch // 2), "accumulation": str(accumulation * 2)}
-    title = f"batch {batch} -> {batch // 2}, accumulation {accumulation} -> {accumulation * 2}: effective batch stays"
+    parts = next(number for number in range(2, batch + 1) if batch % number == 0)
+    smaller, more = batch // parts, accumulation * parts
+    split = {"batch": str(smaller), "accumulation": str(more)}
+    title = f"batch {batch} -> {smaller}, accumulation {accumulation} -> {more}: effective batch stays {grip.effective_batch}"
+    why = without_checkpoint(model, grip)
     remedy = Remedy(
         id="smaller_batch",
-        title=f"{title} {grip.effective_batch}",
-        why="half as many samples are in memory at once",
+        title=title if why is None else f"{title}, from the first update",
+        why="fewer samples are in memory at once" if why is None else f"{why}, so the program begins from zero",
         keeps_math=True,
-        resumable="resumes",
+        resumable="resumes" if why is None else "none",
+        needs_consent=why is not None,
         assignments=split,
         forecast_unknown="the peak of this program was not measured at two batch sizes",
-        command=f"memtop restart {model.run.name} --batch {batch // 2} --accum {accumulation * 2}",
+        command=f"memtop restart {model.run.name} --batch {smaller} --accum {more}",
     )
     return [Candidate(remedy=remedy, key=_knobs_key({**model.knobs, **split}))]
 

@@ -74,7 +74,7 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
         schedule=report.schedule,
         warmup=report.warmup,
         fixed_length=report.fixed_length,
-        resumes=known is not None and known.resumes and known.output_dir == report.output_dir,
+        resumes=known.resumes if known is not None and known.output_dir == report.output_dir else None,
     )
     if grip == known:
         return model

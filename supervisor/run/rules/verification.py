@@ -43,6 +43,24 @@ def after_step(model: Model, step: Step) -> Model:
     return _stopped(model, f"it began after update {plan.updates} instead of {asked.resumed}", f"of update {asked.resumed}")
 
 
+def after_end(model: Model) -> Model:
+    """The attempt is over. If it ended before its first update: note what it had begun with."""
+    asked, grip, plan = model.asked, model.grip, model.progress.plan
+    if asked is None or asked.resumed is None or grip is None or plan is None or plan.updates >= asked.resumed:
+        return model
+    # Its agent has ended it.
+    text = f"the checkpoint of update {asked.resumed} is kept in {model.run.folder}"
+    return note(replace(model, asked=None, grip=replace(grip, resumes=False)), "warning", text)
+
+
+def without_training(model: Model) -> str | None:
+    """Why an attempt that was to resume has failed although its exit status says otherwise."""
+    progress = model.progress
+    if model.asked is None or model.asked.resumed is None or progress.plan is not None or progress.step is not None:
+        return None
+    return f"the program ended without training; it was to resume after update {model.asked.resumed}"
+
+
 def going_back(model: Model) -> Change | None:
     """If the program ended before its first update with other settings: the change that returns to
     those before. None if those have not worked or ran out of memory, or if the program would begin

@@ -1,0 +1,200 @@
+"""`memtop adopt PID`: ends a training that memtop did not start, and starts it again as a run, from
+its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from memtop import __version__
+from memtop.cli.configuration import default_runs_dir
+from memtop.cli.options import SECONDS, WHOLE, detach_option, headless_option, refuse_both, runs_dir_option
+from memtop.cli.output import print_message
+from memtop.supervisor import units
+from memtop.supervisor.errors import RefusedError, UsageError
+from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive
+from memtop.supervisor.monitor.processes.signals import ProcessGone, signal_process
+from memtop.supervisor.observed.adoption import Adoption, adoption_of, grip_of
+from memtop.supervisor.observed.shown import line_of
+from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.processes.members import refuse_used_path
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
+from memtop.supervisor.run.starting import start_supervisor
+from memtop.supervisor.wire import Checkpoint
+
+_LOOK_SECONDS = 0.1
+_SHOWN = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS", "WORLD_SIZE")
+"""Variables whose values are printed. Others may be secrets."""
+_SHELL_VARIABLES = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "TERM"})
+_MOST_NAMES = 12
+
+
+@click.command()
+@click.argument("pid", type=WHOLE, metavar="PID")
+@click.option("--yes", is_flag=True, help="do not ask; needed without a terminal")
+@click.option("--from-zero", is_flag=True, help="start it again from its beginning, where it cannot resume")
+@click.option("--wait", "seconds", type=SECONDS, default=60.0, metavar="SECONDS", help="how long it may take to end [60]")
+@click.option("--name", metavar="NAME", help="the name of the run")
+@headless_option
+@detach_option
+@click.option(
+    "--on-oom", type=click.Choice(("auto", "ask", "stop")), default="ask", help="what to do when memory runs out [ask]"
+)
+@runs_dir_option
+def adopt(
+    pid: int,
+    yes: bool,
+    from_zero: bool,
+    seconds: float,
+    name: str | None,
+    headless: bool,
+    detach: bool,
+    on_oom: str,
+    runs_dir: Path | None,
+) -> int:
+    """Restart a training that memtop did not start, as a run of memtop.
+
+    PID is any process of it. The program continues from its newest complete checkpoint, if it is
+    built on Hugging Face's Trainer. memtop first shows the command, the folder and the environment
+    that it will use, and asks. It sends SIGINT, and waits until all processes have ended. It never
+    sends SIGKILL.
+    """
+    from memtop.cli.foreground import stay
+    from memtop.cli.train import free_name
+
+    begun = time.time()
+    refuse_both(headless, detach)
+    adoption, seen = adoption_of(pid)
+    held = _grip(adoption, from_zero=from_zero)
+    where = runs_dir or default_runs_dir()
+    run = name or free_name(where, Path(seen.name).stem)
+    if os.path.lexists(where / run):
+        raise UsageError(f"--name {run}: {where / run} exists; give another name")
+    refuse_used_path(where / run)
+    print_message(line_of(seen))
+    for line in _plan(adoption, run, where, from_zero=from_zero, reached=seen.updates):
+        print_message(line)
+    if not _agreed("End it and start it again?", yes=yes):
+        print_message("memtop: nothing was changed")
+        return 1
+    _end(adoption, seconds, yes=yes)
+    # It may have saved once more, so look again.
+    if held is not None:
+        held = _grip(adoption, from_zero=False)
+    spec = RunSpec(
+        name=run,
+        created=begun,
+        settings=None,
+        command=adoption.command,
+        cwd=adoption.folder,
+        on_oom=on_oom,
+        grip=held,
+        memtop_version=__version__,
+    )
+    return stay(_start(where, spec, adoption), begun, headless=headless, detach=detach)
+
+
+def _grip(adoption: Adoption, *, from_zero: bool) -> Grip | None:
+    """How it resumes; None if it is to begin from zero. RefusedError if it cannot resume."""
+    if from_zero:
+        return None
+    found = grip_of(adoption.checkpoint)
+    if isinstance(found, str):
+        pid = adoption.processes[0].pid
+        state = "" if is_alive(adoption.processes[0]) else "; it has ended, and nothing was started"
+        raise RefusedError(f"PID {pid}: {found}; --from-zero starts it again from its beginning{state}")
+    return found
+
+
+def _plan(adoption: Adoption, run: str, where: Path, *, from_zero: bool, reached: int | None) -> list[str]:
+    """What will be done, and what memtop cannot know."""
+    checkpoint = None if from_zero else adoption.checkpoint
+    name = signal.Signals(adoption.signal_number).name
+    lines = [
+        f"  ends      pid {', '.join(str(process.pid) for process in adoption.processes)}, with {name}",
+        f"  command   {shlex.join(adoption.command)}",
+        f"  folder    {adoption.folder}",
+        f"  variables {_variables(adoption.environment)}",
+        f"  run       {run} in {where}; its output goes to the run's log",
+        f"  from      {_origin(checkpoint, reached)}",
+        "  not known what the program, or a script before it, has changed since its start; its input, which will be empty",
+    ]
+    return [*lines, *(f"  note      {note}" for note in adoption.notes)]
+
+
+def _origin(checkpoint: Checkpoint | None, reached: int | None) -> str:
+    if checkpoint is None:
+        return "zero: everything that it has trained is done again" + ("" if reached is None else f" ({reached} updates)")
+    text = f"update {units.count(checkpoint.updates)}: {checkpoint.path}"
+    if reached is None or checkpoint.updates is None:
+        return f"{text}; what it has done since is done again, unless it saves when it ends"
+    again = max(0, reached - checkpoint.updates)
+    return f"{text}; {again} updates are done again, unless it saves when it ends" if again else text
+
+
+def _variables(environment: dict[str, str]) -> str:
+    """What differs from the caller's environment. Most values are hidden: they may be secrets."""
+    here = os.environ
+    names = {name for name in {*environment, *here} - _SHELL_VARIABLES if environment.get(name) != here.get(name)}
+    names = {name for name in names if not name.startswith("MEMTOP_")}
+    shown = [f"{name}={environment.get(name, '(not set)')}" for name in _SHOWN if name in names]
+    others = sorted(names - set(_SHOWN))
+    more = [*others[:_MOST_NAMES], f"and {len(others) - _MOST_NAMES} more"] if len(others) > _MOST_NAMES else others
+    text = f"the {len(environment)} of the process"
+    return text if not names else f"{text}; different from here: {', '.join([*shown, *more])}"
+
+
+def _agreed(question: str, *, yes: bool) -> bool:
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("adopt: there is no terminal to ask on: give --yes to do what is shown")
+    return click.confirm(question, default=False, err=True)
+
+
+def _end(adoption: Adoption, seconds: float, *, yes: bool) -> None:
+    """End the program gently; RefusedError if it does not end."""
+    leader = adoption.processes[0]
+    _ask_to_end(leader, adoption.signal_number)
+    left = _wait(adoption.processes, seconds)
+    can_ask = not yes and adoption.signal_number != signal.SIGTERM
+    if left and can_ask and _agreed(f"It has not ended in {seconds:g} s. Send SIGTERM?", yes=False):
+        for process in left:
+            _ask_to_end(process, signal.SIGTERM)
+        left = _wait(left, seconds)
+    if left:
+        pids = ", ".join(str(process.pid) for process in left)
+        raise RefusedError(
+            f"pid {pids}: has not ended in {seconds:g} s; nothing was started. End it yourself, or give more --wait"
+        )
+
+
+def _ask_to_end(process: ProcessId, number: int) -> None:
+    try:
+        signal_process(process, signal.Signals(number))
+    except ProcessGone:
+        return
+
+
+def _wait(processes: Sequence[ProcessId], seconds: float) -> list[ProcessId]:
+    """Those that have not ended in time."""
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if is_alive(process)]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_LOOK_SECONDS)
+    return left
+
+
+def _start(where: Path, spec: RunSpec, adoption: Adoption) -> RunFolder:
+    folder = create_run(where, spec, fresh=False)
+    own = {name: value for name, value in os.environ.items() if name.startswith("MEMTOP_")}
+    start_supervisor(folder, environment={**adoption.environment, **own})
+    return folder

@@ -1,0 +1,178 @@
+"""How a program that memtop did not start can be started again, as a run of memtop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import RefusedError, UsageError
+from memtop.supervisor.monitor.processes.jobs import is_host, script
+from memtop.supervisor.monitor.processes.proc import (
+    PROC,
+    RUN_VARIABLE,
+    ProcessId,
+    command_words,
+    environment,
+    environment_of,
+    identify,
+    own_family,
+    parent_of,
+)
+from memtop.supervisor.monitor.processes.signals import check_owner
+from memtop.supervisor.observed.checkpoints import folders_of, newest_checkpoint
+from memtop.supervisor.observed.observer import observer_of
+from memtop.supervisor.observed.values import Observed
+from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.record import program_checkpoints
+from memtop.supervisor.wire import Checkpoint
+
+_SHELLS = frozenset({"sh", "bash", "zsh", "dash", "fish"})
+
+
+class Adoption(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed to start the program again."""
+
+    processes: tuple[ProcessId, ...]
+    """All of them, the topmost first. The new run begins when they have ended."""
+    command: tuple[str, ...]
+    folder: str
+    environment: dict[str, str]
+    """With which the process was started."""
+    started: float
+    signal_number: int
+    """What asks it to end."""
+    notes: tuple[str, ...] = ()
+    """What may differ from the first start, one line each."""
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest complete one that the program has saved since its start."""
+        return newest_checkpoint(folders_of(self.command, Path(self.folder)), self.started)
+
+
+def grip_of(checkpoint: Checkpoint | None) -> Grip | str:
+    """How memtop makes the program resume from this checkpoint, or why it cannot."""
+    if checkpoint is None:
+        return "it has saved no complete checkpoint since its start, as far as memtop can see"
+    path = Path(checkpoint.path)
+    if not program_checkpoints.is_name(path.name):
+        return f"memtop does not know how this program resumes from {path}: it is no checkpoint of Hugging Face's Trainer"
+    return Grip(output_dir=str(path.parent))
+
+
+def adoption_of(pid: int, proc_root: Path = PROC) -> tuple[Adoption, Observed]:
+    """Read from /proc how the program of this process was started.
+
+    UsageError if there is no such program; RefusedError if it is not the caller's, or if it cannot
+    be started again.
+    """
+    given = identify(pid, proc_root)
+    if given is None:
+        raise UsageError(f"PID {pid}: no such process")
+    if (run := (environment(pid, proc_root) or {}).get(RUN_VARIABLE)) is not None:
+        raise UsageError(f"PID {pid}: belongs to memtop's run {Path(run).name}; see memtop show {run}")
+    check_owner(pid)
+    observer = observer_of(pid, proc_root)
+    if observer is None:
+        raise UsageError(f"PID {pid}: no training that memtop can see: it does not use torch, and its output has no steps")
+    seen = observer.look(time.time())
+    leader = observer.leader
+    check_owner(leader.pid)
+    _refuse_strange(leader.pid, proc_root)
+    variables = environment_of(leader, proc_root)
+    if isinstance(variables, str):
+        raise RefusedError(f"PID {leader.pid}: {variables}; so it cannot be started again as it was")
+    folder = _folder(leader.pid, proc_root)
+    command, notes = _command(leader.pid, folder, variables, proc_root)
+    number, why = _signal(leader.pid, proc_root)
+    identities = [leader, *(found for one in seen.processes if (found := identify(one.pid, proc_root)) is not None)]
+    adoption = Adoption(
+        processes=tuple(dict.fromkeys(identities)),
+        command=command,
+        folder=folder,
+        environment=variables,
+        started=seen.started,
+        signal_number=number,
+        notes=(*notes, *why, *_parent(leader.pid, proc_root)),
+    )
+    return adoption, seen
+
+
+def _refuse_strange(pid: int, proc_root: Path) -> None:
+    """RefusedError for a program that its command line does not start again."""
+    words = command_words(pid, proc_root) or ()
+    if pid in own_family(proc_root=proc_root):
+        raise RefusedError(f"PID {pid}: this memtop was started from it")
+    try:
+        elsewhere = (proc_root / str(pid) / "ns/mnt").readlink() != (proc_root / "self/ns/mnt").readlink()
+    except OSError as error:
+        raise RefusedError(f"PID {pid}: cannot be examined: {error.strerror}") from None
+    if elsewhere:
+        raise RefusedError(f"PID {pid}: runs in a container with files of its own; start memtop there")
+    if is_host(words, ""):
+        raise RefusedError(f"PID {pid}: is a notebook or an editor, which its command line does not bring back: {words[0]}")
+    found, _ = script(words)
+    if Path(words[0] if words else "").name.startswith("python") and found is None and "-c" not in words:
+        raise RefusedError(f"PID {pid}: reads its program from its input, so it cannot be started again")
+
+
+def _folder(pid: int, proc_root: Path) -> str:
+    link = proc_root / str(pid) / "cwd"
+    try:
+        folder, same = link.readlink(), link.stat()
+        there = folder.stat()
+    except OSError:
+        raise RefusedError(f"PID {pid}: its working directory does not exist any more") from None
+    if (there.st_dev, there.st_ino) != (same.st_dev, same.st_ino):
+        raise RefusedError(f"PID {pid}: its working directory was replaced: {folder}")
+    return str(folder)
+
+
+def _command(pid: int, folder: str, variables: Mapping[str, str], proc_root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The words of its command line, and what is to be said about them."""
+    raw = (proc_root / str(pid) / "cmdline").read_bytes()
+    if not raw.endswith(b"\0"):
+        raise RefusedError(f"PID {pid}: has written a title over its command line, so it cannot be started again")
+    words = tuple(os.fsdecode(word) for word in raw[:-1].split(b"\0"))
+    try:
+        "".join(words).encode()
+    except UnicodeEncodeError:
+        raise RefusedError(f"PID {pid}: its command line has bytes that are not UTF-8") from None
+    name = words[0]
+    path = os.path.join(folder, name) if "/" in name else shutil.which(name, path=variables.get("PATH", os.defpath))  # noqa: PTH118
+    if path is not None and os.access(path, os.X_OK):
+        return words, ()
+    try:
+        program = str((proc_root / str(pid) / "exe").readlink())
+    except OSError:
+        program = ""
+    if not os.access(program, os.X_OK):
+        raise RefusedError(f"PID {pid}: its program does not exist any more: {name}")
+    return (program, *words[1:]), (f"{name} is not found any more; {program} is started in its place",)
+
+
+def _signal(pid: int, proc_root: Path) -> tuple[int, tuple[str, ...]]:
+    """SIGINT, as Ctrl-C sends it; SIGTERM for a process that ignores SIGINT, as a background job of
+    a shell script does."""
+    mask = 0
+    for line in (proc_root / str(pid) / "status").read_text(errors="replace").splitlines():
+        if line.startswith("SigIgn:"):
+            mask = int(line.split()[1], 16)
+    if not mask >> (signal.SIGINT - 1) & 1:
+        return signal.SIGINT, ()
+    return signal.SIGTERM, ("it ignores SIGINT, as background jobs do, so SIGTERM ends it: it may save nothing more",)
+
+
+def _parent(pid: int, proc_root: Path) -> tuple[str, ...]:
+    """A script that started it goes on when it has ended."""
+    parent = parent_of(pid, proc_root)
+    words = command_words(parent, proc_root) if parent is not None and parent > 1 else None
+    if not words or len(words) < 2 or Path(words[0]).name not in _SHELLS:
+        return ()
+    return (f"{' '.join(words)[:200]} (pid {parent}) has started it, and goes on when it has ended",)

@@ -1,0 +1,183 @@
+"""`memtop adopt`: a training that memtop did not start becomes a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.monitor.processes.proc import identify, is_alive
+from memtop.supervisor.observed.adoption import adoption_of
+from tests.conftest import Runs
+from tests.test_observed import wait_for
+
+# It counts its starts, and trains until its input ends or SIGINT comes.
+PLAIN = """
+import os, pathlib, sys, time
+with open("starts", "a") as file:
+    print(os.environ.get("COLOUR"), file=file)
+for step in range(1, 10**6):
+    print(f"step {step}/1000000 loss {1 / step}", flush=True)
+    time.sleep(0.05)
+"""
+DEAF = "import signal\nsignal.signal(signal.SIGINT, lambda *_: print('no', flush=True))\n"
+TRAINER = str(Path(__file__).parent / "run/trainer_program.py")
+
+
+class Strangers:
+    """Programs that memtop does not start."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+
+    def start(self, text: str, *arguments: str, **variables: str) -> int:
+        (self.folder / "train.py").write_text(text)
+        return self.run("train.py", *arguments, **variables)
+
+    def run(self, *arguments: str, **variables: str) -> int:
+        with (self.folder / "out.log").open("w") as log:
+            program = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **variables},
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
+        self._stack.callback(self._end, program)
+        wait_for(lambda: "loss" in self.output or program.poll() is not None)
+        # Its parent here does not collect it: for memtop it has ended all the same.
+        return program.pid
+
+    def _end(self, program: subprocess.Popen[bytes]) -> None:
+        if program.poll() is None:
+            program.kill()
+        program.wait()
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "out.log").read_text()
+
+    @property
+    def starts(self) -> list[str]:
+        return (self.folder / "starts").read_text().split()
+
+
+@pytest.fixture
+def strangers(tmp_path: Path) -> Iterator[Strangers]:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    with ExitStack() as stack:
+        yield Strangers(folder, stack)
+
+
+def alive(pid: int) -> bool:
+    found = identify(pid)
+    return found is not None and is_alive(found)
+
+
+def test_a_program_that_cannot_resume_is_not_ended(strangers: Strangers, runs: Runs) -> None:
+    pid = strangers.start(PLAIN)
+    wait_for(lambda: strangers.output.count("loss") > 2)
+    error = runs.memtop("adopt", str(pid), "--yes", status=1).stderr
+    assert f"memtop: PID {pid}: it has saved no complete checkpoint since its start" in error
+    assert error.endswith("--from-zero starts it again from its beginning\n")
+    assert alive(pid)
+    assert not runs.path.exists()
+
+
+def test_from_zero_it_becomes_a_run_with_its_command_folder_and_environment(strangers: Strangers, runs: Runs) -> None:
+    pid = strangers.start(PLAIN, "--words", "a b", COLOUR="blue", SECRET_TOKEN="1234")
+    wait_for(lambda: strangers.output.count("loss") > 2)
+    unasked = runs.memtop("adopt", str(pid), "--from-zero", "--detach", status=2).stderr
+    assert "there is no terminal to ask on: give --yes" in unasked
+    assert alive(pid)
+    done = runs.memtop("adopt", str(pid), "--from-zero", "--yes", "--detach")
+    assert done.stdout == "train\n"
+    assert not alive(pid)
+    assert "KeyboardInterrupt" in strangers.output
+    for line in (
+        f"  ends      pid {pid}, with SIGINT",
+        f"  command   {sys.executable} train.py --words 'a b'",
+        f"  folder    {strangers.folder}",
+        "SECRET_TOKEN",
+        "  from      zero: everything that it has trained is done again (",
+    ):
+        assert line in done.stderr
+    assert "1234" not in done.stderr
+    document = runs.wait("train", lambda document: (document["updates"] or 0) > 2)
+    assert document["command"] == [sys.executable, "train.py", "--words", "a b"]
+    assert strangers.starts == ["blue", "blue"]
+    runs.memtop("stop", "train")
+
+
+def test_a_program_that_does_not_end_stays_and_nothing_is_started(strangers: Strangers, runs: Runs) -> None:
+    pid = strangers.start(DEAF + PLAIN)
+    wait_for(lambda: strangers.output.count("loss") > 2)
+    error = runs.memtop("adopt", str(pid), "--from-zero", "--yes", "--wait", "0.5", status=1).stderr
+    assert f"memtop: pid {pid}: has not ended in 0.5 s; nothing was started" in error
+    assert alive(pid)
+    assert not runs.path.exists()
+
+
+def test_a_program_that_ignores_sigint_gets_sigterm(strangers: Strangers) -> None:
+    pid = strangers.start("import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PLAIN)
+    wait_for(lambda: strangers.output.count("loss") > 2)
+    adoption, _ = adoption_of(pid)
+    assert adoption.signal_number == signal.SIGTERM
+    assert adoption.notes[0].startswith("it ignores SIGINT")
+
+
+def test_a_training_of_hugging_faces_trainer_resumes(strangers: Strangers, runs: Runs) -> None:
+    pid = strangers.run(TRAINER, MEMTOP_ATTEMPT="1", HF_HUB_OFFLINE="1")
+    wait_for(lambda: len(list((strangers.folder / "out").glob("checkpoint-[68]/trainer_state.json"))) > 0)
+    shown = runs.memtop("adopt", str(pid), "--yes", "--detach")
+    assert "  from      update " in shown.stderr
+    assert str(strangers.folder / "out/checkpoint-") in shown.stderr
+    document = runs.wait("trainer_program", lambda document: document["state"] == "finished")
+    resumed = document["attempts"][0]["start_updates"]
+    assert resumed >= 6
+    rows = [json.loads(line) for line in (strangers.folder / "updates.jsonl").read_text().splitlines()]
+    updates = [update for update, _, _ in rows]
+    # Those since the checkpoint were done again; the samples are those that followed it.
+    again = (
+        updates.index(resumed + 1, updates.index(resumed + 1) + 1)
+        if updates.count(resumed + 1) > 1
+        else updates.index(resumed + 1)
+    )
+    assert updates[again:] == list(range(resumed + 1, 49))
+    samples = [sample for _, _, seen in rows[:resumed] + rows[again:] for sample in seen]
+    assert all(sorted(samples[epoch : epoch + 48]) == list(range(48)) for epoch in range(0, 192, 48))
+    assert document["program"]["resumes"]
+    assert [event.message for event in runs.events("trainer_program", "resume")]
+
+
+@pytest.mark.parametrize(
+    ("of", "says"),
+    [
+        ("nobody", "no such process"),
+        ("none", "no training that memtop can see"),
+    ],
+)
+def test_what_cannot_be_adopted(of: str, says: str, strangers: Strangers, runs: Runs) -> None:
+    pid = 1 << 22 if of == "nobody" else strangers.start("import time\nprint('no loss', flush=True)\ntime.sleep(600)")
+    error = runs.memtop("adopt", str(pid), "--yes", status=2).stderr
+    assert error.startswith(f"memtop: PID {pid}: {says}")
+
+
+def test_a_run_of_memtop_is_not_adopted(runs: Runs) -> None:
+    Path(runs.root, "train.py").write_text(PLAIN)
+    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "train.py")
+    document: dict[str, Any] = runs.wait("a", lambda document: document["updates"])
+    error = runs.memtop("adopt", str(document["trainer_pid"]), "--yes", status=2).stderr
+    assert "belongs to memtop's run a" in error
