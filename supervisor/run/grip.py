@@ -83,6 +83,13 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
         return rule is not None and rule.of == "all"
 
     @property
+    def steps_per_update(self) -> int:
+        """Of the program's counter, as far as the profile says it."""
+        if self.profile is None or self.profile.position.counts != "micro_batches" or self.split is None:
+            return 1
+        return self.split.accumulation
+
+    @property
     def place(self) -> str:
         """Where it saves, for people."""
         if self.profile is None or self.profile.checkpoint is None:
@@ -229,6 +236,8 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
 
 def _lost(at: Checkpoint | None, reached: int | None) -> str:
     """How many updates are done again, as far as that is known."""
+    if at is not None and at.complete and at.updates is None:
+        return ""  # a program with a profile may count otherwise
     saved = (at.updates or 0) if at is not None and at.complete else 0
     if not reached or reached <= saved:
         return ""

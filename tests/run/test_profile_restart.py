@@ -16,11 +16,13 @@ from tests.conftest import Runs
 PROGRAMS = Path(__file__).with_name("programs")
 
 
-def start(runs: Runs, name: str, script: str, *words: str, until: int = 8) -> None:
-    """Start the program in a folder of its own, and wait until it has done some steps."""
+def start(runs: Runs, name: str, script: str, *words: str, until: str = "10 ", file: str = "updates.txt") -> None:
+    """Start the program in a folder of its own, and wait until it has written this text: its first
+    attempt waits there for a signal."""
     shutil.copytree(PROGRAMS / name, runs.root, dirs_exist_ok=True)
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, script, *words)
-    runs.wait("a", lambda d: (d["updates"] or 0) >= until)
+    written = runs.root / file
+    runs.wait("a", lambda d: d["state"] == "training" and written.exists() and until in written.read_text())
 
 
 def rows(runs: Runs, name: str = "updates.txt") -> list[list[int]]:
@@ -33,7 +35,7 @@ def command(runs: Runs, attempt: int) -> dict[str, Any]:
 
 
 def test_global_variables_and_a_checkpoint_that_is_overwritten(runs: Runs) -> None:
-    start(runs, "globals", "train.py", "small.py", until=10)
+    start(runs, "globals", "train.py", "small.py")
     program = runs.wait("a", lambda d: d["program"]["checkpoint"])["program"]
     assert (program["grip"], program["profile"]) == ("profile", "nanogpt")
     assert program["knobs"]["batch"] == {"value": 4, "name": "batch_size", "source": "small.py"}
@@ -44,14 +46,10 @@ def test_global_variables_and_a_checkpoint_that_is_overwritten(runs: Runs) -> No
     assert "batch 4 x 4 -> 2 x 8: the effective batch stays 16; its samples are drawn at random" in answer
     document = runs.wait("a", lambda d: d["state"] == "finished")
     done = rows(runs)
-    halves = [row for row in done if row[1] == 2]
-    assert {tuple(row[1:]) for row in done} == {(4, 4), (2, 8)}
-    # From the newest checkpoint to the end, each once.
-    assert [row[0] for row in halves] == list(range(halves[0][0], 41))
-    assert (halves[0][0] % 4, halves[0][0] >= 8) == (0, True)
+    assert done == [[step, 4, 4] for step in range(11)] + [[step, 2, 8] for step in range(8, 41)]
     argv = command(runs, 2)["argv"]
     assert argv[2:] == ["small.py", "--batch_size=2", "--gradient_accumulation_steps=8", "--init_from=resume"]
-    assert document["attempts"][1]["start_updates"] == halves[0][0]
+    assert document["attempts"][1]["start_updates"] == 8
     assert document["effective_batch"] == 16
     assert [event.message for event in runs.events("a", "resume")][-1].startswith("the program has resumed")
     assert runs.events("a", "knob") == []
@@ -60,7 +58,7 @@ def test_global_variables_and_a_checkpoint_that_is_overwritten(runs: Runs) -> No
 
 
 def test_a_knob_without_effect_is_an_event(runs: Runs) -> None:
-    start(runs, "globals", "train.py", "--ignores_batch=True", until=10)
+    start(runs, "globals", "train.py", "--ignores_batch=True")
     runs.memtop("restart", "a", "--batch", "1", "--detach")
     runs.wait("a", lambda d: d["state"] == "finished")
     (event,) = runs.events("a", "knob")
@@ -69,7 +67,7 @@ def test_a_knob_without_effect_is_an_event(runs: Runs) -> None:
 
 
 def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs) -> None:
-    start(runs, "globals", "train.py", "--dies_with_batch=1", until=10)
+    start(runs, "globals", "train.py", "--dies_with_batch=1")
     runs.memtop("restart", "a", "--batch", "1", "--accum", "8", "--detach")
     document = runs.wait("a", lambda d: d["state"] == "finished")
     assert [attempt["outcome"] for attempt in document["attempts"]] == ["restarted", "failed", "finished"]
@@ -78,19 +76,15 @@ def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs
 
 
 def test_a_position_in_micro_batches_is_converted(runs: Runs) -> None:
-    shutil.copytree(PROGRAMS / "micro", runs.root, dirs_exist_ok=True)
-    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "train_small.py", "--batch_size=4")
-    runs.wait("a", lambda d: (runs.root / "samples.jsonl").exists() and len(samples(runs)) >= 11)
+    start(runs, "micro", "train_small.py", "--batch_size=4", until="[0, 10, ", file="samples.jsonl")
     answer = runs.memtop("restart", "a", "--batch", "2", "--accum", "4", "--detach").stderr
     assert "its position is converted in a copy of the checkpoint" in answer
     runs.wait("a", lambda d: d["state"] == "finished")
     done = samples(runs)
-    begins = next(at for at, (_, _, batch) in enumerate(done) if len(batch) == 2)
-    epoch, step, _ = done[begins]
     # The new attempt goes on with the sample after the last that the checkpoint counts.
-    assert (epoch, step % 8) == (0, 1)
-    before = [one for _, number, batch in done[:begins] if number <= (step - 1) // 2 for one in batch]
-    after = [one for number, _, batch in done[begins:] if number == 0 for one in batch]
+    assert done[10][:2] == [0, 17]
+    before = [one for _, number, batch in done[:10] if number <= 8 for one in batch]
+    after = [one for number, _, batch in done[10:] if number == 0 for one in batch]
     assert sorted(before + after) == list(range(96))
     assert sorted(one for number, _, batch in done if number == 1 for one in batch) == list(range(96))
 
@@ -105,18 +99,18 @@ def test_a_folder_for_each_checkpoint_and_a_path_to_resume_from(runs: Runs) -> N
     assert "the program draws the order of its epoch again" in answer
     document = runs.wait("a", lambda d: d["state"] == "finished")
     argv = command(runs, 2)["argv"][2:]
-    kept = runs.path / "a/program_checkpoint/step_8"
-    assert argv == [
+    assert argv[:-1] == [
         *["--output_dir", "out", "--per_device_train_batch_size=4"],
-        *["--gradient_accumulation_steps", "2", "--resume_from_checkpoint", str(kept)],
+        *["--gradient_accumulation_steps", "2", "--resume_from_checkpoint"],
     ]
+    assert argv[-1] == str(runs.path / "a/program_checkpoint/step_8")
     assert [row for row in rows(runs) if row[1] == 4] == [[step, 4, 2] for step in range(9, 31)]
     assert document["attempts"][1]["start_updates"] == 8
     assert runs.events("a", "knob") == []
 
 
 def test_a_program_that_loses_its_position_is_restarted_only_if_somebody_wants_it(runs: Runs) -> None:
-    start(runs, "chat", "train.py", "train", until=5)
+    start(runs, "chat", "train.py", "train", until="step:10,", file="logs/chat_trainer-20260101.log")
     before = (runs.root / "config.py").read_bytes()
     refused = runs.memtop("restart", "a", "--batch", "8", "--accum", "16", "--detach", status=2).stderr
     assert "it loads weights, optimizer and schedule, and begins its epochs again; `--set position=lost`" in refused

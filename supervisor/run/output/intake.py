@@ -87,6 +87,7 @@ class OutputIntake:
         self._saved = 0.0
         self._settings = {name: re.compile(text.encode(), re.MULTILINE) for name, text in (settings or {}).items()}
         self._printed: dict[str, int] | None = None
+        self._per_update = 1
         self._again = self._state.learner.newest is not None
         if self._state.relation.agrees is False or self._state.by_workers:
             on_own_counter(False)
@@ -111,13 +112,16 @@ class OutputIntake:
         step_seconds: float | None,
         has_loss: bool,
         own_log: str | None = None,
+        steps_per_update: int = 1,
         to_the_end: bool = False,
     ) -> Seen | None:
         """What the output says now; None if it says nothing new.
 
         `updates`: how many updates the agent has counted, `step_seconds` each, with their loss or
-        without. `own_log`: where the program writes a log of its own.
+        without. `own_log`: where the program writes a log of its own. `steps_per_update`: by its
+        profile; it counts if the agent's updates do not.
         """
+        self._per_update = max(1, steps_per_update)
         if own_log is not None and self._own_log is None:
             self._own_log = OwnLog(own_log, self._state.own_log)
             self._stored = self._offsets
@@ -201,11 +205,11 @@ class OutputIntake:
         related = (updates is not None or self._state.by_workers) and relation.agrees
         return Step(
             time=row.time,
-            update=relation.update(row.step) if related else row.step,
+            update=relation.update(row.step) if related else row.step // self._per_update,
             loss=row.loss,
             learning_rate=row.learning_rate,
             epoch=row.epoch,
-            step_seconds=None if related else row.step_seconds,
+            step_seconds=None if related or row.step_seconds is None else row.step_seconds * self._per_update,
         )
 
     def _named_settings(self) -> dict[str, int]:
@@ -234,22 +238,26 @@ class OutputIntake:
             return None
         by_workers = self._state.by_workers
         related = (updates is not None or by_workers) and relation.agrees is True
-        seconds = learner.step_seconds
-        per_update = seconds * relation.steps_per_update / relation.updates_per_step if seconds and related else seconds
+        seconds, steps, updates_of_step = learner.step_seconds, self._per_update, 1
+        if related:
+            steps, updates_of_step = relation.steps_per_update, relation.updates_per_step
+        total = row.total
+        if total is not None:
+            total = relation.total(total) if related else total // steps
         return Seen(
             attempt=self.number,
             first=self._state.first or 0,
             step=row.step,
-            update=relation.update(row.step) if related else row.step,
-            total_updates=None if row.total is None else relation.total(row.total) if related else row.total,
+            update=relation.update(row.step) if related else row.step // steps,
+            total_updates=total,
             agrees=False if by_workers else relation.agrees,
-            steps_per_update=relation.steps_per_update if related else 1,
+            steps_per_update=steps,
             loss=row.loss,
             best_loss=self._state.best_loss,
             not_finite=row.not_finite,
             learning_rate=row.learning_rate,
             epoch=row.epoch,
-            step_seconds=per_update,
+            step_seconds=None if seconds is None else seconds * steps / updates_of_step,
             tokens_per_second=row.tokens_per_second,
             time=row.time,
             example=learner.example or "",

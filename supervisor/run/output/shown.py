@@ -60,6 +60,8 @@ def _why(seen: Seen, taken: list[str], *, counted: bool) -> str:
     """`loss, total read from the output, by lines like ...`."""
     where = "the output" if seen.log is None else seen.log
     text = f"{', '.join(taken)}: read from {where}, by lines like `{seen.example}`"
+    if seen.steps_per_update > 1 and (not counted or seen.agrees is False):
+        text += f" ({seen.steps_per_update} steps there are one update)"
     if not counted:
         return text
     if seen.agrees is False:

@@ -35,4 +35,4 @@ for step in range(done + 1, 31):
             os.makedirs(f"{args.output_dir}/step_{step}", exist_ok=True)
             with zipfile.ZipFile(f"{args.output_dir}/step_{step}/{name}", "w") as saved:
                 saved.writestr("archive/data.pkl", b"")
-    time.sleep(0.3 if first and step > 9 else 0.01)
+    time.sleep(600 if first and step == 10 else 0.01)

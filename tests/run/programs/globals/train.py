@@ -44,7 +44,7 @@ while True:
     with open("updates.txt", "a") as file:
         file.write(f"{iter_num} {batch_size} {gradient_accumulation_steps}\n")
     print(f"iter {iter_num}: loss {loss.item() * gradient_accumulation_steps:.4f}, time 1.00ms", flush=True)
-    time.sleep(0.3 if first and iter_num >= 10 else 0.01)
+    time.sleep(600 if first and iter_num == 10 else 0.01)
     iter_num += 1
     if iter_num > max_iters:
         break

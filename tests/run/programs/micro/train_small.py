@@ -49,4 +49,4 @@ for epoch in range(start_epoch, args.epochs):
         if step % 4 == 0:
             lm_checkpoint(epoch, step)
         print(f"Epoch:[{epoch + 1}/{args.epochs}]({step}/{len(batches)}), loss: {loss.item():.4f}, lr: 0.01", flush=True)
-        time.sleep(0.3 if first and step >= 10 else 0.01)
+        time.sleep(600 if first and step == 10 else 0.01)

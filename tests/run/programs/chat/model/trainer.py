@@ -45,4 +45,4 @@ class ChatTrainer:
                 )
             if step == 4:
                 self.save()
-            time.sleep(0.3 if first and step > 5 else 0.01)
+            time.sleep(600 if first and step == 10 else 0.01)
