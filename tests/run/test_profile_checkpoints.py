@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from memtop.presets.program_profiles import CheckpointRule, Counter, Position
+from memtop.presets.program_profiles import CheckpointRule, Counter, Detect, Position, ProgramProfile, Resume
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.positions import Split
 from memtop.supervisor.run.record import copies
-from memtop.supervisor.run.record.profile_checkpoints import CheckpointWatch, Place, keep, newest_for, newest_of, prepared
+from memtop.supervisor.run.record.profile_checkpoints import Place, keep, newest_for, newest_of, prepared
 from memtop.supervisor.run.record.program_checkpoints import KEPT
 from memtop.supervisor.wire import Checkpoint
 
@@ -238,16 +241,24 @@ def test_a_file_that_changes_while_it_is_copied_is_copied_again(run: Path, monke
     assert sorted(one.name for one in (run / KEPT).iterdir()) == ["ckpt.pt", "kept.json"]
 
 
-def test_what_is_overwritten_is_copied_as_it_appears(run: Path) -> None:
-    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
-    watch = CheckpointWatch(run)
-    assert watch.look(place, None, FULL) is None
+async def test_what_is_overwritten_is_copied_as_it_appears(run: Path) -> None:
+    path = run.parent / "out/ckpt.pt"
+    place = one_file(path.parent)
+    resume = Resume(how="flag", words=("--resume",))
+    rule = CheckpointRule(paths=(str(path),), step=place.rule.step)
+    profile = ProgramProfile(name="p", title="p", detect=Detect(scripts=("p",)), resume=resume, checkpoint=rule, position=MICRO)
+    grip = Grip(profile=profile, batch=8, accumulation=4)
+    told: list[Any] = []
+    watch = CheckpointWatch(run, told.append)
+    assert watch.newest(grip) == (None, None)
     save(path, 120)
-    shown = watch.look(place, None, FULL)
-    assert shown is not None
-    assert (shown.path, shown.updates) == (str(path), 30)
+    watch.tick(grip, stopping=False)
+    while not told:
+        await asyncio.sleep(0)
+    shown, kept = told
+    assert (shown.found.path, shown.found.updates, kept.problem) == (str(path), 30, None)
     cut(path)
     assert found(run, place).path == str(run / KEPT / "ckpt.pt")
-    shown = CheckpointWatch(run).look(place, None, FULL)
+    shown, _ = CheckpointWatch(run, told.append).newest(grip)
     assert shown is not None
     assert not shown.complete

@@ -68,7 +68,7 @@ class Written(TrainerCallback):
             file.write(json.dumps([state.global_step, args.per_device_train_batch_size, seen]) + "\n")
         seen.clear()
         if first and state.global_step >= 15 and "runs-out" not in sys.argv:
-            time.sleep(0.2)
+            time.sleep(0.5)
 
 
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, n_positions=4))
