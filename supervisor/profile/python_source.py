@@ -121,5 +121,5 @@ def declared(tree: ast.Module, names: Sequence[str]) -> str | None:
 
 def _options(tree: ast.Module) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        if isinstance(node, ast.Call) and "add_argument" in (getattr(node.func, "attr", ""), getattr(node.func, "id", "")):
             yield node
