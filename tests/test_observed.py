@@ -135,7 +135,9 @@ def test_what_is_not_known_has_a_reason(programs: Programs) -> None:
     assert set(found.unknown) == {"updates", "output", "checkpoint"}
     state = state_of(found, time.time())
     assert (state.state, state.observed, state.program and state.program.grip) == (Phase.STARTING, True, None)
-    assert "update – (its output goes to /dev/null, which cannot be read)" in lines_of(found)[0]
+    first, *more = lines_of(found)
+    assert first.startswith(f"train.py  pid {found.pid}  progress not known")
+    assert "  output      –: its output goes to /dev/null, which cannot be read" in more
 
 
 def test_an_output_whose_file_was_deleted_is_still_read(programs: Programs) -> None:

@@ -50,5 +50,5 @@ class AllPrograms:
         if machine.time < self._due:
             return ()
         self._due = machine.time + _LOOK_SECONDS
-        lines = (f"{line_of(seen)}: memtop watch --pid {seen.pid}" for seen in observe_all(machine, machine.time))
+        lines = (f"memtop watch --pid {seen.pid}: {line_of(seen)}" for seen in observe_all(machine, machine.time))
         return (Others(tuple(lines)),)

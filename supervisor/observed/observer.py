@@ -161,9 +161,11 @@ class Observer:
 
 
 def observe_all(machine: MachineSnapshot | None, now: float, proc_root: Path = PROC) -> list[Observed]:
-    """Every program on the machine that uses torch and that memtop did not start, at one look."""
+    """Every program on the machine that uses torch and that memtop did not start, at one look.
+    Those that are seen to train come first."""
     programs = Programs(proc_root)
-    return [Observer(draft, programs, proc_root).look(now, machine, programs) for draft in programs.of_others]
+    found = [Observer(draft, programs, proc_root).look(now, machine, programs) for draft in programs.of_others]
+    return sorted(found, key=lambda seen: seen.updates is None)
 
 
 def observer_of(pid: int, proc_root: Path = PROC) -> Observer | None:

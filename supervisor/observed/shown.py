@@ -56,10 +56,10 @@ def _processes(seen: Observed) -> str:
 
 
 def line_of(seen: Observed) -> str:
-    """`train.py  pid 123  update 100 / 300  loss 2.31  not started by memtop`."""
+    """`train.py  pid 123  update 100 / 300  loss 2.31  2.0 GiB RAM  not started by memtop`."""
     parts = [seen.name, f"pid {seen.pid}"]
     if seen.updates is None:
-        parts.append(f"update {units.UNKNOWN} ({seen.unknown['updates']})")
+        parts.append("progress not known")
     else:
         parts.append(f"update {units.count(seen.updates)} / {units.count(seen.total_updates)}")
         parts.append(f"loss {units.UNKNOWN if seen.loss is None else f'{seen.loss:.4g}'}")
@@ -79,6 +79,8 @@ def lines_of(seen: Observed) -> list[str]:
         lines.append(f"  output      {path}")
     if "output" in seen.unknown:
         lines.append(f"  output      {units.UNKNOWN}: {seen.unknown['output']}")
+    elif "updates" in seen.unknown:
+        lines.append(f"  step        {units.UNKNOWN}: {seen.unknown['updates']}")
     found = seen.checkpoint
     saved = f"{units.UNKNOWN}: {seen.unknown['checkpoint']}" if found is None else found.path
     lines.append(f"  checkpoint  {saved}")

@@ -14,6 +14,7 @@ from memtop.supervisor.run.reports import (
     End,
     Evaluated,
     Hello,
+    LoopFound,
     Offers,
     Oom,
     PhaseChanged,
@@ -55,6 +56,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     step: Step | None = None
     """Rank 0's newest update."""
     plan: Plan | None = None
+    loop: LoopFound | None = None
     start: int | None = None
     """The update that the attempt resumed after, by its first plan: a program may train several
     times, one after another."""
@@ -144,6 +146,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         match report:
             case Offers(offers=offers):
                 return replace(self, offers=frozenset(offers))
+            case LoopFound():
+                return replace(self, loop=report)
             case SettingsChanged(total_updates=int(total)):
                 return replace(self, plan=replace(self.plan or Plan(), total_updates=total))
             case BatchSearched(message=message):
@@ -269,7 +273,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         for number, rank in sorted(self.ranks.items()):
             if rank.pid is not None:
-                held: dict[str, Any] = {} if rank.step is None else {name: getattr(rank.step, name) for name in _MEMORY}
+                held: dict[str, Any] = (
+                    {} if rank.step is None else {name: getattr(rank.step, name) for name in (*_MEMORY, *_TIMES)}
+                )
                 is_connected = number in connected
                 memory = RankMemory(rank=number, pid=rank.pid, connected=is_connected, device_uuid=rank.device_uuid, **held)
                 found.append(memory)
@@ -277,6 +283,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MEMORY = ("time", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
+_TIMES = ("step_seconds", "data_wait_seconds")
 
 
 def _seconds(before: float | None, after: float | None) -> float | None:

@@ -79,6 +79,18 @@ class Plan(Timed, frozen=True, kw_only=True, tag="plan"):
     knobs: Knobs = Knobs()
 
 
+class LoopFound(Timed, frozen=True, kw_only=True, tag="loop"):
+    """A program trains in a loop of its own, with a library that knows its settings."""
+
+    framework: Word
+    """The library, with its version."""
+    effective_batch: Count | None = None
+    """Samples of one update of all ranks."""
+    resumed: bool = False
+    """Whether it has loaded a state."""
+    knobs: Knobs = Knobs()
+
+
 class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
     """A program begins to train with Hugging Face's Trainer."""
 
@@ -287,6 +299,7 @@ Report = (
     Hello
     | Offers
     | Plan
+    | LoopFound
     | TrainerFound
     | PhaseChanged
     | Step

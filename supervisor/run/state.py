@@ -70,8 +70,9 @@ def _reported(model: Model) -> RunState:
 def _effective_batch(model: Model) -> int | None:
     if model.settings is not None:
         return model.settings.effective_batch
-    if model.progress.plan is not None:
-        return model.progress.plan.effective_batch
+    found = model.progress.plan or model.progress.loop
+    if found is not None and found.effective_batch is not None:
+        return found.effective_batch
     return model.grip.effective_batch if model.grip is not None else None
 
 
@@ -131,7 +132,11 @@ def _program(model: Model) -> Program:
         return _with_profile(model.grip, model.grip.profile.name, found)
     if model.progress.step is None:
         return Program(checkpoint=found)
-    return Program(grip="optimizer", why="memtop counts the steps of a torch optimizer", checkpoint=found)
+    why, loop = "memtop counts the steps of a torch optimizer", model.progress.loop
+    if loop is None:
+        return Program(grip="optimizer", why=why, checkpoint=found)
+    why = f"{why}; {loop.framework} knows the settings"
+    return Program(grip="optimizer", why=why, knobs=loop.knobs, resumes=loop.resumed or None, checkpoint=found)
 
 
 def _first_known(first: Knobs, other: Knobs) -> Knobs:

@@ -13,6 +13,7 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.tui.dashboard.layout import plan
 from memtop.tui.dashboard.training import (
     PHASE_MARKS,
     draw_compact_training,
@@ -66,6 +67,17 @@ def test_the_source_of_the_numbers_of_a_users_program() -> None:
     assert "loss: read from the output, by lines like `step 2 loss 1.0`" in text
 
 
+def test_the_source_of_the_numbers_has_a_line_of_its_own() -> None:
+    program = Program(grip="output", why="loss: read from the output")
+    rows = {}
+    for name, known in (("without", None), ("with", program)):
+        store = store_of(running(program=known))
+        height = plan(store, 150, 45, notice=False).heights["#training"]
+        rows[name] = text_of(draw_training(store, 70, height - 2))
+    assert "loss: read from the output" in rows["with"]
+    assert "checkpoint update 20" in rows["without"]
+
+
 def observed(**fields: object) -> wire.StateUpdate:
     """A program that memtop did not start."""
     process = ObservedProcess(pid=7, parent_pid=1, role="process", command="python train.py", rss_bytes=GIB)
@@ -112,11 +124,27 @@ def test_an_incomplete_checkpoint_says_why() -> None:
     assert "! not complete: model.safetensors is missing" in text
 
 
+def test_ranks_that_differ_are_named() -> None:
+    def told(*pairs: tuple[float, float], name: str = "peak_bytes") -> str:
+        ranks = tuple(
+            RankMemory(rank=n, pid=n, **{name: int(gib * GIB)}, step_seconds=1.0, data_wait_seconds=wait)
+            for n, (gib, wait) in enumerate(pairs)
+        )
+        return text_of(draw_training(store_of(running(ranks=ranks)), 100, 12))
+
+    both = told((3, 0.02), (7.5, 0.02), (4, 0.4))
+    assert "ranks differ  peak 3.0 GiB (rank 0) to 7.5 GiB (rank 1)  data 2 % (rank 0) to 40 % (rank 2)" in both
+    assert "ranks differ  RSS 1.0 GiB (rank 0) to 2.0 GiB (rank 1)" in told((1, 0), (2, 0), name="rss_bytes")
+    for alike in (told((3, 0.1), (3.5, 0.1)), told((0.1, 0.1), (0.2, 0.1)), told((3, 0.5))):
+        assert "ranks differ" not in alike
+
+
 def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = tuple(RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
     text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
     assert "rank 1 CPU  ! its agent does not answer" in text
     assert "6 more ranks" in text
+    assert "ranks differ" not in text
     over = text_of(draw_training(store_of(running(ranks=ranks, alive=False, state=wire.Phase.FINISHED)), 70, 9))
     assert "rank" not in over, "its ranks are gone: not silent"
 

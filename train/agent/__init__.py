@@ -3,9 +3,9 @@
 `site/sitecustomize.py` loads it under the name `memtop_agent`. Reports go to
 `$MEMTOP_ATTEMPT_DIR/rank-R.jsonl`; commands come over `$MEMTOP_SOCKET`. In a program that does not
 use memtop, the agent follows torch's optimizer hook (`hooks.py`), or the Trainer of Hugging Face
-(`trainers.py`) or Lightning (`lightning.py`) by a callback. The built-in trainer calls `report`
-itself and offers more commands. The agent never imports torch, never blocks a step, and its own
-failures are silent.
+(`trainers.py`) or Lightning (`lightning.py`) by a callback; it asks accelerate for the settings of
+a loop (`accelerators.py`). The built-in trainer calls `report` itself and offers more commands. The
+agent never imports torch, never blocks a step, and its own failures are silent.
 
 Commands are {"type": "command", "id": n, "name": "change", "values": {...}}, without `values` if
 there are none. The built-in trainer executes `checkpoint`, `stop` and, on its first rank, `change`
@@ -35,7 +35,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   length), `tokens` (if the Trainer counts them), and in the updates that the Trainer logs the mean
   `loss` since its last log and `gradient_norm`. `logged` is false in the others. An update may be
   reported once more, with its loss. From Lightning the same without `gradient_norm` and `tokens`;
-  the loss is the mean of this process's micro-batches, if that needs no waiting for a GPU.
+  the loss is the mean of this process's micro-batches, if that needs no waiting for a GPU. A
+  loop with accelerate adds `batch`, `accumulation`, `samples_seen` and, on the CPU, `loss`.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes,
   reserved_bytes, free_bytes, total_bytes, rss_bytes, device_uuid}: an allocation failed, with the
   memory at that moment. `phase` is forward | backward | optimizer | evaluation | data | load | save
@@ -62,6 +63,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
   is given in updates), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to train with
   Hugging Face's Trainer.
+* `loop`: {framework (library and version), effective_batch, resumed, knobs (as in `plan`)}: what a
+  program's own loop tells accelerate, before the first update and when it changes.
 * `plan`: {updates (that the training begins after), total_updates, samples_seen, target_samples,
   resumed, trained_parameters, device_uuid}. From these Trainers also {framework (library
   and version), effective_batch, knobs: {batch | accumulation | seq_len | eval_batch |
@@ -91,6 +94,7 @@ _FOLLOWED = {
     "transformers.trainer": "trainers",
     "lightning.pytorch.trainer.trainer": "lightning",
     "pytorch_lightning.trainer.trainer": "lightning",
+    "accelerate.accelerator": "accelerators",
 }
 """A framework's module, and the file here that follows it."""
 

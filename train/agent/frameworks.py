@@ -1,7 +1,8 @@
 """What following the trainer of any framework needs: one count of updates in a process, and what
 its reports have in common.
 
-`trainers.py` follows Hugging Face's Trainer, `lightning.py` Lightning's.
+`trainers.py` follows Hugging Face's Trainer, `lightning.py` Lightning's, and `accelerators.py` a
+loop of the program's own that uses accelerate.
 """
 
 from __future__ import annotations
@@ -155,18 +156,27 @@ class Training:
             device_uuid=memory.device_uuid(),
         )
 
-    def report_checkpoint(self, update: int, samples: int | None, path: str, seconds: float) -> None:
-        """The training has saved; nothing is known about the path if nothing is there."""
-        found = path if os.path.exists(path) else None
-        self.trainings.agent.report(
-            "checkpoint",
-            updates=update,
-            samples_seen=samples,
-            path=found,
-            size_bytes=None if found is None else size(found),
-            seconds=seconds,
-            pause_seconds=seconds,
-        )
+
+def report_checkpoint(agent: Reporter, update: int | None, samples: int | None, path: str, seconds: float) -> None:
+    """The program has saved; nothing is known about the path if nothing is there."""
+    found = path if os.path.exists(path) else None
+    agent.report(
+        "checkpoint",
+        updates=update,
+        samples_seen=samples,
+        path=found,
+        size_bytes=None if found is None else size(found),
+        seconds=seconds,
+        pause_seconds=seconds,
+    )
+
+
+def batch_of(loader: Any, ranks: int) -> int | None:
+    """The samples of one process in one batch of a torch or accelerate data loader."""
+    sampler = getattr(loader, "batch_sampler", None)
+    batch = whole(getattr(sampler, "batch_size", None))
+    # accelerate may split each batch among the ranks.
+    return batch // ranks if batch is not None and getattr(sampler, "split_batches", False) else batch
 
 
 def samples_by_position(rows: int, steps: int, split: Split) -> Callable[[int, int], int | None]:
@@ -190,6 +200,13 @@ def whole(value: Any) -> int | None:
 def number(value: Any) -> float | None:
     """A number that needs no reading from a device."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def number_on_cpu(value: Any) -> float | None:
+    """A number, also in a tensor on the CPU."""
+    if getattr(getattr(value, "device", None), "type", "") == "cpu" and value.numel() == 1:
+        return float(value.detach())
+    return number(value)
 
 
 def size(path: str) -> int | None:

@@ -51,6 +51,10 @@ class StepWatch:
         self._silent = False
         self._last: float | None = None
         self._loaders = LoaderWatch()
+        self.has_others = False
+        """Whether several optimizers step, so that not every backward pass is of this update."""
+        self.details: Callable[[], dict[str, Any]] = dict
+        """What else is known about the update that has just ended. It must not raise."""
 
     def install(self) -> None:
         """Hook the modules now, or when the program imports them."""
@@ -61,6 +65,16 @@ class StepWatch:
     def present(self) -> int | None:
         """The update in progress; None before the first one has ended."""
         return self._start + self._updates + 1 if self._updates or self._silent else None
+
+    @property
+    def done(self) -> int:
+        """How many updates have ended."""
+        return self._updates
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether another hook reports the updates."""
+        return self._silent or self._removed
 
     def follow(self, update: int) -> None:
         """Another hook has reported this update: count, but report nothing."""
@@ -118,6 +132,7 @@ class StepWatch:
             self._first = weakref.ref(optimizer)
             self._last = None
         if self._first() is not optimizer:
+            self.has_others = True
             return
         self._updates += 1
         if self._silent:
@@ -133,6 +148,7 @@ class StepWatch:
             dropped=self._agent.dropped,
             device_uuid=memory.device_uuid(),
             **readings,
+            **self.details(),
         )
         self._last = now
         # Executes the agent's own commands. The program has offered none, so there are no others.

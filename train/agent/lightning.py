@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Callable
 
 from . import memory
-from .frameworks import Split, Training, Trainings, number, samples_by_position, whole
+from .frameworks import Split, Training, Trainings, batch_of, number_on_cpu, report_checkpoint, samples_by_position, whole
 from .hooks import learning_rate
 from .orders import COMMANDS, Agreement, Orders
 
@@ -225,14 +225,15 @@ class LightningTraining(Training):
             # With several ranks, to read the metrics may be an exchange.
             metrics = trainer.callback_metrics if trainer.world_size == 1 else {}
             names = (name for name in metrics if "loss" in name and not name.startswith("train"))
-            loss = next((_read(metrics[name]) for name in names), None)
+            loss = next((number_on_cpu(metrics[name]) for name in names), None)
             self.trainings.agent.report("evaluation", update=self.trainings.update, loss=loss, seconds=seconds)
         self._continue()
 
     def saved(self, trainer: Any, filepath: Any, seconds: float) -> None:
         if trainer.is_global_zero:
             path = os.path.abspath(os.fspath(filepath))
-            self.report_checkpoint(self.base + trainer.global_step, self._samples(trainer), path, seconds)
+            update = self.base + trainer.global_step
+            report_checkpoint(self.trainings.agent, update, self._samples(trainer), path, seconds)
         self._continue()
 
     def train_end(self, trainer: Any) -> None:
@@ -285,7 +286,7 @@ def _not_known(epochs: int, batches: int) -> int | None:
 
 
 def _split_of(trainer: Any, loader: Any) -> Split:
-    batch = whole(getattr(getattr(loader, "batch_sampler", None), "batch_size", None))
+    batch = batch_of(loader, trainer.world_size)
     if batch is None:
         batch = whole(getattr(loader, "batch_size", None))
     ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
@@ -331,14 +332,7 @@ def _loss_of(outputs: Any, *, read: bool) -> float | None:
         return None
     if read and getattr(value, "is_cuda", False):
         return float(value.detach())
-    return _read(value)
-
-
-def _read(value: Any) -> float | None:
-    """A number, also in a tensor on the CPU."""
-    if getattr(getattr(value, "device", None), "type", "") == "cpu" and value.numel() == 1:
-        return float(value.detach())
-    return number(value)
+    return number_on_cpu(value)
 
 
 def _folder(trainer: Any) -> str:

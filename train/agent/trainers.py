@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Callable, Mapping
 
 from . import memory
-from .frameworks import Split, Training, Trainings, number, samples_by_position, whole
+from .frameworks import Split, Training, Trainings, batch_of, number, report_checkpoint, samples_by_position, whole
 from .hooks import learning_rate
 from .orders import COMMANDS, Agreement, Orders
 
@@ -170,7 +170,8 @@ class TrainerTraining(Training):
         update = self.base + state.global_step
         path = os.path.abspath(os.path.join(args.output_dir, "checkpoint-%d" % state.global_step))
         if args.should_save:
-            self.report_checkpoint(update, self.seen(self._samples(state)), path, time.monotonic() - self._busy_since)
+            seconds = time.monotonic() - self._busy_since
+            report_checkpoint(self.trainings.agent, update, self.seen(self._samples(state)), path, seconds)
         self.orders.saved("saved at update %d: %s" % (update, path if os.path.isdir(path) else args.output_dir))
         self._continue()
 
@@ -223,12 +224,9 @@ def _split_of(args: Any, loader: Any) -> Split:
     """The split of this training. The loader knows the batch, also one that comes from a
     checkpoint."""
     ranks = whole(getattr(args, "world_size", None)) or 1
-    sampler = getattr(loader, "batch_sampler", None)
-    batch = whole(getattr(sampler, "batch_size", None))
+    batch = batch_of(loader, ranks)
     if batch is None:
         batch = whole(getattr(args, "train_batch_size", None))
-    elif getattr(sampler, "split_batches", False):
-        batch //= ranks
     # With tensor or context parallelism several processes share their samples.
     shared = getattr(args, "parallelism_config", None) is not None
     return Split(batch, whole(getattr(args, "gradient_accumulation_steps", None)), None if shared else ranks)

@@ -98,7 +98,8 @@ def _wide(store: Store, width: int, body: int) -> dict[str, int]:
         ranks = min(_RANKS_SHOWN, len(run.ranks))
         # The reason of its end may need a second line.
         reason = 0 if not run.reason else 2 if run.state.final else 1
-        training = 2 + 6 + reason + ranks
+        source = run.program is not None and run.program.why is not None
+        training = 2 + 6 + reason + source + ranks
     host = _host_height(store, upper - training)
     heights |= {"#training": training, "#host": host if count else 0}
     heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}

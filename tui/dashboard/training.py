@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from rich.cells import cell_len
@@ -291,10 +292,38 @@ def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line
         # Ranks of an ended run have no values.
         return []
     by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
-    lines = [_rank(rank, by_uuid, width) for rank in run.ranks]
+    lines, unlike = [_rank(rank, by_uuid, width) for rank in run.ranks], _unlike_ranks(run.ranks)
+    first = [join_fitting([line(("ranks differ", MUTED)), *unlike], width)] if unlike and room > 1 else []
+    room -= len(first)
     if len(lines) > room:
         lines = [*lines[: room - 1], line((f"{len(lines) - room + 1} more ranks", MUTED))]
-    return lines
+    return [*first, *lines]
+
+
+_UNLIKE, _UNLIKE_BYTES, _UNLIKE_SHARE = 1.2, 256 << 20, 0.1
+
+
+def _unlike_ranks(ranks: Sequence[RankMemory]) -> list[Line]:
+    """By how much the ranks differ in memory, and in the share of an update that they wait for
+    data; empty if they do not."""
+    found = []
+    for word, name in (("peak", "peak_bytes"), ("RSS", "rss_bytes")):
+        sizes = [(value, one.rank) for one in ranks if (value := getattr(one, name)) is not None]
+        if sizes and max(sizes)[0] > max(_UNLIKE * min(sizes)[0], min(sizes)[0] + _UNLIKE_BYTES):
+            found.append(_from_to(word, *(f"{units.size(size)} (rank {n})" for size, n in (min(sizes), max(sizes)))))
+            break  # on a GPU, host memory says less
+    waits = [
+        (one.data_wait_seconds / one.step_seconds, one.rank)
+        for one in ranks
+        if one.data_wait_seconds is not None and one.step_seconds
+    ]
+    if waits and max(waits)[0] - min(waits)[0] >= _UNLIKE_SHARE:
+        found.append(_from_to("data", *(f"{units.percent(share, 0)} (rank {n})" for share, n in (min(waits), max(waits)))))
+    return found
+
+
+def _from_to(word: str, least: str, most: str) -> Line:
+    return line((f"{word} ", MUTED), (f"{least} to {most}", "edge"))
 
 
 def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:

@@ -69,14 +69,18 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 TRAINER_STATE = "trainer_state.json"
 """What Hugging Face's Trainer writes last into a checkpoint."""
+RANDOM_STATE = "random_states_0.pkl"
+"""What accelerate writes last into a state, except for objects of the program's own."""
 
 
 def checked(reported: Checkpoint) -> Checkpoint:
     """A checkpoint that a program has reported: complete if what it writes last is there. That is a
-    file in the folder of Hugging Face's Trainer, and the end of a single file."""
+    file in the folder of Hugging Face's Trainer or accelerate, and the end of a single file."""
     path = Path(reported.path)
     problem = None
     try:
+        if path.is_dir() and (path / RANDOM_STATE).exists():
+            path /= RANDOM_STATE
         if path.is_dir():
             path /= TRAINER_STATE
             with open_to_read(path) as file:
