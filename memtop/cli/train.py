@@ -130,7 +130,7 @@ def train(
         gpus=",".join(gpu_list) if program and gpu_list else None,
         choice=plan.choice,
         on_oom=when_short,
-        step_pattern=_step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
+        step_pattern=step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
         profile=chosen.profile if chosen is not None else None,
         profile_why=chosen.why if chosen is not None else "",
         memtop_version=__version__,
@@ -160,7 +160,7 @@ def _profile(program: tuple[str, ...], given: str | None) -> Proposal | None:
     return chosen
 
 
-def _step_pattern(pattern: str | None) -> str | None:
+def step_pattern(pattern: str | None) -> str | None:
     """MEMTOP_STEP, which tells how the user's program prints its step; UsageError if it cannot be
     used.
     """
