@@ -50,6 +50,12 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: Choice | None = None
 
 
+def known(knobs: Knobs) -> dict[str, int | bool | str] | None:
+    """The values of the known settings, by the names of `--set`; None if none is known."""
+    found = ((name, getattr(knobs, name)) for name in knobs.__struct_fields__)
+    return {name: knob.value for name, knob in found if knob is not None and knob.value is not None} or None
+
+
 class ProgramCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The newest checkpoint that a program has reported."""
 

@@ -123,13 +123,13 @@ def train(
         gpus=",".join(gpu_list) if program and gpu_list else None,
         choice=plan.choice,
         on_oom=when_short,
-        step_pattern=_step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
+        step_pattern=step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
         memtop_version=__version__,
     )
     return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
 
 
-def _step_pattern(pattern: str | None) -> str | None:
+def step_pattern(pattern: str | None) -> str | None:
     """MEMTOP_STEP, which tells how the user's program prints its step; UsageError if it cannot be
     used.
     """

@@ -160,12 +160,23 @@ class Observer:
         )
 
 
-def observe_all(machine: MachineSnapshot | None, now: float, proc_root: Path = PROC) -> list[Observed]:
-    """Every program on the machine that uses torch and that memtop did not start, at one look.
-    Those that are seen to train come first."""
-    programs = Programs(proc_root)
-    found = [Observer(draft, programs, proc_root).look(now, machine, programs) for draft in programs.of_others]
-    return sorted(found, key=lambda seen: seen.updates is None)
+class Observers:
+    """Follows every program on the machine that uses torch and that memtop did not start."""
+
+    def __init__(self, proc_root: Path = PROC) -> None:
+        self._root = proc_root
+        self._known: dict[ProcessId, Observer] = {}
+
+    def look(self, now: float, machine: MachineSnapshot | None = None) -> list[Observed]:
+        """All of them now. Those that are seen to train come first."""
+        programs, known = Programs(self._root), self._known
+        self._known, found = {}, []
+        for draft in programs.of_others:
+            leader = programs.rows[draft.leader].identity
+            observer = self._known[leader] = known.get(leader) or Observer(draft, programs, self._root)
+            found.append(observer.look(now, machine, programs))
+            observer.take_rows()
+        return sorted(found, key=lambda seen: seen.updates is None)
 
 
 def observer_of(pid: int, proc_root: Path = PROC) -> Observer | None:

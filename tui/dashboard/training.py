@@ -387,6 +387,7 @@ _EVENT_LOOKS = {
     "error": ("✗", "bad"),
     "survived": ("✓", "good"),
     "remedy": ("↻", "accent"),
+    "workers": ("↻", "edge"),
     "settings": ("▸", "accent"),
     "batch_search": ("▸", "accent"),
     "trial": ("◌", "accent"),
