@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Annotated
@@ -62,7 +63,7 @@ def name_of(command: Sequence[str]) -> str:
     """What a person calls this program: its script, after interpreters and launchers; else what it
     starts first."""
     script = next((word for word in command if word.endswith((".py", ".sh"))), None)
-    modules = [word for before, word in zip(command, command[1:], strict=False) if before == "-m"]
+    modules = [word for before, word in itertools.pairwise(command) if before == "-m"]
     if script is None and modules:
         return modules[-1]
     return PurePosixPath(script or command[0]).name
