@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.observed.adoption import adoption_of
 from tests.conftest import Runs
@@ -138,28 +139,32 @@ def test_a_program_that_ignores_sigint_gets_sigterm(strangers: Strangers) -> Non
     assert adoption.notes[0].startswith("it ignores SIGINT")
 
 
+def test_a_program_in_another_job_is_refused(strangers: Strangers) -> None:
+    pid = strangers.start(PLAIN, SLURM_JOB_ID="7")
+    wait_for(lambda: strangers.output.count("loss") > 2)
+    with pytest.raises(RefusedError, match="runs in a Slurm job; start memtop inside that job"):
+        adoption_of(pid)
+
+
 def test_a_training_of_hugging_faces_trainer_resumes(strangers: Strangers, runs: Runs) -> None:
-    pid = strangers.run(TRAINER, MEMTOP_ATTEMPT="1", HF_HUB_OFFLINE="1")
-    wait_for(lambda: len(list((strangers.folder / "out").glob("checkpoint-[68]/trainer_state.json"))) > 0)
+    pid = strangers.run(TRAINER, "waits", MEMTOP_ATTEMPT="1", HF_HUB_OFFLINE="1")
+    wait_for(lambda: (strangers.folder / "updates.jsonl").exists() and len(updates(strangers)) == 17)
     shown = runs.memtop("adopt", str(pid), "--yes", "--detach")
-    assert "  from      update " in shown.stderr
-    assert str(strangers.folder / "out/checkpoint-") in shown.stderr
+    assert f"  from      update 16: {strangers.folder}/out/checkpoint-16" in shown.stderr
+    (strangers.folder / "go").touch()
     document = runs.wait("trainer_program", lambda document: document["state"] == "finished")
-    resumed = document["attempts"][0]["start_updates"]
-    assert resumed >= 6
-    rows = [json.loads(line) for line in (strangers.folder / "updates.jsonl").read_text().splitlines()]
-    updates = [update for update, _, _ in rows]
-    # Those since the checkpoint were done again; the samples are those that followed it.
-    again = (
-        updates.index(resumed + 1, updates.index(resumed + 1) + 1)
-        if updates.count(resumed + 1) > 1
-        else updates.index(resumed + 1)
-    )
-    assert updates[again:] == list(range(resumed + 1, 49))
-    samples = [sample for _, _, seen in rows[:resumed] + rows[again:] for sample in seen]
-    assert all(sorted(samples[epoch : epoch + 48]) == list(range(48)) for epoch in range(0, 192, 48))
+    assert document["attempts"][0]["start_updates"] == 16
+    rows = updates(strangers)
+    assert [update for update, _, _ in rows] == [*range(1, 18), *range(17, 49)]
+    samples = [sample for _, _, seen in rows[:16] + rows[17:] for sample in seen]
+    assert all(sorted(samples[epoch : epoch + 46]) == list(range(46)) for epoch in range(0, 184, 46))
     assert document["program"]["resumes"]
-    assert [event.message for event in runs.events("trainer_program", "resume")]
+    (event,) = runs.events("trainer_program", "resume")
+    assert event.message.startswith("attempt 1 is to resume at update 16")
+
+
+def updates(strangers: Strangers) -> list[Any]:
+    return [json.loads(line) for line in (strangers.folder / "updates.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from memtop.supervisor.monitor.processes.outputs import OutputFile, output_files
 from memtop.supervisor.observed.checkpoints import folders_of, newest_checkpoint
-from memtop.supervisor.observed.observer import Observer, Output, observe_all, observer_of
+from memtop.supervisor.observed.observer import Observer, Observers, Output, observer_of
 from memtop.supervisor.observed.shown import lines_of, state_of
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run.output.tail import LAST_BYTES
@@ -140,6 +140,33 @@ def test_what_is_not_known_has_a_reason(programs: Programs) -> None:
     assert "  output      –: its output goes to /dev/null, which cannot be read" in more
 
 
+def test_all_of_them_are_followed(programs: Programs) -> None:
+    shell = programs.start(AS_IF_WITH_TORCH)
+    observers = Observers()
+    for _ in range(2):
+        (found,) = [one for one in observers.look(time.time()) if one.folder == str(programs.folder)]
+        assert found.updates == 3
+    assert shell == found.processes[0].parent_pid
+    programs.end_all()
+    assert [one for one in observers.look(time.time()) if one.folder == str(programs.folder)] == []
+
+
+def test_what_a_process_has_loaded_is_read_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = programs.start(AS_IF_WITH_TORCH)
+    observer, found = observed(shell)
+    opened: list[Path] = []
+    before = Path.open
+
+    def recorded(self: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(self)
+        return before(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", recorded)
+    again = observer.look(time.time())
+    assert again.processes[0].pid == found.pid
+    assert Path(f"/proc/{found.pid}/maps") not in opened
+
+
 def test_an_output_whose_file_was_deleted_is_still_read(programs: Programs) -> None:
     shell = programs.start(AS_IF_WITH_TORCH)
     (programs.folder / "out.log").unlink()
@@ -163,7 +190,7 @@ def test_a_run_of_memtop_is_none_of_them(runs: Runs) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "train.py")
     document = runs.wait("a", lambda document: document["updates"] == 3)
     pid = document["trainer_pid"]
-    assert pid not in [process.pid for one in observe_all(None, time.time()) for process in one.processes]
+    assert pid not in [process.pid for one in Observers().look(time.time()) for process in one.processes]
     assert observer_of(pid) is None
     assert json.loads(runs.memtop("watch", "--once", "--json", "--pid", str(pid)).stdout)["observed"] == []
 

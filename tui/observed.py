@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.observed.observer import observe_all
+from memtop.supervisor.observed.observer import Observers
 from memtop.supervisor.observed.shown import line_of, state_of
 from memtop.tui.feed import FeedMessage, Others
 
@@ -45,10 +45,11 @@ class AllPrograms:
 
     def __init__(self) -> None:
         self._due = float("-inf")
+        self._observers = Observers()
 
     def __call__(self, machine: MachineSnapshot) -> Sequence[FeedMessage]:
         if machine.time < self._due:
             return ()
         self._due = machine.time + _LOOK_SECONDS
-        lines = (f"memtop watch --pid {seen.pid}: {line_of(seen)}" for seen in observe_all(machine, machine.time))
+        lines = (f"memtop watch --pid {seen.pid}: {line_of(seen)}" for seen in self._observers.look(machine.time, machine))
         return (Others(tuple(lines)),)

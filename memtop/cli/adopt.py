@@ -67,11 +67,12 @@ def adopt(
     sends SIGKILL.
     """
     from memtop.cli.foreground import stay
-    from memtop.cli.train import free_name
+    from memtop.cli.train import free_name, step_pattern
 
     begun = time.time()
     refuse_both(headless, detach)
     adoption, seen = adoption_of(pid)
+    pattern = step_pattern(adoption.environment.get("MEMTOP_STEP") or os.environ.get("MEMTOP_STEP"))
     held = _grip(adoption, from_zero=from_zero)
     where = runs_dir or default_runs_dir()
     run = name or free_name(where, Path(seen.name).stem)
@@ -96,6 +97,7 @@ def adopt(
         cwd=adoption.folder,
         on_oom=on_oom,
         grip=held,
+        step_pattern=pattern,
         memtop_version=__version__,
     )
     return stay(_start(where, spec, adoption), begun, headless=headless, detach=detach)

@@ -16,6 +16,7 @@ from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.program import known
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
@@ -86,6 +87,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
             yield f"  search      {state.batch_search}"
     else:
         yield f"  program     {' '.join(state.command)}"
+        yield from _program_lines(state)
     yield f"  checkpoint  {_checkpoint(state)}"
     for warning in state.warnings:
         yield f"  warning     {warning}"
@@ -100,6 +102,18 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield "  what can be done"
         for line in proposal_lines(state.proposal, resumes=state.resumes):
             yield f"    {line}"
+
+
+def _program_lines(state: RunState) -> Iterator[str]:
+    """What is known of the user's own program, and how."""
+    if state.program is None:
+        return
+    settings = known(state.program.knobs)
+    if settings:
+        effective = "" if state.effective_batch is None else f"; effective batch {state.effective_batch}"
+        yield f"  settings    {', '.join(f'{name} {value}' for name, value in settings.items())}{effective}"
+    if state.program.why is not None:
+        yield f"  known       {state.program.why}"
 
 
 def _checkpoint(state: RunState) -> str:

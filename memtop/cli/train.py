@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,6 +43,7 @@ from memtop.presets.checks import did_you_mean
 from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS, SPLIT
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.output.lines import PATTERN_GROUPS
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run
@@ -115,7 +116,7 @@ def train(
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
-        name=name or free_name(where, Path(program[0]).stem if program else recipe_name),
+        name=name or free_name(where, PurePath(name_of(program)).stem if program else recipe_name),
         created=begun,
         settings=plan.settings,
         command=program or (),
@@ -123,13 +124,13 @@ def train(
         gpus=",".join(gpu_list) if program and gpu_list else None,
         choice=plan.choice,
         on_oom=when_short,
-        step_pattern=_step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
+        step_pattern=step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
         memtop_version=__version__,
     )
     return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
 
 
-def _step_pattern(pattern: str | None) -> str | None:
+def step_pattern(pattern: str | None) -> str | None:
     """MEMTOP_STEP, which tells how the user's program prints its step; UsageError if it cannot be
     used.
     """

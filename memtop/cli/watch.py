@@ -22,7 +22,7 @@ from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
-from memtop.supervisor.observed.observer import observe_all, observer_of
+from memtop.supervisor.observed.observer import Observers, observer_of
 from memtop.supervisor.observed.shown import line_of, lines_of
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run import view
@@ -228,7 +228,7 @@ def _observed(options: Options, machine: MachineSnapshot) -> list[Observed]:
     if options.run_name is not None:
         return []
     if options.pid is None:
-        return observe_all(machine, machine.time)
+        return Observers().look(machine.time, machine)
     observer = observer_of(options.pid)
     return [] if observer is None else [observer.look(machine.time, machine)]
 

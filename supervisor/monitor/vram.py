@@ -16,7 +16,7 @@ from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MigInstance
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one rank at its newest update, as the agent in it measured it.
+    """The memory and the times of one rank at its newest update, as the agent in it measured them.
 
     Device bytes are None on CPU.
     """
@@ -36,6 +36,10 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The most reserved during that update. The GPU must provide this in addition to the CUDA
     context."""
     rss_bytes: int | None = None
+    step_seconds: float | None = None
+    """Of that update. Ranks that exchange gradients wait for the slowest, so theirs are alike."""
+    data_wait_seconds: float | None = None
+    """What of it the rank waited for data."""
     time: float | None = None
     """When the update was reported, in seconds since the epoch."""
 

@@ -21,6 +21,7 @@ from memtop.supervisor.monitor.processes.proc import (
     environment,
     environment_of,
     identify,
+    is_alive,
     own_family,
     parent_of,
 )
@@ -73,7 +74,7 @@ def adoption_of(pid: int, proc_root: Path = PROC) -> tuple[Adoption, Observed]:
     be started again.
     """
     given = identify(pid, proc_root)
-    if given is None:
+    if given is None or not is_alive(given, proc_root):
         raise UsageError(f"PID {pid}: no such process")
     if (run := (environment(pid, proc_root) or {}).get(RUN_VARIABLE)) is not None:
         raise UsageError(f"PID {pid}: belongs to memtop's run {Path(run).name}; see memtop show {run}")
@@ -88,6 +89,8 @@ def adoption_of(pid: int, proc_root: Path = PROC) -> tuple[Adoption, Observed]:
     variables = environment_of(leader, proc_root)
     if isinstance(variables, str):
         raise RefusedError(f"PID {leader.pid}: {variables}; so it cannot be started again as it was")
+    if variables.get("SLURM_JOB_ID") != os.environ.get("SLURM_JOB_ID"):
+        raise RefusedError(f"PID {leader.pid}: runs in a Slurm job; start memtop inside that job")
     folder = _folder(leader.pid, proc_root)
     command, notes = _command(leader.pid, folder, variables, proc_root)
     number, why = _signal(leader.pid, proc_root)

@@ -89,6 +89,7 @@ class Observer:
         self._command = command_words(draft.leader, proc_root) or ()
         self._folder = _folder(draft.leader, proc_root)
         self.started = boot_time() + row.identity.started_ticks / TICKS_PER_SECOND
+        self._programs = programs
         self._output = Output()
         self._checkpoint: Checkpoint | None = None
         self._checkpoint_due = float("-inf")
@@ -97,7 +98,7 @@ class Observer:
 
     def look(self, now: float, machine: MachineSnapshot | None = None, programs: Programs | None = None) -> Observed:
         """The program now. Reads files, so it may take a moment."""
-        programs = programs or Programs(self._root)
+        programs = self._programs = programs or Programs(self._root, self._programs)
         draft = programs.with_process(self.leader.pid) if is_alive(self.leader, self._root) else None
         pids = () if draft is None else draft.pids
         unknown: dict[str, str] = {}
@@ -160,12 +161,25 @@ class Observer:
         )
 
 
-def observe_all(machine: MachineSnapshot | None, now: float, proc_root: Path = PROC) -> list[Observed]:
-    """Every program on the machine that uses torch and that memtop did not start, at one look.
-    Those that are seen to train come first."""
-    programs = Programs(proc_root)
-    found = [Observer(draft, programs, proc_root).look(now, machine, programs) for draft in programs.of_others]
-    return sorted(found, key=lambda seen: seen.updates is None)
+class Observers:
+    """Follows every program on the machine that uses torch and that memtop did not start."""
+
+    def __init__(self, proc_root: Path = PROC) -> None:
+        self._root = proc_root
+        self._known: dict[ProcessId, Observer] = {}
+        self._programs: Programs | None = None
+
+    def look(self, now: float, machine: MachineSnapshot | None = None) -> list[Observed]:
+        """All of them now. Those that are seen to train come first."""
+        programs = self._programs = Programs(self._root, self._programs)
+        known, found = self._known, []
+        self._known = {}
+        for draft in programs.of_others:
+            leader = programs.rows[draft.leader].identity
+            observer = self._known[leader] = known.get(leader) or Observer(draft, programs, self._root)
+            found.append(observer.look(now, machine, programs))
+            observer.take_rows()
+        return sorted(found, key=lambda seen: seen.updates is None)
 
 
 def observer_of(pid: int, proc_root: Path = PROC) -> Observer | None:

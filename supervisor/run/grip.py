@@ -53,6 +53,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The update that it resumes after; None if there was no checkpoint."""
 
 
+def shape_key(grip: Grip, knobs: dict[str, str], allocator: str, *, on_gpu: bool) -> str:
+    """All that is known to shape the peak of memory but for the batch: peaks with the same key lie
+    on one line over the batch."""
+    others = {name: text for name, text in sorted(knobs.items()) if name not in ("batch", "accumulation", "eval_batch")}
+    others["seq_len"] = str(grip.seq_len)
+    words = [f"{name}={text}" for name, text in sorted(others.items())]
+    return " ".join(["own", "gpu" if on_gpu else "cpu", f"processes={grip.processes}", *words, allocator])
+
+
 def values_of(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
     """The values of the knobs; UsageError if one is not possible."""
     unknown = [name for name in knobs if name not in KNOBS]

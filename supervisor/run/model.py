@@ -260,8 +260,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     advice: Advice | None = None
     trial: TrialState | None = None
     """The newest trial."""
-    shape_key: tuple[Settings | None, bool, str] = (None, False, "")
-    """`forecast.settings_key` of these settings, on a GPU or not."""
+    shape_key: tuple[Settings | None, Grip | None, bool, str] = (None, None, False, "")
+    """What shapes the peak of these settings, or of the user's own program, on a GPU or not."""
     warnings: dict[str, str] = {}
     """By topic."""
     announced: frozenset[tuple[str, float]] = frozenset()

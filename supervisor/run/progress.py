@@ -273,7 +273,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         for number, rank in sorted(self.ranks.items()):
             if rank.pid is not None:
-                held: dict[str, Any] = {} if rank.step is None else {name: getattr(rank.step, name) for name in _MEMORY}
+                held: dict[str, Any] = (
+                    {} if rank.step is None else {name: getattr(rank.step, name) for name in (*_MEMORY, *_TIMES)}
+                )
                 is_connected = number in connected
                 memory = RankMemory(rank=number, pid=rank.pid, connected=is_connected, device_uuid=rank.device_uuid, **held)
                 found.append(memory)
@@ -281,6 +283,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MEMORY = ("time", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
+_TIMES = ("step_seconds", "data_wait_seconds")
 
 
 def _seconds(before: float | None, after: float | None) -> float | None:

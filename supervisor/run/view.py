@@ -15,6 +15,7 @@ import msgspec
 from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
+from memtop.supervisor.program import known
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
@@ -202,7 +203,7 @@ def show(folder: RunFolder) -> dict[str, Any]:
         "samples_per_second": state.samples_per_second,
         "eta_seconds": state.eta_seconds,
         "effective_batch": state.effective_batch,
-        "settings": msgspec.to_builtins(state.settings),
+        "settings": msgspec.to_builtins(state.settings) or (None if state.program is None else known(state.program.knobs)),
         "command": list(state.command),
         "program": msgspec.to_builtins(state.program),
         "choice": state.choice,

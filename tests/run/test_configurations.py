@@ -28,8 +28,8 @@ def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
         for rank, peak in ((0, 100), (1, 300 + update)):
             seconds = 9 if update == 1 else 0.5
             report = step(update, peak_reserved_bytes=peak, step_seconds=seconds)
-            all_of_them = all_of_them.note_step(rank, report, 50, "key")
-    all_of_them = all_of_them.note_host(10**12, "key").end("gpu_oom", 4, 3, died_of_memory=True)
+            all_of_them = all_of_them.note_step(rank, report, 50, "key", SETTINGS.batch)
+    all_of_them = all_of_them.note_host(10**12, "key", SETTINGS.batch).end("gpu_oom", 4, 3, died_of_memory=True)
     (row,) = all_of_them.rows
     assert (row.number, row.reason, row.since_update, row.until_update, row.outcome) == (1, "start", 1, 4, "gpu_oom")
     assert row.peak is not None
@@ -59,7 +59,7 @@ def test_the_same_settings_go_on_and_others_begin_anew() -> None:
 
 
 def test_a_failure_survived_in_the_process_starts_a_new_configuration() -> None:
-    all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key")
+    all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key", SETTINGS.batch)
     for _ in range(2):  # the second time by a supervisor that reads the report again
         all_of_them = all_of_them.change(
             7, "allocation failure at update 7", HALF, died="host_oom_alloc", saved=5, changed_by=(1, 70.0)

@@ -222,3 +222,14 @@ def test_workers_that_begin_again_before_anything_was_learned_are_learned_anew(a
     seen = attempt.read(updates=6)
     assert seen is not None
     assert (seen.update, seen.agrees, attempt.own) == (6, True, [])
+
+
+def test_what_the_end_of_a_short_program_decides_is_told(attempt: Attempt) -> None:
+    """Its last lines may be read before its end."""
+    attempt.print(*steps(1, 6))
+    seen = attempt.read(updates=6)
+    assert seen is not None
+    assert seen.agrees is None
+    seen = attempt.read(updates=6, to_the_end=True)
+    assert seen is not None
+    assert (seen.agrees, seen.total_updates) == (True, 90)

@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
-from memtop.supervisor.run.events import Examined, Launched, RemedyFacts, Requested
+from memtop.supervisor.run.events import Examined, Launched, RemedyFacts, Requested, Sampled
 from memtop.supervisor.run.grip import Grip, consequences, rate_at
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
@@ -243,6 +244,39 @@ def test_a_batch_that_has_no_half_gets_its_smallest_divisor() -> None:
     brain = out_of_memory(grip=replace(GRIP, batch=9))
     assert proposal(brain).remedies[0].assignments == {"batch": "3", "accumulation": "6"}
     assert "smaller_batch" not in {one.id for one in proposal(out_of_memory(grip=replace(GRIP, batch=1))).remedies}
+
+
+GPU = "GPU-1"
+
+
+def on_gpu(batch: int, peak: int) -> tuple[dict[str, Any], ...]:
+    """What the ranks report of an attempt with this batch."""
+    plan = {"type": "plan", "updates": 5, "resumed": True, "knobs": {"gradient_checkpointing": {"value": False}}}
+    step = {"device_uuid": GPU, "peak_reserved_bytes": peak, "batch": batch}
+    return {**FOUND, "batch": batch}, plan, *({"type": "step", "update": update, **step} for update in (6, 7))
+
+
+def test_peaks_at_two_batches_foresee_the_one_that_fits() -> None:
+    states_with = replace(states(), program=SAVED)
+    brain = trains(run=replace(RUN, settings=None, on_oom="ask"), states=states_with)
+    gpu = GpuSample(index=0, name="Test", uuid=GPU, total_bytes=400)
+    brain.tell(Sampled(machine=MachineSnapshot(time=1.0, host=HostSample(), gpus=(gpu,))))
+    brain.report(*on_gpu(8, 180))
+    ask(brain, Change(assignments={"batch": "16", "accumulation": "1"}))
+    launched(brain)
+    brain.report(*on_gpu(16, 340))
+    assert [row.peak.bytes for row in brain.model.configurations.rows if row.peak is not None] == [180, 340]
+    ask(brain, Change(assignments={"batch": "48", "accumulation": "1"}))
+    launched(brain)
+    brain.report(*on_gpu(48, 399))
+    die(brain, Kind.GPU_OOM, source="record")
+    smaller, checkpointing = proposal(brain).remedies[:2]
+    # Half of it, 24, would need 20 + 20 x 24 bytes.
+    assert smaller.assignments == {"batch": "16", "accumulation": "6"}
+    assert smaller.forecast is not None
+    assert (smaller.forecast.peak_bytes, smaller.forecast.basis) == (340, "measured at B 16")
+    assert checkpointing.assignments == {"gradient_checkpointing": "true"}
+    assert checkpointing.command == "memtop restart a --set gradient_checkpointing=true"
 
 
 def test_otherwise_half_the_batch_is_only_offered() -> None:

@@ -8,6 +8,7 @@ fails-with-batch-2: it does not start with this batch.
 never-saves: it saves no checkpoint.
 runs-out: in update 7 the kernel refuses memory for a batch of more than 2.
 catches: the same happens in update 3, but it goes on.
+waits: after update 17, until there is a file `go`.
 
 It writes the samples of each update to updates.jsonl. If no memory is to run out, its first attempt
 trains slowly from update 15 on, in the second epoch, so that a restart comes in between.
@@ -67,7 +68,10 @@ class Written(TrainerCallback):
         with pathlib.Path("updates.jsonl").open("a") as file:
             file.write(json.dumps([state.global_step, args.per_device_train_batch_size, seen]) + "\n")
         seen.clear()
-        if first and state.global_step >= 15 and "runs-out" not in sys.argv:
+        if "waits" in sys.argv:
+            while state.global_step == 17 and not pathlib.Path("go").exists():
+                time.sleep(0.05)
+        elif first and state.global_step >= 15 and "runs-out" not in sys.argv:
             time.sleep(0.2)
 
 

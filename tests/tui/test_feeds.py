@@ -17,13 +17,12 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
-from memtop.supervisor.observed.observer import observer_of
+from memtop.supervisor.observed.observer import Observers, observer_of
 from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import starting
 from memtop.supervisor.run import view as view_module
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.units import GIB
-from memtop.tui import observed as observed_module
 from memtop.tui import run_feed as feed_module
 from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed, Others
 from memtop.tui.observed import AllPrograms, OneProgram
@@ -125,11 +124,11 @@ async def test_a_process_tree_is_followed() -> None:
 async def test_training_programs_are_looked_for_beside_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
-    def looked(snapshot: MachineSnapshot, now: float) -> list[object]:
+    def looked(self: Observers, now: float, snapshot: MachineSnapshot) -> list[object]:
         looks.append(now)
         return []
 
-    monkeypatch.setattr(observed_module, "observe_all", looked)
+    monkeypatch.setattr(Observers, "look", looked)
     found = await take(LocalFeed(FakeSampler, 0.0, beside=AllPrograms()).messages(), 5)
     # The second sample is no later than the first.
     assert [type(message) for message in found] == [Connected, MachineSnapshot, Others, MachineSnapshot, MachineSnapshot]

@@ -124,11 +124,27 @@ def test_an_incomplete_checkpoint_says_why() -> None:
     assert "! not complete: model.safetensors is missing" in text
 
 
+def test_ranks_that_differ_are_named() -> None:
+    def told(*pairs: tuple[float, float], name: str = "peak_bytes") -> str:
+        ranks = tuple(
+            RankMemory(rank=n, pid=n, **{name: int(gib * GIB)}, step_seconds=1.0, data_wait_seconds=wait)
+            for n, (gib, wait) in enumerate(pairs)
+        )
+        return text_of(draw_training(store_of(running(ranks=ranks)), 100, 12))
+
+    both = told((3, 0.02), (7.5, 0.02), (4, 0.4))
+    assert "ranks differ  peak 3.0 GiB (rank 0) to 7.5 GiB (rank 1)  data 2 % (rank 0) to 40 % (rank 2)" in both
+    assert "ranks differ  RSS 1.0 GiB (rank 0) to 2.0 GiB (rank 1)" in told((1, 0), (2, 0), name="rss_bytes")
+    for alike in (told((3, 0.1), (3.5, 0.1)), told((0.1, 0.1), (0.2, 0.1)), told((3, 0.5))):
+        assert "ranks differ" not in alike
+
+
 def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = tuple(RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
     text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
     assert "rank 1 CPU  ! its agent does not answer" in text
     assert "6 more ranks" in text
+    assert "ranks differ" not in text
     over = text_of(draw_training(store_of(running(ranks=ranks, alive=False, state=wire.Phase.FINISHED)), 70, 9))
     assert "rank" not in over, "its ranks are gone: not silent"
 
@@ -235,7 +251,21 @@ def test_the_header_shows_the_split_of_a_program_of_the_user() -> None:
         own = {"settings": None, "command": ("python", "train.py"), "program": program, **fields}
         return plain(draw_header(store_of(running(gpu(), **own)), 160, 1)[0])
 
-    for words in ("python", "2 x 4 x 2 = 16", "T 512"):
+    for words in ("train.py", "2 x 4 x 2 = 16", "T 512"):
         assert words in header(effective_batch=16)
     assert "=" not in header(effective_batch=None)
     assert "T" not in header(effective_batch=16, program=Program())
+
+
+def test_the_source_of_the_numbers_uses_the_line_of_parts_that_nobody_knows() -> None:
+    program = Program(grip="output", why="total, loss: read from the output, by lines like `step 2 loss 1.0`; updates: counted")
+    known = draw_training(store_of(running(program=program)), 60, 10)
+    assert "forward" in text_of(known)
+    bare = wire.RunState(
+        name="a", folder="x", state=wire.Phase.TRAINING, created=NOW, command=("torchrun", "a/train.py"), program=program
+    )
+    store = store_of(wire.StateUpdate(run=bare))
+    text = text_of(draw_training(store, 60, 10))
+    assert "forward" not in text
+    assert "`step 2\nloss 1.0`; updates: counted" in text
+    assert "train.py" in text_of(draw_header(store, 120, 1))

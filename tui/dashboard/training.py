@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import PurePath
+from collections.abc import Sequence
 
 from rich.cells import cell_len
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.program import Knobs
+from memtop.supervisor.program import Knobs, name_of
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
@@ -103,7 +103,7 @@ def _machine_words(store: Store) -> Line:
 def _settings_words(run: RunState, wide: bool) -> Line:
     settings = run.settings
     if settings is None:
-        name = fact("", PurePath(run.command[0]).name) if run.command and wide else ()
+        name = fact("", name_of(run.command)) if run.command and wide else ()
         return join([name, *_knob_words(run)] if name else _knob_words(run))
     arithmetic = f"{settings.split_text} = {settings.effective_batch}"
     parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
@@ -169,12 +169,22 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
             ),
             width,
         ),
-        _split_line(run, width),
         _checkpoint_line(store, run, width),
+        *_source_lines(run, width),
     ]
-    if run.program is not None and run.program.why is not None:
-        lines.append(fit(line((run.program.why, MUTED)), width))
     return (lines + _rank_lines(store, run, width, height - len(lines)))[:height]
+
+
+def _source_lines(run: RunState, width: int) -> list[Line]:
+    """The parts of an update, and where the numbers of a user's program come from: on two lines if
+    it says nothing of the parts."""
+    why = run.program.why if run.program is not None else None
+    if why is None:
+        return [_split_line(run, width)]
+    first, *more = wrap(why, width, MUTED)
+    if any(getattr(run.split, name) is not None for name in run.split.__struct_fields__):
+        return [_split_line(run, width), fit(join((first, *more), " "), width)]
+    return [first, *([fit(join(more, " "), width)] if more else [])]
 
 
 def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
@@ -291,10 +301,38 @@ def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line
         # Ranks of an ended run have no values.
         return []
     by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
-    lines = [_rank(rank, by_uuid, width) for rank in run.ranks]
+    lines, unlike = [_rank(rank, by_uuid, width) for rank in run.ranks], _unlike_ranks(run.ranks)
+    first = [join_fitting([line(("ranks differ", MUTED)), *unlike], width)] if unlike and room > 1 else []
+    room -= len(first)
     if len(lines) > room:
         lines = [*lines[: room - 1], line((f"{len(lines) - room + 1} more ranks", MUTED))]
-    return lines
+    return [*first, *lines]
+
+
+_UNLIKE, _UNLIKE_BYTES, _UNLIKE_SHARE = 1.2, 256 << 20, 0.1
+
+
+def _unlike_ranks(ranks: Sequence[RankMemory]) -> list[Line]:
+    """By how much the ranks differ in memory, and in the share of an update that they wait for
+    data; empty if they do not."""
+    found = []
+    for word, name in (("peak", "peak_bytes"), ("RSS", "rss_bytes")):
+        sizes = [(value, one.rank) for one in ranks if (value := getattr(one, name)) is not None]
+        if sizes and max(sizes)[0] > max(_UNLIKE * min(sizes)[0], min(sizes)[0] + _UNLIKE_BYTES):
+            found.append(_from_to(word, *(f"{units.size(size)} (rank {n})" for size, n in (min(sizes), max(sizes)))))
+            break  # on a GPU, host memory says less
+    waits = [
+        (one.data_wait_seconds / one.step_seconds, one.rank)
+        for one in ranks
+        if one.data_wait_seconds is not None and one.step_seconds
+    ]
+    if waits and max(waits)[0] - min(waits)[0] >= _UNLIKE_SHARE:
+        found.append(_from_to("data", *(f"{units.percent(share, 0)} (rank {n})" for share, n in (min(waits), max(waits)))))
+    return found
+
+
+def _from_to(word: str, least: str, most: str) -> Line:
+    return line((f"{word} ", MUTED), (f"{least} to {most}", "edge"))
 
 
 def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
@@ -358,6 +396,7 @@ _EVENT_LOOKS = {
     "error": ("✗", "bad"),
     "survived": ("✓", "good"),
     "remedy": ("↻", "accent"),
+    "workers": ("↻", "edge"),
     "settings": ("▸", "accent"),
     "batch_search": ("▸", "accent"),
     "trial": ("◌", "accent"),

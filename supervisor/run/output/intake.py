@@ -121,7 +121,7 @@ class OutputIntake:
         if self._tail.offset != state.offset and not self._waiting and is_due:
             state.offset, self._saved = self._tail.offset, now
             self._save()
-        return self._seen(updates, again=again) if rows or again else None
+        return self._seen(updates, again=again) if rows or again or is_decided else None
 
     def _go_back(self, update: int) -> None:
         """What the workers before had done after this update does not count any more."""

@@ -190,15 +190,16 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
-    def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str) -> Configurations:
+    def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None) -> Configurations:
         """A rank has finished an update.
 
         `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
-        settings that affect the peak, except the batch split.
+        settings that affect the peak, except the batch split. `batch`: of one process; None if not
+        known.
         """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
-            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key)
+            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key, batch)
         last = now.present
         if rank != 0 or last is None:
             return now
@@ -214,17 +215,17 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
 
-    def note_host(self, resident_bytes: int | None, key: str) -> Configurations:
+    def note_host(self, resident_bytes: int | None, key: str, batch: int | None) -> Configurations:
         """Host memory of the run's processes, which is the peak of a run without a GPU."""
-        return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key)
+        return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key, batch)
 
-    def _note_peak(self, taken: int, key: str) -> Configurations:
+    def _note_peak(self, taken: int, key: str, batch: int | None) -> Configurations:
         last = self.present
-        if last is None or last.configuration.outcome is not None or last.configuration.settings is None:
+        if last is None or last.configuration.outcome is not None or batch is None:
             return self
         known = last.configuration.peak
         if known is None:
-            peak = Peak(batch=last.configuration.settings.batch, bytes=taken, updates=0, settings_key=key)
+            peak = Peak(batch=batch, bytes=taken, updates=0, settings_key=key)
         elif taken > known.bytes:
             peak = replace(known, bytes=taken)
         else:

@@ -10,6 +10,7 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import NotifyConfigurations, SaveConfigurations
+from memtop.supervisor.run.grip import shape_key
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.record.configurations import Configurations, same
 from memtop.supervisor.run.reports import Oom, Plan, Report, SettingsChanged, Step, values
@@ -39,7 +40,8 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             uuid = model.progress.ranks[rank].device_uuid
             base = model.sample.gpu_base_bytes.get(uuid) if model.sample is not None and uuid is not None else None
             model = _with_key(model)
-            return replace(model, configurations=model.configurations.note_step(rank, report, base, model.shape_key[2]))
+            after = model.configurations.note_step(rank, report, base, model.shape_key[-1], _batch(model))
+            return replace(model, configurations=after)
         case Oom():
             model = _note_failure(model, rank, report)
             kind = "survived" if report.survived else "oom"
@@ -66,7 +68,7 @@ def note_host(model: Model, resident_bytes: int | None) -> Model:
     if not _trains_on_the_cpu(model):
         return model
     model = _with_key(model)
-    return replace(model, configurations=model.configurations.note_host(resident_bytes, model.shape_key[2]))
+    return replace(model, configurations=model.configurations.note_host(resident_bytes, model.shape_key[-1], _batch(model)))
 
 
 def _trains_on_the_cpu(model: Model) -> bool:
@@ -76,12 +78,25 @@ def _trains_on_the_cpu(model: Model) -> bool:
 
 
 def _with_key(model: Model) -> Model:
-    settings, on_gpu = model.settings, model.on_gpu
-    known, where, _ = model.shape_key
-    if known is settings and where is on_gpu:
+    settings, grip, on_gpu = model.settings, model.grip, model.on_gpu
+    known, held, where, _ = model.shape_key
+    if known is settings and held is grip and where is on_gpu:
         return model
-    key = "" if settings is None else settings_key(settings, on_gpu=on_gpu)
-    return replace(model, shape_key=(settings, on_gpu, key))
+    key = ""
+    if settings is not None:
+        key = settings_key(settings, on_gpu=on_gpu)
+    elif grip is not None:
+        key = shape_key(grip, model.knobs, model.allocator, on_gpu=on_gpu)
+    return replace(model, shape_key=(settings, grip, on_gpu, key))
+
+
+def _batch(model: Model) -> int | None:
+    """The samples that one process has in memory at once."""
+    present = model.configurations.present
+    settings = present.configuration.settings if present is not None else None
+    if settings is not None:
+        return settings.batch
+    return model.grip.batch if model.grip is not None else None
 
 
 def _note_failure(model: Model, rank: int, report: Oom) -> Model:

@@ -23,11 +23,10 @@ from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
-from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.model import Cause, Model, move, note
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, PendingRestart, Waiting
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.run.rules import attempts, configurations
+from memtop.supervisor.run.rules import attempts, configurations, own_ladder
 from memtop.supervisor.wire import Change, Phase, Proposal
 
 # Writing a state needs its own size once more, and a little for everything else.
@@ -150,7 +149,12 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
     candidates = [Candidate(remedy=one, key=_key_after(settings, one)) for one in found if settings is not None]
     beyond = beyond_all_memory(diagnosis, host)
     if settings is None and model.grip is not None and situation is None:
-        candidates = _smaller(model, model.grip, diagnosis)
+        measured = own_ladder.Measured(
+            base_bytes=_base_bytes(model),
+            total_bytes=_total_bytes(model) if model.on_gpu else host.limit_bytes,
+            others_bytes=_others_bytes(model, diagnosis, facts),
+        )
+        candidates = own_ladder.candidates(model, model.grip, diagnosis, measured)
         ids = {one.remedy.id for one in candidates}
         found = (*(one.remedy for one in candidates), *(one for one in found if one.id not in ids))
     never = _never(model, diagnosis)
@@ -175,57 +179,18 @@ def _never(model: Model, diagnosis: Diagnosis) -> str | None:
         return _EXTERNAL
     if model.grip.resumes is False:
         return "it did not resume when it was started again, so only you can start it"
-    if (why := without_checkpoint(model, model.grip)) is not None:
+    if (why := own_ladder.without_checkpoint(model, model.grip)) is not None:
         return f"{why}, so it would begin from zero"
     if diagnosis.source == "words":
         return "only words of the program's output say so, so you decide"
     return None
 
 
-def without_checkpoint(model: Model, grip: Grip) -> str | None:
-    """Why a program built on Hugging Face's Trainer cannot resume; None if it can."""
-    found = model.states.program
-    if found is not None and found.complete:
-        return None
-    why = f" ({found.problem})" if found is not None and found.problem else ""
-    return f"there is no complete checkpoint in {grip.output_dir}{why}"
-
-
-def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis) -> list[Candidate]:
-    """A smaller batch and more accumulation, for a program built on Hugging Face's Trainer: half
-    the batch if possible, so that the effective batch stays."""
-    batch, accumulation = grip.batch, grip.accumulation
-    if not batch or not accumulation or batch == 1 or not (diagnosis.kind.of_gpu or diagnosis.kind.of_host):
-        return []
-    parts = next(number for number in range(2, batch + 1) if batch % number == 0)
-    smaller, more = batch // parts, accumulation * parts
-    split = {"batch": str(smaller), "accumulation": str(more)}
-    title = f"batch {batch} -> {smaller}, accumulation {accumulation} -> {more}: effective batch stays {grip.effective_batch}"
-    why = without_checkpoint(model, grip)
-    remedy = Remedy(
-        id="smaller_batch",
-        title=title if why is None else f"{title}, from the first update",
-        why="fewer samples are in memory at once" if why is None else f"{why}, so the program begins from zero",
-        keeps_math=True,
-        resumable="resumes" if why is None else "none",
-        needs_consent=why is not None,
-        assignments=split,
-        forecast_unknown="the peak of this program was not measured at two batch sizes",
-        command=f"memtop restart {model.run.name} --batch {smaller} --accum {more}",
-    )
-    return [Candidate(remedy=remedy, key=_knobs_key({**model.knobs, **split}))]
-
-
-def _knobs_key(knobs: dict[str, str]) -> str:
-    """Of the settings that memtop gave to the user's own program."""
-    return " ".join(f"{name}={text}" for name, text in sorted(knobs.items()))
-
-
 def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
     """The run's past attempts, oldest first, as values for the policy."""
     return [
         Tried(
-            key=_knobs_key(record.configuration.knobs) if settings is None else configuration_key(settings),
+            key=own_ladder.knobs_key(record.configuration.knobs) if settings is None else configuration_key(settings),
             died_of_memory=record.died_of_memory,
             attempt=start.attempt,
             by_memtop=start.by_memtop,
