@@ -15,6 +15,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.interpreters import TRAINER_PATH, is_own
 from memtop.supervisor.monitor.cgroup import CgroupReader
 from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec
@@ -22,6 +23,10 @@ from memtop.supervisor.wire import Checkpoint
 
 TRAINER_VARIABLE = "MEMTOP_TRAINER"
 """The changes for a program built on Hugging Face's Trainer: see `train/agent/knobs.py`."""
+SOURCES_VARIABLE = "MEMTOP_SOURCES"
+"""Modules that are imported from a changed copy: see `train/agent/sources.py`."""
+START_VARIABLE = "MEMTOP_START_UPDATE"
+"""How many updates the program had done when the checkpoint was saved from which it resumes."""
 RUN_VARIABLES = (
     "MEMTOP_RUN",
     "MEMTOP_RUN_ID",
@@ -30,6 +35,8 @@ RUN_VARIABLES = (
     "MEMTOP_SOCKET",
     "MEMTOP_ON_OOM",
     TRAINER_VARIABLE,
+    SOURCES_VARIABLE,
+    START_VARIABLE,
 )
 """The variables of memtop that a run sets for its program. People set the others."""
 
@@ -103,11 +110,11 @@ def with_agent_in_front(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def changes_for_trainer(output_dir: str | None, knobs: Mapping[str, Any], resumed: Checkpoint | None) -> dict[str, str]:
+def changes_for_trainer(grip: Grip | None, knobs: Mapping[str, Any], resumed: Checkpoint | None) -> dict[str, str]:
     """The variable with these changes; none if nothing is to change."""
-    if output_dir is None or not (knobs or resumed):
+    if grip is None or not (knobs or resumed):
         return {}
-    changes: dict[str, Any] = {"output_dir": output_dir, "knobs": knobs, "resume": None, "update": None}
+    changes: dict[str, Any] = {"output_dir": grip.output_dir, "knobs": knobs, "resume": None, "update": None}
     if resumed is not None:
         changes |= {"resume": resumed.path, "update": resumed.updates}
     return {TRAINER_VARIABLE: msgspec.json.encode(changes).decode()}
