@@ -151,6 +151,22 @@ def test_all_of_them_are_followed(programs: Programs) -> None:
     assert [one for one in observers.look(time.time()) if one.folder == str(programs.folder)] == []
 
 
+def test_what_a_process_has_loaded_is_read_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = programs.start(AS_IF_WITH_TORCH)
+    observer, found = observed(shell)
+    opened: list[Path] = []
+    before = Path.open
+
+    def recorded(self: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(self)
+        return before(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", recorded)
+    again = observer.look(time.time())
+    assert again.processes[0].pid == found.pid
+    assert Path(f"/proc/{found.pid}/maps") not in opened
+
+
 def test_an_output_whose_file_was_deleted_is_still_read(programs: Programs) -> None:
     shell = programs.start(AS_IF_WITH_TORCH)
     (programs.folder / "out.log").unlink()

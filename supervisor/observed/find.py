@@ -12,6 +12,7 @@ from memtop.supervisor.monitor.processes.proc import (
     ATTEMPT_VARIABLE,
     PROC,
     RUN_VARIABLE,
+    ProcessId,
     ProcessStat,
     command_words,
     environment,
@@ -23,17 +24,25 @@ from memtop.supervisor.monitor.processes.table import all_pids, children_of, des
 
 _LEAST_BYTES = 64 << 20
 """A process that has loaded torch holds more. Smaller ones need not be looked at."""
+_LEAST_GROWTH = 16 << 20
+"""By which a process grows when it loads torch."""
+Guise = tuple[ProcessId, str, int, int]
 
 
 class Programs:
-    """One look at all processes that this user can see."""
+    """One look at all processes that this user can see. `before`: the look before this one; what
+    cannot have changed since is not read again."""
 
-    def __init__(self, proc_root: Path = PROC) -> None:
+    def __init__(self, proc_root: Path = PROC, before: Programs | None = None) -> None:
         self._root = proc_root
+        self._known = {} if before is None else before._read
+        self._known_torch = {} if before is None else before._torch
         self.rows: dict[int, ProcessStat] = {
             pid: row for pid in all_pids(proc_root) if (row := read_stat(pid, proc_root)) is not None and not row.is_dead
         }
-        self._read: dict[int, Program] = {}
+        self._read: dict[Guise, Program] = {}
+        self._torch: dict[Guise, tuple[bool, int]] = {}
+        """Whether a process uses torch, and how large it was when that was read."""
 
     @cached_property
     def of_others(self) -> list[JobDraft]:
@@ -64,6 +73,14 @@ class Programs:
         return [draft for draft in Grouping(self.rows, pids, self._program).drafts() if draft.run is None]
 
     def _uses_torch(self, pid: int) -> bool:
+        row = self.rows[pid]
+        found = self._known_torch.get(row.guise)
+        if found is None or (not found[0] and row.rss_bytes >= found[1] + _LEAST_GROWTH):
+            found = self._has_loaded_torch(pid), row.rss_bytes
+        self._torch[row.guise] = found
+        return found[0]
+
+    def _has_loaded_torch(self, pid: int) -> bool:
         """Whether torch's library is loaded. Also False if this user may not know."""
         try:
             with (self._root / str(pid) / "maps").open("rb") as maps:
@@ -83,12 +100,13 @@ class Programs:
         return row.comm == "pt_data_worker" or self._program(pid).words == self._program(row.parent_pid).words
 
     def _program(self, pid: int) -> Program:
-        known = self._read.get(pid)
+        guise = self.rows[pid].guise
+        known = self._read.get(guise) or self._known.get(guise)
         if known is None:
             variables: Mapping[str, str] = environment(pid, self._root) or {}
             folder = variables.get(RUN_VARIABLE)
             run = (folder, whole_number(variables.get(ATTEMPT_VARIABLE))) if folder else None
             kept = {name: variables[name] for name in JOB_VARIABLES if variables.get(name)}
             known = read_program(command_words(pid, self._root) or (), self.rows[pid].comm, kept, run)
-            self._read[pid] = known
+        self._read[guise] = known
         return known

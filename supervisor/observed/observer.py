@@ -89,6 +89,7 @@ class Observer:
         self._command = command_words(draft.leader, proc_root) or ()
         self._folder = _folder(draft.leader, proc_root)
         self.started = boot_time() + row.identity.started_ticks / TICKS_PER_SECOND
+        self._programs = programs
         self._output = Output()
         self._checkpoint: Checkpoint | None = None
         self._checkpoint_due = float("-inf")
@@ -97,7 +98,7 @@ class Observer:
 
     def look(self, now: float, machine: MachineSnapshot | None = None, programs: Programs | None = None) -> Observed:
         """The program now. Reads files, so it may take a moment."""
-        programs = programs or Programs(self._root)
+        programs = self._programs = programs or Programs(self._root, self._programs)
         draft = programs.with_process(self.leader.pid) if is_alive(self.leader, self._root) else None
         pids = () if draft is None else draft.pids
         unknown: dict[str, str] = {}
@@ -166,11 +167,13 @@ class Observers:
     def __init__(self, proc_root: Path = PROC) -> None:
         self._root = proc_root
         self._known: dict[ProcessId, Observer] = {}
+        self._programs: Programs | None = None
 
     def look(self, now: float, machine: MachineSnapshot | None = None) -> list[Observed]:
         """All of them now. Those that are seen to train come first."""
-        programs, known = Programs(self._root), self._known
-        self._known, found = {}, []
+        programs = self._programs = Programs(self._root, self._programs)
+        known, found = self._known, []
+        self._known = {}
         for draft in programs.of_others:
             leader = programs.rows[draft.leader].identity
             observer = self._known[leader] = known.get(leader) or Observer(draft, programs, self._root)

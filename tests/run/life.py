@@ -81,13 +81,24 @@ class Life(World):
             return
         if not program.loaded:
             program.loaded = True
-            self._report(said.Hello(pid=1, offers=() if self.external else ("stop", "checkpoint", "change")))
-            if not self.external:
+            offers = ("stop", "checkpoint", "change")
+            self._report(
+                said.Hello(pid=1, offers=() if self.external and not self.trainer else offers[: 2 + (not self.external)])
+            )
+            if self.trainer:
+                self._report(said.TrainerFound(output_dir="/out", **{"batch": 8, "accumulation": 1, **program.knobs}))
+            if self.trainer or not self.external:
                 self._report(said.Plan(updates=program.update, total_updates=LAST_UPDATE, resumed=program.update > 0))
+            if program.update < program.resumes_after:
+                self.began_again = True
+                self._report(said.End(outcome="failed", message="it did not resume"))
+                self._end(1)
+                return
         for _ in range(1 + number % 5):
             if program.update < LAST_UPDATE and not program.asked_to_stop:
                 program.update += 1
-                batch = program.settings.batch if program.settings is not None else None
+                self.began_again = False
+                batch = program.settings.batch if program.settings is not None else program.knobs.get("batch")
                 self._report(said.Step(update=program.update, samples_seen=32 * program.update, step_seconds=0.5, batch=batch))
         if program.asked_to_stop:
             self._save()
@@ -100,7 +111,7 @@ class Life(World):
 
     def _save(self) -> bool:
         program = self.program
-        if program is None or self.external:
+        if program is None or (self.external and not self.trainer):
             return False
         if self.disk_full:
             self._report(said.SaveFailed(update=program.update, message="no space"))
@@ -172,7 +183,10 @@ class Life(World):
     def act_restart(self, number: int) -> None:
         reason = self._token("r")
         change = Change(reason=reason)
-        if not self.external and number % 3 == 1:
+        if self.trainer and number % 3 == 1:
+            batch = (1, 2, 4, 8)[number % 4]
+            change = Change(reason=reason, assignments={"batch": str(batch), "accumulation": str(8 // batch)})
+        elif not self.external and number % 3 == 1:
             change = Change(reason=reason, assignments={"batch": str((1, 2, 4, 8)[number % 4])})
         elif number % 3 == 2 and self.kept:
             change = Change(reason=reason, state_before=self.kept[number % len(self.kept)])
@@ -233,7 +247,7 @@ WEIGHTS = {
 def drive(seed: int, events: int) -> Life:
     """A run to which so many random things happen, up to its end."""
     chance = random.Random(seed)
-    world = Life(seed, external=seed % 4 == 3, on_oom=("auto", "auto", "auto", "ask", "stop")[seed % 5])
+    world = Life(seed, external=seed % 4 == 3, trainer=seed % 8 == 7, on_oom=("auto", "auto", "auto", "ask", "stop")[seed % 5])
     weights = [WEIGHTS.get(name, 1) for name in ACTIONS]
     world.act_start(1)
     for name in chance.choices(ACTIONS, weights, k=events):

@@ -16,7 +16,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key as key_of
 from memtop.supervisor.run import effects as do
@@ -79,9 +78,13 @@ class MemoryLedger:
 class Program:
     """One start of the training program."""
 
-    def __init__(self, number: int, settings: Settings | None, allocator: str, update: int) -> None:
-        self.number, self.settings, self.allocator = number, settings, allocator
+    def __init__(self, effect: do.Launch, update: int) -> None:
+        self.number, self.settings, self.allocator = effect.number, effect.settings, effect.allocator
+        self.knobs = effect.knobs
+        """Of one that is built on Hugging Face's Trainer."""
         self.update = update
+        self.resumes_after = update
+        """If it begins before this, its agent ends it."""
         self.alive = True
         self.journal: list[said.Report] = []
         self.stored = 0
@@ -97,9 +100,11 @@ class World:
     """Everything outside of the model. `kill_after` counts down effects until the supervisor is
     killed."""
 
-    def __init__(self, seed: int = 0, *, external: bool = False, on_oom: str = "auto") -> None:
+    def __init__(self, seed: int = 0, *, external: bool = False, trainer: bool = False, on_oom: str = "auto") -> None:
+        """`external`: the program is the user's own; `trainer`: and built on Hugging Face's
+        Trainer."""
         self.random = random.Random(seed)
-        self.external = external
+        self.external, self.trainer = external, trainer
         self.run = Run(
             name="a", folder="/runs/a", created=1.0, settings=None if external else SETTINGS, on_oom=on_oom, command=("train",)
         )
@@ -113,6 +118,8 @@ class World:
         self.held: int | None = None
         self.aside: list[int] = []
         self.disk_full = False
+        self.began_again = False
+        """The user's own program has begun from zero when it was to resume."""
         self.failed: set[str] = set()
         """The configurations that ran out of memory, by key."""
         self.begun: set[int] = set()
@@ -219,6 +226,8 @@ class World:
     def states(self) -> on.States:
         found = sorted({*self.kept, *([self.held] if self.held is not None else [])}, reverse=True)
         kept = tuple(checkpoint(update) for update in found)
+        if self.trainer:
+            return on.States(program=checkpoint(self.kept[-1]) if self.kept else None)
         return on.States(newest=checkpoint(self.kept[-1]) if self.kept else None, kept=kept)
 
     # --- effects ----------------------------------------------------------------------------------
@@ -297,14 +306,17 @@ class World:
             self.outbox.close_unstarted(effect.number, "no space", self.wall)
             return on.LaunchRefused(number=effect.number, why="command.json: no space", recorded=True)
         self._check_start(effect)
-        resumed = self.kept[-1] if self.kept and not self.external else 0
-        self.program = Program(effect.number, effect.settings, effect.allocator, resumed)
+        resumed = self.kept[-1] if self.kept and (effect.output_dir is not None or not self.external) else 0
+        self.program = Program(effect, resumed)
+        if self.trainer and resumed and self.random.random() < 0.1:
+            self.program.update = 0
         self.read = 0
         self.begun.add(effect.number)
         self.starts[token(effect.reason)] += 1
         self._maybe_kill()
         aside = "set-aside" if moved else None
-        return on.Launched(number=effect.number, started=self.wall, states=self.states(), set_aside=aside)
+        program = checkpoint(resumed) if self.trainer and resumed else None
+        return on.Launched(number=effect.number, started=self.wall, states=self.states(), set_aside=aside, resumed=program)
 
     def _signal(self, name: str, target: do.Target) -> on.Signalled:
         program = self.program
@@ -333,6 +345,8 @@ class World:
         kind = program.cause if program is not None else Kind.NOT_MEMORY
         if program is not None and program.settings is not None and kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL):
             self.failed.add(key_of(program.settings))
+        if self.trainer and program is not None and kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL):
+            self.failed.add(own_key(program.knobs))
         diagnosis = Diagnosis(kind=kind, confidence=0.99, summary=f"it died of {kind.value}", source="record")
         free = 0 if self.disk_full else 100 * GIB
         facts = on.RemedyFacts(kept_states=self.states().kept, disk_free_bytes=free, deepspeed=True)
@@ -380,6 +394,12 @@ class World:
         assert self.program is None or not self.program.leftovers, "what the program left behind still holds its memory"
         if self.model.launching.cause is not Cause.DEATH:
             return
+        if self.trainer:
+            assert effect.output_dir is not None, "a program that memtop does not hold is started again by itself"
+            assert self.kept, "a program without a checkpoint is started again by itself"
+            assert not self.began_again, "a program that has begun from zero is started again by itself"
+            assert own_key(effect.knobs) not in self.failed, "settings that ran out of memory are tried again by itself"
+            return
         assert effect.settings is not None, "an external command is started again by itself"
         assert key_of(effect.settings) not in self.failed, "a configuration that ran out of memory is tried again by itself"
 
@@ -411,6 +431,11 @@ def token(reason: str) -> str:
     """`r12` of `r12: restart with batch 4`; empty for a restart that no client asked for."""
     word = reason.partition(":")[0]
     return word if word[:1] in ("r", "c") and word[1:].isdigit() else ""
+
+
+def own_key(knobs: dict[str, Any]) -> str:
+    """Of what memtop gave to the user's own program."""
+    return " ".join(f"{name}={value}" for name, value in sorted(knobs.items()))
 
 
 def checkpoint(update: int) -> Checkpoint:
