@@ -66,7 +66,7 @@ def place_of(grip: Grip) -> Place | None:
     if profile is None or profile.checkpoint is None:
         return None
     paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
-    known = tuple(str(Path(grip.cwd, path)) for path in paths if path is not None)
+    known = tuple(os.path.normpath(Path(grip.cwd, path)) for path in paths if path is not None)
     given = any("{checkpoint}" in word for word in profile.resume.words)
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
