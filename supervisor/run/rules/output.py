@@ -20,7 +20,8 @@ def read(model: Model, seen: Seen) -> Model:
     model = replace(model, output=seen)
     if before is None and not seen.again:
         model = note(model, "output", f"the step is read from the output, by lines like `{seen.example}`")
-    if model.by_output and not was_by_output and not seen.again and seen.attempt > 1:
+    is_known = model.asked is not None and model.asked.resumed is not None
+    if model.by_output and not was_by_output and not seen.again and seen.attempt > 1 and not is_known:
         # It has resumed: what the attempt before did after this step does not count.
         first = max(1, seen.first // seen.steps_per_update)
         model = emit(model, UpdateAttempt(number=seen.attempt, values={"start_updates": first - 1}))
