@@ -186,7 +186,7 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     knobs = {name: text for name, text in change.assignments.items() if name != "allocator"}
     if file is None or file.grip is None or state.settings is not None:
         return None
-    found = program_checkpoints.newest_for(folder.path, file.grip.output_dir)
+    found = program_checkpoints.newest_for(folder.path, file.grip)
     if found is None or not found.complete:
         return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
     return f"resumes at update {found.updates}{consequences(file.grip, knobs, found, state.updates, state.total_updates)}"

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.wire import Answer, Change, Checkpoint, Event
 
@@ -34,9 +35,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     """Allocator options for an external command."""
     state_before: int | None = None
     """Go back to the newest kept state at or before this update."""
-    output_dir: str | None = None
-    """Of a program built on Hugging Face's Trainer: the folder with the checkpoints from which it
-    resumes. None if memtop does not make it resume."""
+    grip: Grip | None = None
+    """How memtop holds the user's own program. None if memtop does not make it resume."""
     knobs: dict[str, Any] = {}
     """The settings that such a program is given."""
 
@@ -86,7 +86,7 @@ class KeepCheckpoint(msgspec.Struct, frozen=True, tag="keep_checkpoint"):
     """Keep the newest complete checkpoint of a program built on Hugging Face's Trainer, because the
     program may delete it while it stops."""
 
-    output_dir: str
+    grip: Grip
 
 
 class ReadStates(msgspec.Struct, frozen=True, tag="read_states"):

@@ -162,8 +162,8 @@ class Performer:
                 self._begin(self._examine(effect, model))
             case AskRanks():
                 self._begin(self._ask(effect))
-            case KeepCheckpoint(output_dir=output_dir):
-                return self._keep_checkpoint(output_dir)
+            case KeepCheckpoint(grip=grip):
+                return self._keep_checkpoint(grip)
             case ReadStates():
                 return StatesRead(read_states(self._folder, model.grip))
             case CheckSaved(reported=reported):
@@ -265,7 +265,7 @@ class Performer:
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = replace(read_states(self._folder), program=resumed)
-                given = changes_for_trainer(effect.output_dir, effect.knobs, resumed)
+                given = changes_for_trainer(effect.grip, effect.knobs, resumed)
                 shim = launch(
                     self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator, trainer=given
                 )
@@ -281,18 +281,18 @@ class Performer:
     def _kept_for(self, effect: Launch) -> Checkpoint | None:
         """The checkpoint from which a program built on the Trainer resumes, kept in the run's
         folder; None if it has none."""
-        if effect.output_dir is None:
+        if effect.grip is None:
             return None
-        newest = program_checkpoints.newest_for(self._folder.path, effect.output_dir)
+        newest = program_checkpoints.newest_for(self._folder.path, effect.grip)
         if newest is None or not newest.complete:
             return None
         return program_checkpoints.keep(newest, self._folder.path)
 
-    def _keep_checkpoint(self, output_dir: str) -> WriteChecked | None:
+    def _keep_checkpoint(self, grip: Grip) -> WriteChecked | None:
         """Only where links are possible: copying takes time in which the program goes on."""
         problem: str | None = None
         for _ in range(2):  # the program may delete it meanwhile, since it has saved a newer one
-            newest = program_checkpoints.newest_of(Path(output_dir))
+            newest = program_checkpoints.newest_of(Path(grip.output_dir), grip.earlier, grip.first)
             if newest is None or not newest.complete:
                 return None
             try:
@@ -396,5 +396,5 @@ def read_states(folder: RunFolder, grip: Grip | None = None) -> States:
     """The saved states in a run's folder, and the one from which a program built on the Trainer
     (`grip`) would resume."""
     latest = folder.latest_state
-    program = None if grip is None else program_checkpoints.newest_for(folder.path, grip.output_dir)
+    program = None if grip is None else program_checkpoints.newest_for(folder.path, grip)
     return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)), program=program)

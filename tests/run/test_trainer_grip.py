@@ -65,9 +65,9 @@ def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() 
         "the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the effective batch stays 16, and so do order and "
         "learning rate"
     )
-    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint("/out")]
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(GRIP)]
     launch = launched(brain)
-    assert (launch.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    assert (launch.grip and launch.grip.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
     begins(brain, batch=4, accumulation=4)
     assert brain.messages("knob") == []
     assert brain.model.grip == replace(GRIP, batch=4, accumulation=4, resumes=True)
@@ -101,6 +101,22 @@ def test_what_cannot_be_changed_is_refused_in_one_line(change: Change, words: st
     assert answer.message.startswith(words)
     assert "\n" not in answer.message
     assert brain.model.phase is Phase.TRAINING
+
+
+def test_checkpoints_of_another_training_do_not_count() -> None:
+    brain = training(settings=None)
+    brain.report({**FOUND, "earlier": {"checkpoint-500": 12}}, {"type": "plan", "updates": 0})
+    ask(brain, Change())
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(replace(GRIP, earlier={"checkpoint-500": 12}))]
+    launched(brain)
+    # They do not become others in later attempts, nor what the program resumes from for memtop.
+    brain.report(
+        {**FOUND, "earlier": {"checkpoint-500": 12, "checkpoint-5": 20}}, {"type": "plan", "updates": 5, "resumed": True}
+    )
+    assert brain.model.grip == replace(GRIP, earlier={"checkpoint-500": 12})
+    brain = training(settings=None)
+    brain.report({**FOUND, "earlier": {"checkpoint-3": 12}}, {"type": "plan", "updates": 3, "resumed": True})
+    assert brain.model.grip == replace(GRIP, earlier={"checkpoint-3": 12}, first=3)
 
 
 def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() -> None:
@@ -225,7 +241,7 @@ def test_with_a_checkpoint_it_goes_on_with_half_the_batch() -> None:
     assert [one.id for one in proposal(brain).remedies].count("smaller_batch") == 1
     brain.tick(after=30.0)
     (launch,) = brain.asked(Launch)
-    assert (launch.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    assert (launch.grip and launch.grip.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
     starts(brain)
     brain.report({**FOUND, "batch": 4, "accumulation": 4}, {"type": "plan", "updates": 5}, {"type": "step", "update": 6})
     die(brain, Kind.HOST_OOM_ALLOC, source="record")

@@ -15,6 +15,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.interpreters import TRAINER_PATH, is_own
 from memtop.supervisor.monitor.cgroup import CgroupReader
 from memtop.supervisor.monitor.processes.proc import RUN_ID_VARIABLE
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec
@@ -103,11 +104,11 @@ def with_agent_in_front(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def changes_for_trainer(output_dir: str | None, knobs: Mapping[str, Any], resumed: Checkpoint | None) -> dict[str, str]:
+def changes_for_trainer(grip: Grip | None, knobs: Mapping[str, Any], resumed: Checkpoint | None) -> dict[str, str]:
     """The variable with these changes; none if nothing is to change."""
-    if output_dir is None or not (knobs or resumed):
+    if grip is None or not (knobs or resumed):
         return {}
-    changes: dict[str, Any] = {"output_dir": output_dir, "knobs": knobs, "resume": None, "update": None}
+    changes: dict[str, Any] = {"output_dir": grip.output_dir, "knobs": knobs, "resume": None, "update": None}
     if resumed is not None:
         changes |= {"resume": resumed.path, "update": resumed.updates}
     return {TRAINER_VARIABLE: msgspec.json.encode(changes).decode()}

@@ -76,7 +76,7 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
         settings=settings,
         allocator=allocator,
         state_before=change.state_before,
-        output_dir=model.grip.output_dir if model.grip is not None else None,
+        grip=model.grip,
         knobs=values_of(knobs, model.grip) if model.grip is not None else {},
     )
     return emit(model, effect)

@@ -43,6 +43,6 @@ def not_held(model: Model, problem: str) -> Model:
 def proceed(model: Model, change: Change) -> Model:
     model = replace(model, pending=change)
     if model.grip is not None:
-        model = emit(model, KeepCheckpoint(model.grip.output_dir))
+        model = emit(model, KeepCheckpoint(model.grip))
     model = move(model, Phase.RESTARTING) if model.phase is not Phase.RESTARTING else emit(model, SaveState())
     return stopping.ask_to_stop(model)
