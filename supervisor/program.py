@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Annotated
 
 import msgspec
@@ -54,6 +57,16 @@ def known(knobs: Knobs) -> dict[str, int | bool | str] | None:
     """The values of the known settings, by the names of `--set`; None if none is known."""
     found = ((name, getattr(knobs, name)) for name in knobs.__struct_fields__)
     return {name: knob.value for name, knob in found if knob is not None and knob.value is not None} or None
+
+
+def name_of(command: Sequence[str]) -> str:
+    """What a person calls this program: its script, after interpreters and launchers; else what it
+    starts first."""
+    script = next((word for word in command if word.endswith((".py", ".sh"))), None)
+    modules = [word for before, word in itertools.pairwise(command) if before == "-m"]
+    if script is None and modules:
+        return modules[-1]
+    return PurePosixPath(script or command[0]).name
 
 
 class ProgramCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

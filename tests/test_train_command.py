@@ -21,6 +21,7 @@ from memtop.presets.gpu_support import TorchBuild
 from memtop.presets.schema import Zero
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample, MachineSnapshot, MigInstance
+from memtop.supervisor.program import name_of
 from memtop.supervisor.wire import Change
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
@@ -437,3 +438,19 @@ def test_a_batch_that_memtop_finds_is_given_by_a_word() -> None:
     assert assignments_of((), batch=4, accumulation=None) == {"batch": "4"}
     with pytest.raises(UsageError, match=r"^--accum 8: --batch auto finds the accumulation, too; leave it out$"):
         assignments_of((), batch="auto", accumulation=8)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python train.py --a b.yaml", "train.py"),
+        ("torchrun --nproc-per-node 2 src/train.py", "train.py"),
+        ("env PYTHONPATH=. python -m pkg.train", "pkg.train"),
+        ("python -m torch.distributed.run --nproc-per-node 2 -m pkg.train", "pkg.train"),
+        ("bash run.sh", "run.sh"),
+        ("python -m", "python"),
+        ("/opt/bin/train", "train"),
+    ],
+)
+def test_a_program_has_the_name_of_its_script(command: str, name: str) -> None:
+    assert name_of(command.split()) == name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,6 +43,7 @@ from memtop.presets.checks import did_you_mean
 from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS, SPLIT
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.output.lines import PATTERN_GROUPS
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run
@@ -115,7 +116,7 @@ def train(
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
-        name=name or free_name(where, Path(program[0]).stem if program else recipe_name),
+        name=name or free_name(where, PurePath(name_of(program)).stem if program else recipe_name),
         created=begun,
         settings=plan.settings,
         command=program or (),

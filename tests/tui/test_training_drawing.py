@@ -251,7 +251,21 @@ def test_the_header_shows_the_split_of_a_program_of_the_user() -> None:
         own = {"settings": None, "command": ("python", "train.py"), "program": program, **fields}
         return plain(draw_header(store_of(running(gpu(), **own)), 160, 1)[0])
 
-    for words in ("python", "2 x 4 x 2 = 16", "T 512"):
+    for words in ("train.py", "2 x 4 x 2 = 16", "T 512"):
         assert words in header(effective_batch=16)
     assert "=" not in header(effective_batch=None)
     assert "T" not in header(effective_batch=16, program=Program())
+
+
+def test_the_source_of_the_numbers_uses_the_line_of_parts_that_nobody_knows() -> None:
+    program = Program(grip="output", why="total, loss: read from the output, by lines like `step 2 loss 1.0`; updates: counted")
+    known = draw_training(store_of(running(program=program)), 60, 10)
+    assert "forward" in text_of(known)
+    bare = wire.RunState(
+        name="a", folder="x", state=wire.Phase.TRAINING, created=NOW, command=("torchrun", "a/train.py"), program=program
+    )
+    store = store_of(wire.StateUpdate(run=bare))
+    text = text_of(draw_training(store, 60, 10))
+    assert "forward" not in text
+    assert "`step 2\nloss 1.0`; updates: counted" in text
+    assert "train.py" in text_of(draw_header(store, 120, 1))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from pathlib import PurePath
 
 from rich.cells import cell_len
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.program import Knobs
+from memtop.supervisor.program import Knobs, name_of
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
@@ -104,7 +103,7 @@ def _machine_words(store: Store) -> Line:
 def _settings_words(run: RunState, wide: bool) -> Line:
     settings = run.settings
     if settings is None:
-        name = fact("", PurePath(run.command[0]).name) if run.command and wide else ()
+        name = fact("", name_of(run.command)) if run.command and wide else ()
         return join([name, *_knob_words(run)] if name else _knob_words(run))
     arithmetic = f"{settings.split_text} = {settings.effective_batch}"
     parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
@@ -170,12 +169,22 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
             ),
             width,
         ),
-        _split_line(run, width),
         _checkpoint_line(store, run, width),
+        *_source_lines(run, width),
     ]
-    if run.program is not None and run.program.why is not None:
-        lines.append(fit(line((run.program.why, MUTED)), width))
     return (lines + _rank_lines(store, run, width, height - len(lines)))[:height]
+
+
+def _source_lines(run: RunState, width: int) -> list[Line]:
+    """The parts of an update, and where the numbers of a user's program come from: on two lines if
+    it says nothing of the parts."""
+    why = run.program.why if run.program is not None else None
+    if why is None:
+        return [_split_line(run, width)]
+    first, *more = wrap(why, width, MUTED)
+    if any(getattr(run.split, name) is not None for name in run.split.__struct_fields__):
+        return [_split_line(run, width), fit(join((first, *more), " "), width)]
+    return [first, *([fit(join(more, " "), width)] if more else [])]
 
 
 def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
