@@ -1,10 +1,10 @@
 """Reads presets and recipes: memtop's own files, then the user's, which add to them or override
 them by name.
 
-User files: `<config dir>/memtop/<family>/*.toml` (families: levels, ladder, t5, qlora; and
-recipes), and the project's file with tables `[presets.NAME]`, `[levels.NAME]` and
-`[recipes.NAME]`. The project's file is the nearest `memtop.toml`, or `pyproject.toml` with a table
-`[tool.memtop]`, in the working directory or above. It contains the project's settings, too.
+User files: `<config dir>/memtop/<family>/*.toml` (families: levels, ladder, t5, qlora; recipes and
+programs), and the project's file with tables `[presets.NAME]`, `[levels.NAME]`, `[recipes.NAME]`
+and `[programs.NAME]`. The project's file is the nearest `memtop.toml`, or `pyproject.toml` with a
+table `[tool.memtop]`, in the working directory or above. It contains the project's settings, too.
 """
 
 from __future__ import annotations
@@ -66,12 +66,18 @@ def usable(presets: dict[str, Preset], recipe: str) -> dict[str, Preset]:
 def load_recipes() -> dict[str, Recipe]:
     """All recipes by name."""
     found = {}
-    folders = (root / "recipes" for root in (_HERE, *_user_folders()))
-    tables = (table for folder in folders for table in _folder_tables(folder))
-    for origin, name, table in (*tables, *_local_tables("recipes")):
+    for origin, name, table in tables_of("recipes"):
         recipe = _shaped(origin, name, table, Recipe)
         found[recipe.name] = recipe
     return found
+
+
+def tables_of(family: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The tables of a family, those that override others last: where each is, its name, and its
+    contents."""
+    for root in (_HERE, *_user_folders()):
+        yield from _folder_tables(root / family)
+    yield from _local_tables(family)
 
 
 def _place(preset: Preset) -> int:

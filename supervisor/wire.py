@@ -51,6 +51,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     problem: str | None = None
     """Why it is not complete, in one line."""
+    step: int | None = None
+    """Of the user's own program: its own count, if that is not updates."""
+    epoch: int | None = None
+    """Where that count begins again with each epoch."""
 
 
 class StepSplit(msgspec.Struct, frozen=True, kw_only=True):

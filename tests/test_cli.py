@@ -19,7 +19,7 @@ from tests.terminal import Terminal
 CONTRACT = {
     "train": {
         *("recipe", "--preset", "--batch", "--accum", "--seq-len", "--set", "--gpus", "--name", "--runs-dir"),
-        *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh", "--python"),
+        *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh", "--python", "--program-profile"),
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),

@@ -21,7 +21,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import expanded
 
 Source = Literal["default", "user", "project", "environment"]
-_TABLES = ("presets", "levels", "recipes")
+_TABLES = ("presets", "levels", "recipes", "programs")
 """Tables of the project's file that are not settings of the command line."""
 _SAID = "memtop.configuration.said"
 _OF_A_RUN = "MEMTOP_ON_OOM"
@@ -45,6 +45,7 @@ KEYS = {
     "preset": Key(what="the preset of new runs of a recipe"),
     "gpus": Key(what="the GPUs of new runs"),
     "on-oom": Key(what="what to do when memory runs out"),
+    "program-profile": Key(what="the profile of your own programs: its name, auto or none", default="auto"),
     "save-every": Key(what="updates between two saves", is_number=True),
 }
 

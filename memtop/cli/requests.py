@@ -29,7 +29,7 @@ from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences
-from memtop.supervisor.run.record import program_checkpoints
+from memtop.supervisor.run.record import grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
@@ -186,7 +186,7 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     knobs = {name: text for name, text in change.assignments.items() if name != "allocator"}
     if file is None or file.grip is None or state.settings is not None:
         return None
-    found = program_checkpoints.newest_for(folder.path, file.grip)
+    found = grip_checkpoints.newest_for(folder.path, file.grip, file.grip.since)
     if found is None or not found.complete:
         return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
     return f"resumes at update {found.updates}{consequences(file.grip, knobs, found, state.updates, state.total_updates)}"

@@ -42,7 +42,9 @@ from memtop.presets import (
 from memtop.presets.checks import did_you_mean
 from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS, SPLIT
+from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.profile.detection import Proposal, propose
 from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.output.lines import PATTERN_GROUPS
@@ -70,6 +72,7 @@ def _known_on_oom(value: str, given: str) -> str:
 @headless_option
 @detach_option
 @click.option("--on-oom", metavar="auto|ask|stop", help="what to do when memory runs out [auto; your own program: ask]")
+@click.option("--program-profile", metavar="NAME", help="the profile of your own program, or none [the one that fits]")
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
 @runs_dir_option
 @click.pass_obj
@@ -90,6 +93,7 @@ def train(
     detach: bool,
     on_oom: str | None,
     fresh: bool,
+    program_profile: str | None,
     runs_dir: Path | None,
 ) -> int:
     """Train a recipe or your own program and open the dashboard.
@@ -113,6 +117,9 @@ def train(
         preset = preset or configured("preset").value
         every = configured("save-every").value
         edits = replace(edits, assignments={**({"save_every": every} if every else {}), **values})
+    chosen = _profile(program, program_profile) if program else None
+    if program_profile is not None and not program:
+        raise UsageError(f"--program-profile {program_profile}: it is for your own program, after `--`")
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
@@ -125,9 +132,33 @@ def train(
         choice=plan.choice,
         on_oom=when_short,
         step_pattern=step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
+        profile=chosen.profile if chosen is not None else None,
+        profile_why=chosen.why if chosen is not None else "",
         memtop_version=__version__,
     )
     return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
+
+
+def _profile(program: tuple[str, ...], given: str | None) -> Proposal | None:
+    """The profile of the user's program, and why; None if none fits, or none is wanted."""
+    found = configured("program-profile")
+    name, option = (given, "--program-profile") if given is not None else (found.value, found.where)
+    if name == "none":
+        return None
+    try:
+        profiles = load_profiles()
+    except PresetFileError as error:
+        raise UsageError(f"{error}; --program-profile none starts without profiles") from None
+    if name == "auto":
+        chosen = propose(profiles.values(), program, str(Path.cwd()))
+    elif name in profiles:
+        chosen = Proposal(profiles[name], f"chosen by {option}")
+    else:
+        known = f"{', '.join(profiles)}, auto and none{did_you_mean(str(name), profiles)}"
+        raise UsageError(f"{option} {name!r}: unknown; there are {known}")
+    if chosen is not None:
+        print_message(f"memtop: profile {chosen.profile.name}: {chosen.why}; --program-profile NAME chooses another, or none")
+    return chosen
 
 
 def step_pattern(pattern: str | None) -> str | None:

@@ -62,6 +62,12 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
     target: Target
 
 
+class TypeAnswer(msgspec.Struct, frozen=True, tag="type_answer"):
+    """Type this, and the line's end, on the program's terminal: the answer to its question."""
+
+    text: str
+
+
 class ClearLeftovers(msgspec.Struct, frozen=True, kw_only=True, tag="clear_leftovers"):
     """End the processes that a program left behind. Answered by `LeftoversCleared`."""
 
@@ -83,8 +89,8 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
 
 
 class KeepCheckpoint(msgspec.Struct, frozen=True, tag="keep_checkpoint"):
-    """Keep the newest complete checkpoint of a program built on Hugging Face's Trainer, because the
-    program may delete it while it stops."""
+    """Keep the newest complete checkpoint of the user's own program, because the program may delete
+    or overwrite it while it stops. Answered by `CheckpointKept`."""
 
     grip: Grip
 
@@ -186,6 +192,7 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag="give_up"):
 Effect = (
     Launch
     | Signal
+    | TypeAnswer
     | ClearLeftovers
     | Examine
     | KeepCheckpoint

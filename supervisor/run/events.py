@@ -16,6 +16,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Trend
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
@@ -44,7 +45,7 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[Checkpoint, ...] = ()
     """All complete states, the newest first."""
     program: Checkpoint | None = None
-    """Of a program built on Hugging Face's Trainer: the checkpoint from which it would resume."""
+    """The checkpoint from which the user's own program would resume."""
 
 
 class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +122,9 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     set_aside: str | None = None
     """The folder into which newer states were moved when the run returned to an earlier one."""
     resumed: Checkpoint | None = None
-    """The checkpoint from which a program built on Hugging Face's Trainer is made to resume."""
+    """The checkpoint from which the user's own program is made to resume."""
+    grip: Grip | None = None
+    """Of a program with a profile: how its command and files were read at this start."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="workers_started"):
@@ -159,6 +162,14 @@ class OutputRead(msgspec.Struct, frozen=True, tag="output_read"):
     """The program's output has new numbers of its training."""
 
     seen: Seen
+
+
+class CheckpointKept(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_kept"):
+    """The newest checkpoint of the user's own program was copied to the run's folder, as far as
+    there is one."""
+
+    problem: str | None = None
+    """Why it could not be; None if it was."""
 
 
 class StatesRead(msgspec.Struct, frozen=True, tag="states_read"):
@@ -359,6 +370,7 @@ Occurrence = (
     | Reported
     | OutputRead
     | StatesRead
+    | CheckpointKept
     | SavedChecked
     | ProgramEnded
     | LeftoversCleared

@@ -1,32 +1,56 @@
-"""What memtop can change in the user's own program that is built on Hugging Face's Trainer."""
+"""What memtop can change in the user's own program: one that is built on Hugging Face's Trainer, or
+one that a profile describes."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import msgspec
 
+from memtop.presets.program_profiles import KNOB_NAMES, ProgramProfile, filled
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.program import Knobs
+from memtop.supervisor.run.positions import Split, moved
 from memtop.supervisor.wire import Checkpoint
 
 WHOLE_NUMBERS = ("batch", "accumulation", "seq_len", "eval_batch")
 KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 """By the names of `--set`."""
+POSITION = "position"
+"""`--set position=lost`: restart a program that does not keep its position."""
 _BOOLEANS = {"true": True, "false": False}
 
 
 class Grip(msgspec.Struct, frozen=True, kw_only=True):
-    """The Trainer of the program, as its agent has reported it."""
+    """How memtop holds the program: by its Trainer, as the agent has reported it, or by a profile,
+    as its command and files were read."""
 
-    output_dir: str
-    """An absolute path."""
+    output_dir: str = ""
+    """Where the Trainer saves; an absolute path."""
+    profile: ProgramProfile | None = None
+    """None: the program is built on Hugging Face's Trainer."""
+    cwd: str = ""
+    """With a profile: the folder in which the program is started."""
+    values: dict[str, str] = {}
+    """With a profile: what its paths and words contain, by name."""
+    fixed: dict[str, str] = {}
+    """With a profile: the knobs that a restart cannot change, and why."""
+    knobs: Knobs = Knobs()
+    """With a profile: the settings, and where they were found."""
+    why: str = ""
+    """Why this profile fits."""
+    since: float | None = None
+    """With a profile: checkpoints that are older are of another training, in seconds since the
+    epoch. None: the command itself continues from what is there."""
     batch: int | None = None
-    """Of one process."""
+    """Of one process, unless the profile says otherwise. With a profile, this and the next are in
+    the program's own terms."""
     accumulation: int | None = None
     processes: int = 1
     seq_len: int | None = None
-    """None if its arguments have no such field."""
+    """None if the Trainer's arguments have no such field."""
     peak_rate: float | None = None
     schedule: str | None = None
     """Of the learning rate: `linear`, `cosine`, ..."""
@@ -45,7 +69,48 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def effective_batch(self) -> int | None:
         if self.batch is None or self.accumulation is None:
             return None
-        return self.batch * self.accumulation * self.processes
+        return self.batch * self.accumulation * (1 if self.of_all("batch") or self.of_all("accumulation") else self.processes)
+
+    @property
+    def split(self) -> Split | None:
+        """The batch and the accumulation of one process."""
+        if self.batch is None:
+            return None
+        batch, accumulation = self.batch, self.accumulation or 1
+        batch //= self.processes if self.of_all("batch") else 1
+        accumulation //= self.processes if self.of_all("accumulation") else 1
+        return Split(max(1, batch), max(1, accumulation), self.processes)
+
+    def of_all(self, knob: str) -> bool:
+        """Whether the program divides this knob by its processes."""
+        rule = None if self.profile is None else self.profile.knob(knob)
+        return rule is not None and rule.of == "all"
+
+    @property
+    def steps_per_update(self) -> int:
+        """Of the program's counter, as far as the profile says it."""
+        if self.profile is None or self.profile.position.counts != "micro_batches" or self.split is None:
+            return 1
+        return self.split.accumulation
+
+    @property
+    def place(self) -> str:
+        """Where it saves, for people."""
+        if self.profile is None or self.profile.checkpoint is None:
+            return self.output_dir
+        return " and ".join(filled(path, self.values) or path for path in self.profile.checkpoint.paths)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks something on its terminal before it ends."""
+        return self.profile is not None and self.profile.stop.answer is not None
+
+    @property
+    def log(self) -> str | None:
+        """The program's own log file, as an absolute path with `*`."""
+        pattern = None if self.profile is None else self.profile.output.log
+        path = None if pattern is None else filled(pattern, self.values)
+        return None if path is None else os.path.normpath(os.path.join(self.cwd, path))  # noqa: PTH118 - of a pattern
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +119,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     before: dict[str, str] = {}
     """The knobs of the attempt before, to which the run returns if the program does not start."""
     resumed: int | None = None
-    """The update that it resumes after; None if there was no checkpoint."""
+    """The update that it resumes after; None if there was no checkpoint, or if that is not
+    known."""
+    checkpoint: Checkpoint | None = None
+    """What it resumes from."""
+    begun: bool = False
+    """It has done an update, but has not shown where it began."""
 
 
 def shape_key(grip: Grip, knobs: dict[str, str], allocator: str, *, on_gpu: bool) -> str:
@@ -68,12 +138,36 @@ def shape_key(grip: Grip, knobs: dict[str, str], allocator: str, *, on_gpu: bool
 
 def values_of(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
     """The values of the knobs; UsageError if one is not possible."""
-    unknown = [name for name in knobs if name not in KNOBS]
+    known = KNOBS if grip.profile is None else KNOB_NAMES
+    unknown = [name for name in knobs if name not in known]
     if unknown:
-        raise UsageError(f"{', '.join(unknown)}: of a program built on Hugging Face's Trainer, memtop sets {', '.join(KNOBS)}")
+        what = "built on Hugging Face's Trainer" if grip.profile is None else f"with the profile {grip.profile.name}"
+        raise UsageError(f"{', '.join(unknown)}: of a program {what}, memtop sets {', '.join(known)}")
+    if grip.profile is not None:
+        return _of_profile(knobs, grip)
     if "seq_len" in knobs and grip.seq_len is None:
         raise UsageError("seq_len: the arguments of this program's Trainer have no such field; change it in the script")
     return {name: _value(name, text) for name, text in knobs.items()}
+
+
+def _of_profile(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
+    values = {name: _value(name, text) for name, text in knobs.items()}
+    for name, value in values.items():
+        if name in grip.fixed and value != getattr(grip, name):
+            raise UsageError(f"{name}: {grip.fixed[name]}")
+        if grip.of_all(name) and int(value) % grip.processes:
+            raise UsageError(
+                f"{name} {value}: the program divides it by its {grip.processes} processes; give a multiple of them"
+            )
+    return values
+
+
+def why_not_continued(grip: Grip) -> str | None:
+    """Why a restart would not continue where the program was; None if it does."""
+    if grip.profile is None or (grip.profile.resume.how != "never" and grip.profile.resume.holds == "position"):
+        return None
+    what = "would begin from zero" if grip.profile.resume.how == "never" else "would count its updates from zero"
+    return f"this program {what} (profile {grip.profile.name}): {grip.profile.resume.why}"
 
 
 def _value(name: str, text: str) -> int | bool | str:
@@ -118,14 +212,27 @@ def consequences(
         return text
     text += f"; batch {grip.batch} x {grip.accumulation} -> {after.batch} x {after.accumulation}"
     before, then = grip.effective_batch or 0, after.effective_batch or 0
+    if before == then and grip.profile is not None:
+        return f"{text}: the effective batch stays {before}{_moved(grip, after, at)}"
     if before == then:
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
     done = (at.updates if at is not None and at.complete else None) or 0
-    verb, moved = "repeated" if then < before else "skipped", abs(before - then) * done
+    if grip.profile is not None:
+        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at)}"
+    verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
     return (
-        f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved} "
+        f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
         f"samples are {verb}; {_rates(grip, done, total, before / then)}"
     )
+
+
+def _moved(grip: Grip, after: Grip, at: Checkpoint | None) -> str:
+    """What another split means for the samples and the learning rate of a program with a
+    profile."""
+    profile, before, then = grip.profile, grip.split, after.split
+    if profile is None or profile.checkpoint is None or before is None or then is None:
+        return ""
+    return moved(profile.checkpoint, profile.position, at, before, then)
 
 
 def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
@@ -142,6 +249,8 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
 
 def _lost(at: Checkpoint | None, reached: int | None) -> str:
     """How many updates are done again, as far as that is known."""
+    if at is not None and at.complete and at.updates is None:
+        return ""  # a program with a profile may count otherwise
     saved = (at.updates or 0) if at is not None and at.complete else 0
     if not reached or reached <= saved:
         return ""

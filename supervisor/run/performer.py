@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -42,10 +42,12 @@ from memtop.supervisor.run.effects import (
     SaveState,
     Signal,
     Target,
+    TypeAnswer,
     UpdateAttempt,
 )
 from memtop.supervisor.run.events import (
     Answered,
+    CheckpointKept,
     Examined,
     Launched,
     LaunchRefused,
@@ -65,10 +67,11 @@ from memtop.supervisor.run.output.intake import OutputIntake
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, launch
+from memtop.supervisor.run.processes.attempt import Given, RunningAttempt, clear_leftovers, launch
 from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
-from memtop.supervisor.run.record import checkpoints, program_checkpoints
+from memtop.supervisor.run.profiled import grip_of, prepared, python_of
+from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import why_not_written
@@ -79,6 +82,16 @@ from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Checkpoint
 
 Post = Callable[[Occurrence], None]
+
+
+class Start(NamedTuple):
+    """How an attempt of the user's own program is started."""
+
+    resumed: Checkpoint | None = None
+    """The checkpoint that it resumes from."""
+    given: Given | None = None
+    grip: Grip | None = None
+    """With a profile: what memtop then knows of it."""
 
 
 class Performer:
@@ -152,10 +165,14 @@ class Performer:
 
     def _act(self, effect: Effect, model: Model) -> Occurrence | None:
         match effect:
+            case Launch(grip=None):
+                return self._launch_new(effect)
             case Launch():
-                return self._launch(effect)
+                self._begin(self._launch_own(effect))
             case Signal():
                 return self._signal(effect)
+            case TypeAnswer(text=text) if self.attempt is not None:
+                self.attempt.type_answer(text)
             case ClearLeftovers():
                 self._begin(self._clear_leftovers(effect, model.grip))
             case Examine():
@@ -163,7 +180,7 @@ class Performer:
             case AskRanks():
                 self._begin(self._ask(effect))
             case KeepCheckpoint(grip=grip):
-                return self._keep_checkpoint(grip)
+                self._begin(self._keep_checkpoint(grip))
             case ReadStates():
                 return StatesRead(read_states(self._folder, model.grip))
             case CheckSaved(reported=reported):
@@ -184,11 +201,13 @@ class Performer:
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
 
     def _output_of(self, attempt: RunningAttempt) -> OutputIntake:
+        profile = self._spec.profile
         return OutputIntake(
             attempt.folder,
             attempt.number,
             self._outbox,
-            pattern=self._spec.step_pattern,
+            pattern=self._spec.step_pattern or (profile.output.step if profile is not None else None),
+            settings={} if profile is None else {str(name): text for name, text in profile.output.settings.items()},
             on_steps=self._publisher.add_steps,
             on_own_counter=self._count_by_output,
             on_back=self._publisher.take_back_from,
@@ -240,7 +259,7 @@ class Performer:
 
     # --- the program ------------------------------------------------------------------------------
 
-    def _launch(self, effect: Launch) -> Launched | LaunchRefused:
+    def _launch(self, effect: Launch, own: Start) -> Launched | LaunchRefused:
         """The ledger first: an attempt that it has and that has no program is closed by the next
         supervisor.
         """
@@ -250,10 +269,7 @@ class Performer:
             self.intake.store()
         self._outbox.retry()
         number, latest, started = effect.number, self._folder.latest_state, time.time()
-        try:
-            resumed = self._kept_for(effect)
-        except MemtopError as error:
-            return LaunchRefused(number=effect.number, why=str(error))
+        resumed, given, grip = own.resumed, own.given, own.grip
         # An external command counts its updates from its start, unless memtop makes it resume; the
         # built-in trainer reports where it resumes.
         start = ((resumed.updates if resumed is not None else None) or 0) if effect.settings is None else None
@@ -265,9 +281,12 @@ class Performer:
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = replace(read_states(self._folder), program=resumed)
-                given = changes_for_trainer(effect.grip, effect.knobs, resumed)
+                allocator, asks = effect.allocator, grip is not None and grip.asks
                 shim = launch(
-                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator, trainer=given
+                    *(self._folder, number, self._spec, effect.settings, self._socket),
+                    allocator=allocator,
+                    given=given,
+                    answers=asks,
                 )
         except MemtopError as error:
             why = str(error)
@@ -276,32 +295,45 @@ class Performer:
         self._agents.reset()
         self.follow(number, started, shim)
         moved = str(aside) if aside is not None else None
-        return Launched(number=number, started=started, states=states, set_aside=moved, resumed=resumed)
+        return Launched(number=number, started=started, states=states, set_aside=moved, resumed=resumed, grip=grip)
 
-    def _kept_for(self, effect: Launch) -> Checkpoint | None:
-        """The checkpoint from which a program built on the Trainer resumes, kept in the run's
-        folder; None if it has none."""
-        if effect.grip is None:
-            return None
-        newest = program_checkpoints.newest_for(self._folder.path, effect.grip)
-        if newest is None or not newest.complete:
-            return None
-        return program_checkpoints.keep(newest, self._folder.path)
+    def _launch_new(self, effect: Launch) -> Launched | LaunchRefused:
+        """Without a checkpoint of the user's own program."""
+        try:
+            return self._launch(effect, self._own_program(effect))
+        except MemtopError as error:
+            return LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError))
 
-    def _keep_checkpoint(self, grip: Grip) -> WriteChecked | None:
-        """Only where links are possible: copying takes time in which the program goes on."""
-        problem: str | None = None
-        for _ in range(2):  # the program may delete it meanwhile, since it has saved a newer one
-            newest = program_checkpoints.newest_of(Path(grip.output_dir), grip.earlier, grip.first)
-            if newest is None or not newest.complete:
-                return None
-            try:
-                if Path(newest.path).stat().st_dev == self._folder.path.stat().st_dev:
-                    program_checkpoints.keep(newest, self._folder.path)
-                return None
-            except (MemtopError, OSError) as error:
-                problem = str(error)
-        return WriteChecked(topic="checkpoint", problem=problem)
+    async def _launch_own(self, effect: Launch) -> None:
+        """Prepare the checkpoint in a thread: copies take time."""
+        try:
+            start = await asyncio.to_thread(self._own_program, effect)
+        except MemtopError as error:
+            self._post(LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError)))
+        else:
+            self._post(self._launch(effect, start))
+
+    def _own_program(self, effect: Launch) -> Start:
+        """How the user's own program is started."""
+        held, run, spec = effect.grip, self._folder.path, self._spec
+        if effect.settings is not None or (held is None and spec.profile is None):
+            return Start()
+        after = None if held is not None and held.profile is None else grip_of(spec, run, effect.knobs, held)
+        resumed = None
+        if held is not None:
+            python = None if after is None else python_of(spec)
+            resumed = grip_checkpoints.prepared(run, held, after or held, held.since, python)
+        if after is None:
+            return Start(resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)))
+        return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, resumed), after)
+
+    async def _keep_checkpoint(self, grip: Grip) -> None:
+        problem = None
+        try:
+            await asyncio.to_thread(grip_checkpoints.keep, self._folder.path, grip, grip.since)
+        except (MemtopError, OSError) as error:
+            problem = str(error)
+        self._post(CheckpointKept(problem=problem))
 
     def _signal(self, effect: Signal) -> Signalled:
         targets: list[ProcessId] = []
@@ -387,14 +419,20 @@ class Performer:
             return StateHeld(problem=str(error))
         return StateHeld()
 
+    def collect(self) -> None:
+        """Raise the error of a task that has failed."""
+        for task in [task for task in self.tasks if task.done()]:
+            self.tasks.discard(task)
+            task.result()
+
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it while other events come in; the loop looks at what has failed."""
         self.tasks.add(asyncio.get_running_loop().create_task(work))
 
 
 def read_states(folder: RunFolder, grip: Grip | None = None) -> States:
-    """The saved states in a run's folder, and the one from which a program built on the Trainer
+    """The saved states in a run's folder, and the checkpoint from which the user's own program
     (`grip`) would resume."""
     latest = folder.latest_state
-    program = None if grip is None else program_checkpoints.newest_for(folder.path, grip)
+    program = None if grip is None else grip_checkpoints.newest_for(folder.path, grip, grip.since)
     return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)), program=program)

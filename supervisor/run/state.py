@@ -8,7 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.supervisor.program import Program, ProgramCheckpoint
+from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
+from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
@@ -70,7 +71,9 @@ def _effective_batch(model: Model) -> int | None:
     if model.settings is not None:
         return model.settings.effective_batch
     found = model.progress.plan or model.progress.loop
-    return None if found is None else found.effective_batch
+    if found is not None and found.effective_batch is not None:
+        return found.effective_batch
+    return model.grip.effective_batch if model.grip is not None else None
 
 
 def _choice(model: Model) -> str | None:
@@ -119,9 +122,14 @@ def _program(model: Model) -> Program:
     found = None if saved is None else of_program(saved)
     if plan is not None and plan.framework is not None:
         why = f"{plan.framework} calls memtop's callback"
+        if model.grip is not None and model.grip.profile is not None:
+            known = _with_profile(model.grip, model.grip.profile.name, found)
+            return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=_first_known(plan.knobs, known.knobs))
         # Of a program that has resumed it is known that it does.
         resumes = plan.resumed or (model.grip.resumes if model.grip is not None else None)
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
+    if model.grip is not None and model.grip.profile is not None:
+        return _with_profile(model.grip, model.grip.profile.name, found)
     if model.progress.step is None:
         return Program(checkpoint=found)
     why, loop = "memtop counts the steps of a torch optimizer", model.progress.loop
@@ -129,6 +137,16 @@ def _program(model: Model) -> Program:
         return Program(grip="optimizer", why=why, checkpoint=found)
     why = f"{why}; {loop.framework} knows the settings"
     return Program(grip="optimizer", why=why, knobs=loop.knobs, resumes=loop.resumed or None, checkpoint=found)
+
+
+def _first_known(first: Knobs, other: Knobs) -> Knobs:
+    names = ("batch", "accumulation", "seq_len")
+    return Knobs(**{name: getattr(first, name) or getattr(other, name) for name in names})
+
+
+def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:
+    resumes = why_not_continued(grip) is None
+    return Program(grip="profile", profile=name, why=grip.why, knobs=grip.knobs, resumes=resumes, checkpoint=found)
 
 
 def of_program(saved: Checkpoint) -> ProgramCheckpoint:

@@ -7,12 +7,14 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor import units
+from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import CheckSaved, DropRows, Effect, GiveUp, ReadStates, UpdateAttempt
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
     Answered,
+    CheckpointKept,
     Examined,
     Launched,
     LaunchRefused,
@@ -103,7 +105,7 @@ def _after(model: Model, event: Occurrence) -> Model:
         case StatesRead(states=states):
             return replace(model, states=states)
         case SavedChecked(found=found):
-            return replace(model, saved_by_program=found)
+            return stopping.save_seen(replace(model, saved_by_program=found), found)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
         case SupervisorStarted():
@@ -136,6 +138,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return stopping.signalled(model, event)
         case StateHeld(problem=problem):
             return _state_held(model, problem)
+        case CheckpointKept(problem=problem):
+            return _checkpoint_kept(model, problem)
     raise AssertionError(f"no rule for {type(event).__name__}")
 
 
@@ -271,8 +275,23 @@ def _state_held(model: Model, problem: str | None) -> Model:
     if problem is not None:
         model = restart.not_held(model, problem)
         return model if holding.client is None else commands.withdraw(model, holding.client, holding.request, problem)
-    model = restart.held(model)
-    return model if holding.client is None else commands.confirm(model, holding.client, holding.request)
+    try:
+        model = restart.held(model)
+    except UsageError as error:
+        model = restart.not_held(model, str(error))
+        return model if holding.client is None else commands.withdraw(model, holding.client, holding.request, str(error))
+    # An ended run starts at once: then the answer comes with its program.
+    if holding.client is None or model.launching is not None:
+        return model
+    return commands.confirm(model, holding.client, holding.request)
+
+
+def _checkpoint_kept(model: Model, problem: str | None) -> Model:
+    by_profile = model.grip is not None and model.grip.profile is not None
+    model = warn(model, "checkpoint", problem)
+    # The Trainer saves a further checkpoint before it stops; other programs may save over their
+    # only one.
+    return _state_held(model, problem if by_profile else None)
 
 
 def _reported(model: Model, event: Reported) -> Model:

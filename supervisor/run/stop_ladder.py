@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.program_profiles import Stop as Manner
 from memtop.supervisor.run.effects import Target
 
 LEFTOVER_SECONDS, WORKING_LEFTOVER_SECONDS = 3.0, 40.0
 """Time for leftover processes of a program that ended by itself, after SIGTERM and SIGKILL each.
 The second is for as long as one of them works: it may be saving."""
+_TYPE_SECONDS = 2.0
+"""Each rank may ask, and one may take the answers of others: so they are typed again and again."""
 # A program that hangs is ended after this, no matter how long its saves and evaluations have taken.
 _MOST_ASIDE_SECONDS = 1800.0
 
@@ -23,6 +28,9 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """SIGINT, for programs that memtop cannot ask to stop: many save on it."""
     terminate: float = 40.0
     """SIGTERM; longer than torchrun's own 30 s."""
+    saving: float = 60.0
+    """A signal on which the program saves, as its profile says: this long after its files have last
+    changed."""
     kill: float = 30.0
     """SIGKILL; then it is sent again. The kernel needs a while to release much memory."""
     why: str = ""
@@ -73,6 +81,12 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     interrupted_until: float = 0.0
     again: bool = False
     """SIGKILL was sent again: the program has not ended after the first."""
+    manner: Manner | None = None
+    """The program saves after the first signal; None if it does not."""
+    ends: float = 0.0
+    """While it saves: when it is ended nevertheless."""
+    types_at: float | None = None
+    """When the answer to its question is typed the next time; None before the first signal."""
 
     def declined(self, now: float) -> StopLadder:
         """The program refused the request or is gone: the signals begin at once."""
@@ -89,19 +103,53 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
         rung, *left = self.rungs
         until = now + rung.seconds
         interrupted = until if rung.name == "SIGINT" else self.interrupted_until
-        return replace(self, asking=False, rungs=tuple(left), deadline=until, interrupted_until=interrupted), rung
+        # After the next signal it is too late to save.
+        types_at = now if self.types_at is None else math.inf
+        ladder = replace(self, asking=False, rungs=tuple(left), deadline=until, interrupted_until=interrupted)
+        return replace(ladder, types_at=types_at), rung
+
+    def typing(self, now: float) -> tuple[StopLadder, str | None]:
+        """The answer to type now, if the program asks something before it saves."""
+        if self.manner is None or self.manner.answer is None or self.types_at is None or now < self.types_at:
+            return self, None
+        return replace(self, types_at=now + _TYPE_SECONDS), self.manner.answer
+
+    def saw_save(self, now: float, *, complete: bool) -> StopLadder:
+        """The program has saved, or does so: it gets time for the rest."""
+        if self.manner is None or now >= self.deadline:
+            return self
+        if complete:
+            return replace(self, deadline=min(self.deadline, now + self.waits.interrupt))
+        return replace(self, deadline=max(self.deadline, min(self.ends, now + self.waits.saving)))
 
     def patience(self, now: float) -> tuple[float, float]:
         """Seconds for leftover processes: its group without a signal, then all after SIGTERM."""
         return max(0.0, self.interrupted_until - now), self.waits.terminate
 
 
-def begin(waits: Waits, now: float, *, asked: bool) -> StopLadder:
-    """The whole ladder. `asked`: a request to stop was sent; otherwise a signal comes first."""
-    rungs = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), _kill(waits))
+def begin(waits: Waits, now: float, *, asked: bool, manner: Manner | None = None, unsaved: bool = False) -> StopLadder:
+    """The whole ladder. `asked`: a request to stop was sent; otherwise a signal comes first.
+
+    `manner`: of a program with a profile. `unsaved`: it must not save, so it does not get the
+    signal on which it does.
+    """
+    rungs: tuple[Rung, ...] = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), _kill(waits))
+    if manner is not None:
+        after = rungs[1:] if manner.signal == "SIGTERM" else rungs
+        if unsaved and manner.saves:
+            return StopLadder(rungs=after, deadline=now, waits=waits)
+        ends = now + _MOST_ASIDE_SECONDS
+        first = _first(manner, waits)
+        saves = manner if manner.saves or manner.answer is not None else None
+        return StopLadder(rungs=(first, *after), deadline=now, waits=waits, manner=saves, ends=ends)
     if asked:
         return StopLadder(rungs=rungs, deadline=now + waits.graceful, waits=waits, asking=True)
     return StopLadder(rungs=(_interrupt(waits), *rungs), deadline=now, waits=waits)
+
+
+def _first(manner: Manner, waits: Waits) -> Rung:
+    target = Target.GROUP if manner.to == "group" else Target.PROGRAM
+    return Rung(manner.signal, target, waits.saving if manner.saves else waits.interrupt)
 
 
 def _kill(waits: Waits) -> Rung:

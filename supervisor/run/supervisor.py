@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.events import (
     AgentConnected,
@@ -82,6 +83,7 @@ class Supervisor:
         self._socket = socket_path(folder.path)
         self._agents = Agents()
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
+        self._checkpoints = CheckpointWatch(folder.path, self.handle)
         self._ledger_problem: str | None = None
         self._socket_due = 0.0
         self._newest_client = 0
@@ -117,6 +119,9 @@ class Supervisor:
             if rebuilt is not None:
                 self.handle(WriteChecked(topic="record", problem=rebuilt))
             self._open(change)
+            while self.model.launching is not None:
+                await asyncio.wait(self._performer.tasks)
+                self._performer.collect()
             if self._performer.failure is not None:
                 # A command that waits for this supervisor takes its socket and state.json together
                 # as its start.
@@ -188,7 +193,7 @@ class Supervisor:
             await self._keep_socket()
             self._check("place", None)
             self._tick()
-            if not self.model.phase.final:
+            if not self.model.phase.final or self.model.launching is not None:
                 linger_until = None
             elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
@@ -248,9 +253,8 @@ class Supervisor:
                 self.handle(ProgramEnded(ended=ended.ended, status=status))
         watched = any(peer.has_screen for peer in self._server.peers)
         self.handle(self._sensors.tick(watched=watched, alive=alive))
-        for task in [task for task in self._performer.tasks if task.done()]:
-            self._performer.tasks.discard(task)
-            task.result()
+        self._performer.collect()
+        self._checkpoints.tick(self.model.grip if alive else None, stopping=self.model.ladder is not None)
         self._publish()
 
     def _follow_workers(self) -> None:
@@ -303,6 +307,8 @@ class Supervisor:
             updates=progress.update,
             step_seconds=progress.step_seconds,
             has_loss=progress.loss is not None,
+            own_log=self.model.grip.log if self.model.grip is not None else None,
+            steps_per_update=self.model.grip.steps_per_update if self.model.grip is not None else 1,
             to_the_end=to_the_end,
         )
         if seen is not None:

@@ -16,10 +16,12 @@ from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.program import known
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
+from memtop.supervisor.run.record.grip_checkpoints import newest_for
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.run.state import of_program
@@ -46,7 +48,7 @@ def read_state(folder: RunFolder) -> RunState:
     changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
     if state.log_path is not None:
         changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
-    changes |= {"alive": training, **_saved(folder, state)}
+    changes |= {"alive": training, **_saved(folder, state, file.grip if file is not None else None)}
     if training and state.trainer_pid is None:
         # It has begun since the first look.
         trainer = RunningAttempt(folder, state.attempt, shim_pid=None).trainer
@@ -73,12 +75,17 @@ def read_state(folder: RunFolder) -> RunState:
     return msgspec.structs.replace(state, **changes)
 
 
-def _saved(folder: RunFolder, state: RunState) -> dict[str, Any]:
+def _saved(folder: RunFolder, state: RunState, grip: Grip | None) -> dict[str, Any]:
     """The newest checkpoint, as it is on the disk now."""
     newest = newest_checkpoint(folder.latest_state)
     if newest is not None or state.program is None or state.checkpoint is None:
         return {"checkpoint": newest}
-    found = checked(state.checkpoint)
+    if grip is not None and grip.profile is not None:
+        found = newest_for(folder.path, grip, grip.since)
+        if found is None:
+            return {"checkpoint": None}
+    else:
+        found = checked(state.checkpoint)
     return {"checkpoint": found, "program": msgspec.structs.replace(state.program, checkpoint=of_program(found))}
 
 

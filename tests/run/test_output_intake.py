@@ -70,6 +70,44 @@ def test_a_program_without_the_agent_gets_its_curve(attempt: Attempt) -> None:
     assert attempt.read() is None
 
 
+def test_where_a_program_prints_nothing_its_own_log_is_read(attempt: Attempt) -> None:
+    logs = attempt.folder / "logs"
+    logs.mkdir()
+    # It has trained before, on the same day.
+    today = logs / "trainer-20261123.log"
+    today.write_text("\n".join(steps(60, 90)) + "\n")
+    pattern = f"{logs}/trainer-*.log"
+    assert attempt.read(own_log=pattern) is None
+    with today.open("a") as log:
+        log.write("\n".join(["loading", *steps(1, 3)]) + "\n")
+    attempt.print("loading")
+    later = {"own_log": pattern, "to_the_end": True}
+    seen = attempt.read(**later)
+    assert seen is not None
+    assert (seen.update, seen.loss, seen.log) == (3, 0.375, str(today))
+    assert attempt.rows == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    # What it prints later does not count twice, and the next supervisor goes on from there.
+    attempt.print(*steps(1, 5))
+    attempt.next_supervisor()
+    with (logs / "trainer-20261124.log").open("w") as log:
+        log.write("\n".join(steps(4, 6)) + "\n")
+    seen = attempt.read(**later)
+    assert seen is not None
+    assert (seen.update, seen.log) == (6, str(logs / "trainer-20261124.log"))
+    assert [update for update, _ in attempt.rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_own_log_of_a_program_that_prints_is_not_read(attempt: Attempt) -> None:
+    attempt.print(*steps(1, 3))
+    (attempt.folder / "own.log").write_text("")
+    assert attempt.read(own_log=f"{attempt.folder}/own.log") is not None
+    (attempt.folder / "own.log").write_text("\n".join(steps(50, 60)) + "\n")
+    attempt.print(*steps(4, 4))
+    seen = attempt.read(own_log=f"{attempt.folder}/own.log", to_the_end=True)
+    assert seen is not None
+    assert (seen.update, seen.log) == (4, None)
+
+
 def test_a_line_counts_when_it_is_whole(attempt: Attempt) -> None:
     attempt.print(*steps(1, 2))
     with (attempt.folder / "output.log").open("a") as log:

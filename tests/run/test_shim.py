@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.run.processes import environment, shim
+from memtop.supervisor.run.processes.attempt import RunningAttempt
+from memtop.supervisor.run.record.folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,36 @@ def test_cores_are_those_of_the_affinity_that_the_cgroup_allows(
 
 def test_the_cores_of_this_machine() -> None:
     assert 1 <= environment.usable_cores() <= len(os.sched_getaffinity(0))
+
+
+ASKS = """
+import signal, time
+def ask(number, frame):
+    raise SystemExit(7 if input("save? ") == "y" else 3)
+signal.signal(signal.SIGINT, ask)
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_program_that_asks_reads_its_answers_from_a_pipe(tmp_path: Path) -> None:
+    command = {"argv": [sys.executable, "-c", ASKS], "cwd": str(tmp_path), "environment": {}, "answers": True}
+    (tmp_path / "command.json").write_text(json.dumps(command))
+    with subprocess.Popen([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)]) as process:
+        path = tmp_path / "process.json"
+        while not path.exists():
+            assert process.poll() is None
+        attempt = RunningAttempt(RunFolder(tmp_path), 1, None)
+        attempt.folder = tmp_path
+        attempt.type_answer("y")
+        process.wait(timeout=120)
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == 7
+    assert "save?" in (tmp_path / "output.log").read_text()
+    attempt.type_answer("y")  # it has ended: nothing is written, and nothing waits
+
+
+def test_a_program_without_questions_has_no_input(tmp_path: Path) -> None:
+    command = {"argv": [sys.executable, "-c", "input()"], "cwd": str(tmp_path), "environment": {}}
+    (tmp_path / "command.json").write_text(json.dumps(command))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=False, timeout=120)
+    assert "EOFError" in (tmp_path / "output.log").read_text()
+    assert not (tmp_path / "answers").exists()

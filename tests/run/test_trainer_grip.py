@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
-from memtop.supervisor.run.events import Examined, Launched, RemedyFacts, Requested, Sampled
+from memtop.supervisor.run.events import CheckpointKept, Examined, Launched, RemedyFacts, Requested, Sampled
 from memtop.supervisor.run.grip import Grip, consequences, rate_at
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
@@ -32,6 +32,8 @@ def ask(brain: Brain, change: Change = HALF, saved: Checkpoint | None = SAVED) -
     """The answer to a request for a restart."""
     states = replace(brain.model.states, program=saved)
     brain.tell(Requested(client=1, request=Restart(id=1, change=change), states=states))
+    if brain.asked(KeepCheckpoint):
+        brain.tell(CheckpointKept())
     return brain.answers()[-1].message
 
 
@@ -67,7 +69,7 @@ def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() 
     )
     assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(GRIP)]
     launch = launched(brain)
-    assert (launch.grip and launch.grip.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    assert (launch.grip, launch.knobs) == (GRIP, {"batch": 4, "accumulation": 4})
     begins(brain, batch=4, accumulation=4)
     assert brain.messages("knob") == []
     assert brain.model.grip == replace(GRIP, batch=4, accumulation=4, resumes=True)
@@ -167,7 +169,7 @@ def test_an_exit_without_training_is_no_success() -> None:
     end(brain, 0)
     brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
     assert brain.model.phase is Phase.FAILED
-    assert brain.model.reason == "the program ended without training; it was to resume after update 5"
+    assert brain.model.reason == "the program ended with exit status 0 before its first update"
     # One that had nothing left to do reports where it began.
     ask(brain, Change())
     starts(brain)
@@ -241,7 +243,8 @@ def test_with_a_checkpoint_it_goes_on_with_half_the_batch() -> None:
     assert [one.id for one in proposal(brain).remedies].count("smaller_batch") == 1
     brain.tick(after=30.0)
     (launch,) = brain.asked(Launch)
-    assert (launch.grip and launch.grip.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
+    assert launch.grip is not None
+    assert (launch.grip.output_dir, launch.knobs) == ("/out", {"batch": 4, "accumulation": 4})
     starts(brain)
     brain.report({**FOUND, "batch": 4, "accumulation": 4}, {"type": "plan", "updates": 5}, {"type": "step", "update": 6})
     die(brain, Kind.HOST_OOM_ALLOC, source="record")

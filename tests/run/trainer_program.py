@@ -72,7 +72,7 @@ class Written(TrainerCallback):
             while state.global_step == 17 and not pathlib.Path("go").exists():
                 time.sleep(0.05)
         elif first and state.global_step >= 15 and "runs-out" not in sys.argv:
-            time.sleep(0.2)
+            time.sleep(0.5)
 
 
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, n_positions=4))

@@ -260,6 +260,8 @@ class World:
             case do.HoldState(update=update):
                 self.held = newest_until(self.states().kept, update).updates
                 return on.StateHeld()
+            case do.KeepCheckpoint():
+                self.later.append(on.CheckpointKept(problem="no space" if self.disk_full else None))
             case do.ReleaseState():
                 self.held = None
             case do.AskRanks(ask=number, name=name):

@@ -3,12 +3,14 @@ offers."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
 import pytest
 
 from tests.train.test_agent import CUDA, TORCH, reports, run
+from tests.train.test_processes import python
 
 TWO = """
 Cuda.allocated, Cuda.reserved = [0, 30], [0, 50]
@@ -282,3 +284,43 @@ except KeyError as error:
     print(error)
 """
     assert run(LOADER + failing, tmp_path) == "'row 7'\n"
+
+
+PLAIN = """
+import hashlib, torch
+import memtop_agent, memtop_agent.hooks as hooks, memtop_agent.memory as memory
+if FAULT:
+    place, name = FAULT
+    def fail(*_, **__): raise ValueError("made to fail")
+    setattr(eval(place), name, fail)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2, shuffle=True):
+    model(x).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
+"""
+FAULTS = (
+    ("memtop_agent.Agent", "adopt"),
+    ("memtop_agent.Agent", "readings"),
+    ("memtop_agent.Agent", "report"),
+    ("memtop_agent.Agent", "take_commands"),
+    ("hooks.LoaderWatch", "taken"),
+    ("hooks", "learning_rate"),
+    ("memory", "device_uuid"),
+)
+
+
+def test_a_fault_anywhere_in_a_step_leaves_the_weights_as_without_the_agent(tmp_path: Path) -> None:
+    code = PLAIN.replace("import memtop_agent, memtop_agent.hooks as hooks, memtop_agent.memory as memory\n", "")
+    wanted = python(code.replace("FAULT", "None"), dict(os.environ))
+    for number, fault in enumerate((None, *FAULTS)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert run(PLAIN.replace("FAULT", repr(fault)), folder) == wanted, fault
+        found = [report["type"] for report in reports(folder)] if (folder / "rank-0.jsonl").exists() else []
+        # A step is reported before its commands are taken.
+        assert found.count("step") == (6 if fault is None else 1 if fault[1] == "take_commands" else 0), fault
+        assert found.count("warning") == (fault is not None and fault[1] != "report"), fault

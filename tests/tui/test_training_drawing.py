@@ -259,8 +259,10 @@ def test_the_header_shows_the_split_of_a_program_of_the_user() -> None:
 
 def test_the_source_of_the_numbers_uses_the_line_of_parts_that_nobody_knows() -> None:
     program = Program(grip="output", why="total, loss: read from the output, by lines like `step 2 loss 1.0`; updates: counted")
-    known = draw_training(store_of(running(program=program)), 60, 10)
-    assert "forward" in text_of(known)
+    split = wire.StepSplit(data_wait_seconds=0.1)
+    text = text_of(draw_training(store_of(running(program=program, split=split)), 60, 10))
+    assert "forward" in text
+    assert "by lines like `step 2" in text
     bare = wire.RunState(
         name="a", folder="x", state=wire.Phase.TRAINING, created=NOW, command=("torchrun", "a/train.py"), program=program
     )

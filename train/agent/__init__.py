@@ -86,7 +86,7 @@ import threading
 from types import ModuleType
 from typing import Any, Sequence
 
-from . import failures, knobs, memory
+from . import failures, knobs, memory, sources
 from .hooks import StepWatch, when_imported
 from .journal import JournalWriter, Link, find_rank, launcher_variables, worker_restarts
 
@@ -130,7 +130,7 @@ class Agent:
         # The link's thread appends, the program's thread pops; both operations of a deque are
         # atomic.
         self._commands: collections.deque[tuple[int, str, dict[str, Any]]] = collections.deque()
-        self._watch = StepWatch(self)
+        self._watch = StepWatch(self, max(0, _number("MEMTOP_START_UPDATE")))
         self._trainings: Any = None
 
     def wait_for_torch(self) -> None:
@@ -159,9 +159,10 @@ class Agent:
         """Whether the program itself reports its steps."""
         return self._reports_steps
 
-    def change_trainer(self) -> None:
-        """Give a program built on transformers' Trainer its new settings, and let it resume."""
+    def change_program(self) -> None:
+        """Give the program its new settings; let one built on transformers' Trainer resume."""
         self.resumes_after = knobs.install(self.report)
+        sources.install()
 
     def watch_failures(self) -> None:
         """Report an allocation failure that ends the program or one of its threads."""
@@ -323,7 +324,7 @@ class Agent:
 _agent = Agent()
 wait_for_torch = _agent.wait_for_torch
 watch_failures = _agent.watch_failures
-change_trainer = _agent.change_trainer
+change_program = _agent.change_program
 offer = _agent.offer
 report = _agent.report
 oom = _agent.oom

@@ -40,8 +40,10 @@ class Reporter(Protocol):
 class StepWatch:
     """Reports each step of the first optimizer that steps, once torch is imported."""
 
-    def __init__(self, agent: Reporter) -> None:
+    def __init__(self, agent: Reporter, start: int = 0) -> None:
+        """`start`: how many updates the program had done when it was saved, if it resumes."""
         self._agent = agent
+        self._start = start
         self._handle: Any = None
         self._removed = False
         self._first: Callable[[], Any] = _no_optimizer
@@ -62,7 +64,7 @@ class StepWatch:
     @property
     def present(self) -> int | None:
         """The update in progress; None before the first one has ended."""
-        return self._updates + 1 if self._updates or self._silent else None
+        return self._start + self._updates + 1 if self._updates or self._silent else None
 
     @property
     def done(self) -> int:
@@ -76,7 +78,7 @@ class StepWatch:
 
     def follow(self, update: int) -> None:
         """Another hook has reported this update: count, but report nothing."""
-        self._silent, self._updates = True, update
+        self._silent, self._updates, self._start = True, update, 0
 
     def resume(self) -> None:
         """Report steps again; the next update is the one after those of the other hook."""
@@ -139,7 +141,7 @@ class StepWatch:
         readings = self._agent.readings()
         self._agent.report(
             "step",
-            update=self._updates,
+            update=self._start + self._updates,
             learning_rate=learning_rate(optimizer),
             step_seconds=None if self._last is None else now - self._last,
             data_wait_seconds=waited if self._last is not None else None,

@@ -6,24 +6,28 @@ supervisor goes on from there. Without that file it reads the output again.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.output.learning import Learner, Row
+from memtop.supervisor.run.output.own_log import OwnLog, OwnLogPosition
 from memtop.supervisor.run.output.relation import Relation
 from memtop.supervisor.run.output.tail import Tail
 from memtop.supervisor.run.output.values import Seen
-from memtop.supervisor.run.record.folder import read_derived, write_json
+from memtop.supervisor.run.record.folder import open_to_read, read_derived, write_json
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Step
 
 _WAITING = 5_000
 """Rows that wait for the ledger, or until their update is known."""
 _SAVE_SECONDS = 2.0
+_HEAD_BYTES = 1 << 20
+"""Of the output, in which the program may name its settings."""
 _LAG_SECONDS = 1.0
 """How long after its update a line, or the agent's report, may be read."""
 
@@ -37,6 +41,10 @@ class OutputFile(msgspec.Struct, kw_only=True):
     best_loss: float | None = None
     first: int | None = None
     """The first step of the attempt."""
+    own_log: OwnLogPosition | None = None
+    is_printed: bool | None = None
+    """Whether the numbers are in the output; False if they are in the program's own log. None while
+    neither has any."""
     by_workers: bool = False
     """The program's workers have begun again. The output knows where they go on; their agents,
     which count from their start, do not."""
@@ -54,13 +62,15 @@ class OutputIntake:
         outbox: Outbox,
         *,
         pattern: str | None = None,
+        settings: Mapping[str, str] | None = None,
         on_steps: Callable[[int, list[Step]], None],
         on_own_counter: Callable[[bool], None],
         on_back: Callable[[int], None],
     ) -> None:
-        """`on_steps` receives new rows, for the viewers; `on_own_counter` is called if the agent's
-        updates do not count, with whether that is new; `on_back` with the update from which the
-        rows do not count any more.
+        """`settings`: regular expressions of lines that name what the program uses. `on_steps`
+        receives new rows, for the viewers; `on_own_counter` is called if the agent's updates do not
+        count, with whether that is new; `on_back` with the update from which the rows do not count
+        any more.
         """
         self.number = number
         self.problem: str | None = None
@@ -71,8 +81,13 @@ class OutputIntake:
         self._on_steps, self._on_own_counter, self._on_back = on_steps, on_own_counter, on_back
         self._state = read_derived(self._path, OutputFile) or OutputFile()
         self._tail = Tail(folder / "output.log", self._state.offset)
+        self._own_log: OwnLog | None = None
+        self._stored = (self._state.offset, 0)
         self._waiting: list[Row] = []
         self._saved = 0.0
+        self._settings = {name: re.compile(text.encode(), re.MULTILINE) for name, text in (settings or {}).items()}
+        self._printed: dict[str, int] | None = None
+        self._per_update = 1
         self._again = self._state.learner.newest is not None
         if self._state.relation.agrees is False or self._state.by_workers:
             on_own_counter(False)
@@ -90,17 +105,31 @@ class OutputIntake:
         self._save()
 
     def read(
-        self, now: float, *, updates: int | None, step_seconds: float | None, has_loss: bool, to_the_end: bool = False
+        self,
+        now: float,
+        *,
+        updates: int | None,
+        step_seconds: float | None,
+        has_loss: bool,
+        own_log: str | None = None,
+        steps_per_update: int = 1,
+        to_the_end: bool = False,
     ) -> Seen | None:
         """What the output says now; None if it says nothing new.
 
         `updates`: how many updates the agent has counted, `step_seconds` each, with their loss or
-        without.
+        without. `own_log`: where the program writes a log of its own. `steps_per_update`: by its
+        profile; it counts if the agent's updates do not.
         """
-        before = self._tail.offset
+        self._per_update = max(1, steps_per_update)
+        if own_log is not None and self._own_log is None:
+            self._own_log = OwnLog(own_log, self._state.own_log)
+            self._stored = self._offsets
+            self._state.own_log = self._own_log.position
+        before = self._offsets
         rows = self._rows(now, updates, to_the_end)
-        while to_the_end and self._tail.offset != before:
-            before = self._tail.offset
+        while to_the_end and self._offsets != before:
+            before = self._offsets
             rows += self._rows(now, updates, to_the_end)
         state, again, self._again = self._state, self._again, False
         lag = _LAG_SECONDS / step_seconds if step_seconds else 0.0
@@ -118,8 +147,8 @@ class OutputIntake:
         self._store(updates)
         # A decision is stored at once: the next supervisor must not remove rows again.
         is_due = to_the_end or is_decided or abs(now - self._saved) >= _SAVE_SECONDS
-        if self._tail.offset != state.offset and not self._waiting and is_due:
-            state.offset, self._saved = self._tail.offset, now
+        if self._offsets != self._stored and not self._waiting and is_due:
+            state.offset, self._stored, self._saved = self._tail.offset, self._offsets, now
             self._save()
         return self._seen(updates, again=again) if rows or again or is_decided else None
 
@@ -128,6 +157,10 @@ class OutputIntake:
         if self._outbox.write(lambda: self._outbox.ledger.take_back(self.number, update)):
             self._state.goes_back = False
             self._on_back(update)
+
+    @property
+    def _offsets(self) -> tuple[int, int]:
+        return self._tail.offset, 0 if self._own_log is None else self._own_log.position.offset
 
     def _relate(self, updates: int | None, lag: float, *, last: bool) -> bool:
         """Whether it is known from now on how steps and updates relate."""
@@ -140,13 +173,22 @@ class OutputIntake:
         return state.relation.agrees is not None
 
     def _rows(self, now: float, updates: int | None, to_the_end: bool) -> list[Row]:
+        all_lines, own, state = self._pattern is not None, self._own_log, self._state
+        rows: list[Row] = []
         try:
-            lines = self._tail.read(all_lines=self._pattern is not None, to_the_end=to_the_end)
+            if not state.is_printed and own is not None:
+                lines = own.read(now, all_lines=all_lines, to_the_end=to_the_end)
+                rows += state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+                state.is_printed = False if rows else state.is_printed
+            lines = self._tail.read(all_lines=all_lines, to_the_end=to_the_end)
         except OSError as error:
-            self.problem = f"{self._tail.path}: cannot be read: {error.strerror}; what the program prints is not seen"
-            return []
+            self.problem = f"{error.filename or self._tail.path}: cannot be read: {error.strerror}; what is in it is not seen"
+            return rows
         self.problem = None
-        return self._state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+        if state.is_printed is not False:
+            rows += state.learner.take(lines, now, updates=updates, pattern=self._pattern)
+            state.is_printed = True if rows else state.is_printed
+        return rows
 
     def _store(self, updates: int | None) -> None:
         """Give the ledger the rows whose update is known."""
@@ -163,12 +205,25 @@ class OutputIntake:
         related = (updates is not None or self._state.by_workers) and relation.agrees
         return Step(
             time=row.time,
-            update=relation.update(row.step) if related else row.step,
+            update=relation.update(row.step) if related else row.step // self._per_update,
             loss=row.loss,
             learning_rate=row.learning_rate,
             epoch=row.epoch,
-            step_seconds=None if related else row.step_seconds,
+            step_seconds=None if related or row.step_seconds is None else row.step_seconds * self._per_update,
         )
+
+    def _named_settings(self) -> dict[str, int]:
+        """What the program has printed of its settings, before its first step."""
+        if self._printed is None:
+            self._printed = {}
+            with contextlib.suppress(OSError), open_to_read(self._tail.path) as file:
+                head = file.read(_HEAD_BYTES)
+                for name, pattern in self._settings.items():
+                    found = [match["value"].decode(errors="replace") for match in pattern.finditer(head)]
+                    number = found[-1].replace(",", "").replace("_", "") if found else ""
+                    if number.isdecimal():
+                        self._printed[name] = int(number)
+        return self._printed
 
     def _save(self) -> None:
         try:
@@ -183,24 +238,30 @@ class OutputIntake:
             return None
         by_workers = self._state.by_workers
         related = (updates is not None or by_workers) and relation.agrees is True
-        seconds = learner.step_seconds
-        per_update = seconds * relation.steps_per_update / relation.updates_per_step if seconds and related else seconds
+        seconds, steps, updates_of_step = learner.step_seconds, self._per_update, 1
+        if related:
+            steps, updates_of_step = relation.steps_per_update, relation.updates_per_step
+        total = row.total
+        if total is not None:
+            total = relation.total(total) if related else total // steps
         return Seen(
             attempt=self.number,
             first=self._state.first or 0,
             step=row.step,
-            update=relation.update(row.step) if related else row.step,
-            total_updates=None if row.total is None else relation.total(row.total) if related else row.total,
+            update=relation.update(row.step) if related else row.step // steps,
+            total_updates=total,
             agrees=False if by_workers else relation.agrees,
-            steps_per_update=relation.steps_per_update if related else 1,
+            steps_per_update=steps,
             loss=row.loss,
             best_loss=self._state.best_loss,
             not_finite=row.not_finite,
             learning_rate=row.learning_rate,
             epoch=row.epoch,
-            step_seconds=per_update,
+            step_seconds=None if seconds is None else seconds * steps / updates_of_step,
             tokens_per_second=row.tokens_per_second,
             time=row.time,
             example=learner.example or "",
+            printed=self._named_settings(),
             again=again,
+            log=self._own_log.path if self._own_log is not None and self._state.is_printed is False else None,
         )

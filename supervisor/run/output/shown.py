@@ -42,17 +42,26 @@ def with_output(state: RunState, seen: Seen | None, now: float, *, counted: bool
     if state.alive and state.eta_seconds is None and total and updates is not None and seconds:
         since = max(0.0, now - seen.time) if own else 0.0
         changes["eta_seconds"] = max(0.0, (total - updates) * seconds - since)
+    if seen.log is not None and state.alive:
+        changes["log_path"] = seen.log
     if not taken:
-        return state
+        return replace(state, **changes)
     if not by_hooks:
         known = state.program or Program()
-        changes["program"] = replace(known, grip="output", why=_why(seen, taken, counted=counted))
+        why = _why(seen, taken, counted=counted)
+        by_profile = known.grip == "profile"
+        changes["program"] = replace(
+            known, grip="profile" if by_profile else "output", why=f"{known.why}; {why}" if by_profile else why
+        )
     return replace(state, **changes)
 
 
 def _why(seen: Seen, taken: list[str], *, counted: bool) -> str:
     """`loss, total read from the output, by lines like ...`."""
-    text = f"{', '.join(taken)}: read from the output, by lines like `{seen.example}`"
+    where = "the output" if seen.log is None else seen.log
+    text = f"{', '.join(taken)}: read from {where}, by lines like `{seen.example}`"
+    if seen.steps_per_update > 1 and (not counted or seen.agrees is False):
+        text += f" ({seen.steps_per_update} steps there are one update)"
     if not counted:
         return text
     if seen.agrees is False:

@@ -34,5 +34,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """When the line was read, in seconds since the epoch."""
     example: str = ""
     """The line by which memtop has learned where the numbers are."""
+    printed: dict[str, int] = {}
+    """Settings that the program has named in its output, by the names of its profile."""
+    log: str | None = None
+    """The program's own log file, if the numbers are from there."""
     again: bool = False
     """An earlier supervisor has read this."""

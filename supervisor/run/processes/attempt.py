@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -162,6 +163,17 @@ class RunningAttempt:
         """Those of the attempt's processes that a signal has stopped."""
         return [process for process in self.processes() if is_stopped(process.pid)]
 
+    def type_answer(self, text: str) -> None:
+        """Write a line to the program's standard input, if it was started with one that takes
+        answers. It is read when the program asks."""
+        with contextlib.suppress(OSError):  # it has none, or has ended
+            descriptor = os.open(self.folder / ANSWERS, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, f"{text}\n".encode())
+            finally:
+                os.close(descriptor)
+
     def group(self) -> list[ProcessId]:
         """The program and the processes in its process group: those that Ctrl-C in a terminal would
         signal."""
@@ -267,6 +279,9 @@ def reap_children() -> dict[int, int]:
 
 
 _COMMAND = "command.json"
+# As in shim.py.
+ANSWERS = "answers"
+"""The pipe that is the standard input of a program that asks something before it ends."""
 # As in shim.py, which imports nothing of memtop. A process or exit file needs less than this.
 _RESERVED, _RESERVED_BYTES = ".reserved", 512
 
@@ -278,6 +293,18 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     environment: dict[str, str]
     """Additions to the supervisor's own environment."""
+    answers: bool = False
+    """Whether its standard input is a pipe into which answers can be written; otherwise it is
+    empty."""
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's own program, as it is started: with changes, if a restart has asked for any."""
+
+    command: tuple[str, ...]
+    files: dict[str, str] = {}
+    """New files in the attempt's folder, by name."""
+    environment: dict[str, str] = {}
 
 
 def launch(
@@ -288,13 +315,16 @@ def launch(
     socket: Path,
     *,
     allocator: str = "",
-    trainer: dict[str, str] | None = None,
+    given: Given | None = None,
+    answers: bool = False,
 ) -> int:
     """Start attempt `number` with its own shim, a child of this process. Returns the shim's pid.
 
     `allocator`: allocator options for an external command. Those of the built-in trainer are in its
-    settings. `trainer`: the variables with changes for a program built on Hugging Face's Trainer.
+    settings. `given`: what is changed in the user's own program.
+    `answers`: the program asks something on its terminal before it ends.
     """
+    given = given or Given(command=spec.command)
     if settings is not None:
         require_python(folder, settings)
     attempt = folder.attempt(number)
@@ -309,12 +339,15 @@ def launch(
         raise RunFolderError(f"{attempt}: cannot be created: {error.strerror}{hint}") from None
     if settings is not None:
         write_json(attempt / "settings.json", settings)
+    for name, text in given.files.items():
+        _write(attempt / name, text)
     write_json(
         attempt / _COMMAND,
         LaunchCommand(
-            argv=_argv(folder, attempt, spec, settings),
+            argv=_argv(folder, attempt, given.command, settings),
             cwd=spec.cwd,
-            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | (trainer or {}),
+            environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | given.environment,
+            answers=answers,
         ),
     )
     try:
@@ -332,6 +365,13 @@ def launch(
     # its finaliser.
     shim.returncode = 0
     return shim.pid
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror}; free some space") from None
 
 
 def require_python(folder: RunFolder, settings: Settings) -> None:
@@ -375,9 +415,9 @@ def _living_shim(folder: RunFolder, number: int) -> ProcessId | None:
     return None
 
 
-def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:
+def _argv(folder: RunFolder, attempt: Path, command: tuple[str, ...], settings: Settings | None) -> tuple[str, ...]:
     if settings is None:
-        return with_agent_in_front(spec.command)
+        return with_agent_in_front(command)
     trainer = (
         "-m",
         "memtop.train",

@@ -23,6 +23,10 @@ from memtop.supervisor.wire import Checkpoint
 
 TRAINER_VARIABLE = "MEMTOP_TRAINER"
 """The changes for a program built on Hugging Face's Trainer: see `train/agent/knobs.py`."""
+SOURCES_VARIABLE = "MEMTOP_SOURCES"
+"""Modules that are imported from a changed copy: see `train/agent/sources.py`."""
+START_VARIABLE = "MEMTOP_START_UPDATE"
+"""How many updates the program had done when the checkpoint was saved from which it resumes."""
 RUN_VARIABLES = (
     "MEMTOP_RUN",
     "MEMTOP_RUN_ID",
@@ -31,6 +35,8 @@ RUN_VARIABLES = (
     "MEMTOP_SOCKET",
     "MEMTOP_ON_OOM",
     TRAINER_VARIABLE,
+    SOURCES_VARIABLE,
+    START_VARIABLE,
 )
 """The variables of memtop that a run sets for its program. People set the others."""
 

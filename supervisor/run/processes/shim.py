@@ -5,7 +5,8 @@ It stores the program's exit status even if the supervisor has died or the disk 
 Started as `python -I shim.py ATTEMPT_FOLDER RUN_ID`; supervisors know it by these words. It uses
 only the standard library and loads no other module of memtop. It reads `command.json`, starts the
 program in a new session with its output in `output.log`, writes `process.json`, waits, and writes
-`exit.json`. The supervisor has reserved the space for both files.
+`exit.json`. The supervisor has reserved the space for both files. A program that asks something
+before it ends gets the pipe `answers` as its standard input.
 
 As a subreaper it is the parent of every orphan among the program's descendants: data-loader
 workers, daemons. It stays until the last of them has ended, so that they can be found as its
@@ -76,7 +77,14 @@ def _write(path: str, content: bytes) -> None:
         os.close(folder)
 
 
-def spawn(command: dict[str, object], log: int) -> int:
+def answers() -> int:
+    """The pipe into which the supervisor, or the next one, writes answers. It is opened for
+    writing, too: so it never ends, and nobody has to hold it open."""
+    os.mkfifo("answers", 0o600)
+    return os.open("answers", os.O_RDWR | os.O_CLOEXEC)
+
+
+def spawn(command: dict[str, object], log: int, standard_input: int) -> int:
     """Start the program in a new session.
 
     Returns its pid. The child reports a failed exec with exit status 127.
@@ -85,7 +93,6 @@ def spawn(command: dict[str, object], log: int) -> int:
     environment = dict(os.environ)
     for name, value in command["environment"].items():  # type: ignore[attr-defined]
         environment[name] = value
-    nowhere = os.open(os.devnull, os.O_RDONLY)
     child = os.fork()
     if child:
         return child
@@ -96,7 +103,7 @@ def spawn(command: dict[str, object], log: int) -> int:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(str(command["cwd"]))
-        os.dup2(nowhere, 0)
+        os.dup2(standard_input, 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.execvpe(argv[0], argv, environment)
@@ -123,7 +130,7 @@ def main(attempt: str) -> int:
     # No path from here on: the run may be renamed while it runs, and another one gets its path.
     os.chdir(attempt)
     log = os.open("output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    child = spawn(command, log)
+    child = spawn(command, log, answers() if command.get("answers") else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     write_json(
         "process.json",
         {

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.program_profiles import ProgramProfile
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.grip import Asked, Grip
@@ -61,6 +62,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     from."""
     step_pattern: str | None = None
     """MEMTOP_STEP: a regular expression for the lines of an external command that have its step."""
+    profile: ProgramProfile | None = None
+    """Of an external command: what memtop knows about such programs."""
+    profile_why: str = ""
+    """Why this profile was chosen."""
     memtop_version: str
 
 
@@ -82,7 +87,7 @@ class StateFile(msgspec.Struct, frozen=True, kw_only=True):
     stalled: str | None = None
     """The last message of a program that hung, if it is being ended for that."""
     grip: Grip | None = None
-    """Of the user's own program, if it is built on Hugging Face's Trainer."""
+    """Of the user's own program: how memtop holds it."""
     asked: Asked | None = None
     """What the first update of the present attempt must show."""
 

@@ -57,7 +57,8 @@ _NEEDS = {
 def requested(model: Model, event: Requested) -> Model:
     """Carry out the request, or hold it back until the ranks have connected again."""
     model = replace(model, states=event.states)
-    if _connects_again(model, event):
+    # While the checkpoint for a launch is copied, a request waits for the program.
+    if _connects_again(model, event) or model.launching is not None:
         return replace(model, held=(*model.held, event))
     return _carry_out(model, event)
 
@@ -127,6 +128,8 @@ def _check_saves(model: Model) -> None:
 
 
 def _stop(model: Model, client: int, request: Stop) -> Model:
+    if model.phase.final and model.holding is not None:
+        return _call_off(model, client, request)
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
     if model.phase is not Phase.STOPPING or model.pending is not None:
@@ -134,9 +137,19 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
     if saves_when_stopped(model.settings, model.progress.offers):
         text = "the program finishes its update, saves and exits"
     else:
-        text = "memtop sends SIGINT to the program; what it saves is up to the program"
+        text = stopping.manner_of(model)
     model = accept(model, client, request.id, f"stopping: {text}")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
+
+
+def _call_off(model: Model, client: int, request: Stop) -> Model:
+    """The program has ended by itself while its checkpoint is copied for a restart."""
+    holding = model.holding
+    assert holding is not None
+    model = replace(model, holding=None)
+    if holding.client is not None:
+        model = withdraw(model, holding.client, holding.request, "called off by a request to stop")
+    return done(model, client, request.id, f"the restart is called off; the run is {model.phase.value}")
 
 
 def _restart(model: Model, client: int, request: Restart) -> Model:
@@ -167,16 +180,17 @@ def _restarting(model: Model) -> str:
 def _resuming(model: Model) -> str:
     found = model.states.program
     if found is not None and found.complete:
-        return f"restarting from the program's checkpoint at update {found.updates}, or a newer one"
+        where = "" if found.updates is None else f" at update {found.updates}"
+        return f"restarting from the program's checkpoint{where}, or a newer one"
     if model.alive and saves_when_stopped(model.settings, model.progress.offers):
         return "restarting from the checkpoint that the program saves now"
     assert model.grip is not None
     why = f": {found.problem}" if found is not None else ""
-    return f"restarting from the first update: there is no complete checkpoint in {model.grip.output_dir}{why}"
+    return f"restarting from the first update: there is no complete checkpoint in {model.grip.place}{why}"
 
 
 def _of_knobs(model: Model, change: Change) -> str:
-    """What the change means for a program built on Hugging Face's Trainer."""
+    """What the change means for the user's own program."""
     if model.grip is None:
         return ""
     step, saves = model.progress.step, saves_when_stopped(model.settings, model.progress.offers)

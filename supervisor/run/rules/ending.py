@@ -44,19 +44,20 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     if attempt is None or attempt.stage is not AttemptStage.CLEARING:
         return model
     model = warn(replace(model, states=event.states, alive=False, trainer_pid=None), "stop", None)
+    if model.grip is not None and model.grip.profile is not None and event.states.program is not None:
+        model = replace(model, saved_by_program=event.states.program)
     progress, status = model.progress, attempt.exit_status
     phase, reason, diagnosis = explain.outcome(
         event.log, progress.end, status, model.phase, external=model.settings is None, end_rank=progress.end_rank
     )
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
+    if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
+        phase, reason, diagnosis = Phase.FAILED, why, {"summary": why, "evidence": list(event.log.lines)}
     verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
     if phase is Phase.FINISHED and model.left_over:
         verdict = _with_leftovers(model, event)
         phase = verdict.phase
-    if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
-        verdict = AttemptVerdict(phase=Phase.FAILED, reason=why, diagnosis={"summary": why, "evidence": list(event.log.lines)})
-        phase = Phase.FAILED
     if phase is not Phase.FAILED:
         return _conclude(replace(model, verdict=verdict), None, None)
     stalled = model.stalled is not None

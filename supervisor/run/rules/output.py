@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from memtop.supervisor.run.effects import DropRows, UpdateAttempt
 from memtop.supervisor.run.model import AttemptStage, Model, emit, move, note, warn
 from memtop.supervisor.run.output.values import Seen
+from memtop.supervisor.run.rules import verification
 from memtop.supervisor.wire import Phase
 
 
@@ -19,14 +20,17 @@ def read(model: Model, seen: Seen) -> Model:
     model = replace(model, output=seen)
     if before is None and not seen.again:
         model = note(model, "output", f"the step is read from the output, by lines like `{seen.example}`")
-    if model.by_output and not was_by_output and not seen.again and seen.attempt > 1:
+    is_known = model.asked is not None and model.asked.resumed is not None
+    if model.by_output and not was_by_output and not seen.again and seen.attempt > 1 and not is_known:
         # It has resumed: what the attempt before did after this step does not count.
-        model = emit(model, UpdateAttempt(number=seen.attempt, values={"start_updates": max(0, seen.first - 1)}))
-        model = emit(model, DropRows(seen.first))
+        first = max(1, seen.first // seen.steps_per_update)
+        model = emit(model, UpdateAttempt(number=seen.attempt, values={"start_updates": first - 1}))
+        model = emit(model, DropRows(first))
     text = f"the program prints a loss that is not finite, at step {seen.step}" if seen.not_finite else None
     model = warn(model, "loss", text)
     if attempt.stage is not AttemptStage.RUNNING:
         return model
     if model.proposal is not None:
         model = replace(model, proposal=None)
-    return move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+    model = move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+    return verification.after_output(model, seen)

@@ -21,16 +21,24 @@ def begin(model: Model, change: Change, cause: Cause, *, client: int | None = No
         # The program saves once more when it stops, which may remove the oldest state.
         holding = Holding(change=change, client=client, request=request)
         return emit(replace(model, holding=holding), HoldState(change.state_before))
-    return proceed(emit(model, ReleaseState()), change)
+    model = emit(model, ReleaseState())
+    if model.grip is not None:
+        # It may save over its only checkpoint, or be killed while it does.
+        holding = Holding(change=change, client=client, request=request)
+        return emit(replace(model, holding=holding), KeepCheckpoint(model.grip))
+    return proceed(model, change)
 
 
 def held(model: Model) -> Model:
-    """The earlier state is protected from removal: stop the program."""
+    """The state to which the run returns is protected: stop the program. UsageError if it has ended
+    meanwhile, and the change is not possible."""
     holding = model.holding
     assert holding is not None
     model = replace(model, holding=None)
-    if model.phase.final or model.phase is Phase.STOPPING:
+    if model.phase is Phase.STOPPING:
         return model
+    if model.phase.final or model.restart is not None:
+        return attempts.launch(model, holding.change, Cause.REQUEST, client=holding.client, request=holding.request)
     return proceed(model, holding.change)
 
 
@@ -42,7 +50,5 @@ def not_held(model: Model, problem: str) -> Model:
 
 def proceed(model: Model, change: Change) -> Model:
     model = replace(model, pending=change)
-    if model.grip is not None:
-        model = emit(model, KeepCheckpoint(model.grip))
     model = move(model, Phase.RESTARTING) if model.phase is not Phase.RESTARTING else emit(model, SaveState())
     return stopping.ask_to_stop(model)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from memtop.supervisor.run import explain, stop_ladder
-from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal, Target
+from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal, Target, TypeAnswer
 from memtop.supervisor.run.events import Answered, Signalled, StoodStill
 from memtop.supervisor.run.model import (
     Ask,
@@ -24,7 +24,7 @@ from memtop.supervisor.run.model import (
     warn,
 )
 from memtop.supervisor.run.rules import survival, workers
-from memtop.supervisor.wire import Answer, Outcome, Phase
+from memtop.supervisor.wire import Answer, Checkpoint, Outcome, Phase
 
 
 def stop_run(model: Model) -> Model:
@@ -49,17 +49,22 @@ def ask_to_stop(model: Model) -> Model:
 
 def stop_unsaved(model: Model) -> Model:
     """Stop the run with signals: the program is not asked to save."""
-    model = begin(replace(model, pending=None), asked=False)
+    model = begin(replace(model, pending=None), asked=False, unsaved=True)
     return move(model, Phase.STOPPING) if model.phase is not Phase.STOPPING else model
 
 
-def begin(model: Model, *, asked: bool) -> Model:
-    """Begin the ladder; without `asked` its first signal is due at the next tick."""
+def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
+    """Begin the ladder; without `asked` its first signal is due at the next tick. `unsaved`: the
+    program must not save."""
     # The built-in trainer also saves on SIGTERM, unless it hangs.
     saves = model.settings is not None and model.stalled is None
     seconds = model.progress.step_seconds or 0.0
     waits = model.waits.stretched(seconds, model.progress.longest_aside, saves_on_sigterm=saves)
-    model = replace(model, ladder=stop_ladder.begin(waits, model.now.monotonic, asked=asked))
+    profile = model.grip.profile if model.grip is not None else None
+    # A program that hangs does not save either.
+    manner = None if asked or profile is None or model.stalled is not None else profile.stop
+    ladder = stop_ladder.begin(waits, model.now.monotonic, asked=asked, manner=manner, unsaved=unsaved)
+    model = replace(model, ladder=ladder)
     if not asked:
         return model
     why = f" ({waits.why})" if waits.why else ""
@@ -93,7 +98,27 @@ def tick(model: Model) -> Model:
         continues = before is None or not stopped <= before
     if continues:
         model = emit(model, Signal(name="SIGCONT", target=Target.STOPPED))
-    return model
+    assert model.ladder is not None
+    ladder, text = model.ladder.typing(model.now.monotonic)
+    return model if text is None else emit(replace(model, ladder=ladder), TypeAnswer(text))
+
+
+def manner_of(model: Model) -> str:
+    """How a program that cannot be asked to save is stopped, in words."""
+    manner = model.grip.profile.stop if model.grip is not None and model.grip.profile is not None else None
+    if manner is None:
+        return "memtop sends SIGINT to the program; what it saves is up to the program"
+    answers = "" if manner.answer is None else f", answers its question with {manner.answer!r}"
+    if manner.saves:
+        return f"memtop sends {manner.signal} to the program{answers}, and waits while it saves"
+    return f"memtop sends {manner.signal} to the program{answers}, which does not save then"
+
+
+def save_seen(model: Model, found: Checkpoint) -> Model:
+    """A checkpoint has changed while the program is being stopped."""
+    if model.ladder is None:
+        return model
+    return replace(model, ladder=model.ladder.saw_save(model.now.monotonic, complete=found.complete))
 
 
 def signalled(model: Model, event: Signalled) -> Model:

@@ -44,7 +44,7 @@ def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
     # when there is space.
     full = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
     name = diagnosis.kind.value if died and diagnosis is not None else outcome
-    update = model.progress.update
+    update = model.update
     after = model.configurations.end(name, update, model.saved, died_of_memory=died and not full)
     return configurations.put(model, after)
 
@@ -84,7 +84,7 @@ def _space_needed(model: Model) -> int:
 
 
 def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: RemedyFacts) -> Model:
-    update = model.progress.update
+    update = model.update
     reason = f"{diagnosis.kind.value} at update {update}" if update is not None else diagnosis.kind.value
     change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
     uuids = set(model.progress.devices.values())
@@ -179,6 +179,8 @@ def _never(model: Model, diagnosis: Diagnosis) -> str | None:
         return _EXTERNAL
     if model.grip.resumes is False:
         return "it did not resume when it was started again, so only you can start it"
+    if model.grip.profile is not None and not model.grip.resumes:
+        return "this program has not shown yet that it resumes: after a restart that you ask for, memtop does it by itself"
     if (why := own_ladder.without_checkpoint(model, model.grip)) is not None:
         return f"{why}, so it would begin from zero"
     if diagnosis.source == "words":

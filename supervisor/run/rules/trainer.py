@@ -1,7 +1,8 @@
-"""The user's own program, built on Hugging Face's Trainer: other settings, and where it resumes.
+"""The user's own program: other settings, and where it resumes.
 
-Its agent reports what the Trainer uses. A restart gives the program the changes and a checkpoint
-through the environment (`train/agent/knobs.py`).
+If it is built on Hugging Face's Trainer, its agent reports what the Trainer uses. A restart gives
+the program the changes and a checkpoint through the environment (`train/agent/knobs.py`). If it has
+a profile, a restart changes its command and copies of its files (`profiled.py`).
 """
 
 from __future__ import annotations
@@ -11,26 +12,45 @@ from msgspec.structs import replace
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
-from memtop.supervisor.run.grip import Asked, Grip, values_of
+from memtop.supervisor.run.grip import POSITION, Asked, Grip, values_of, why_not_continued
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
 from memtop.supervisor.wire import Change
 
-_OWN = "this run's program is your own: its settings are not memtop's to change (but for allocator)"
+_OWN = (
+    "this run's program is your own: its settings are not memtop's to change (but for allocator); "
+    "a profile would tell memtop how: see docs/your-own-script.md"
+)
 
 
 def knobs_after(model: Model, change: Change) -> dict[str, str]:
     """The settings that the next attempt is given; UsageError if the change is not possible."""
-    wanted = {name: text for name, text in change.assignments.items() if name != "allocator"}
+    wanted = {name: text for name, text in change.assignments.items() if name not in ("allocator", POSITION)}
     if replace(change, assignments={}, reason="", configuration=None) != Change():
         raise UsageError(_OWN)
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
-    if not wanted:
+    is_lost = _position_given(change)
+    if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
         return knobs
     if model.grip is None:
         raise UsageError(_OWN)
     values_of(wanted, model.grip)  # refuses what is not possible
+    if not is_lost and (why := why_not_continued(model.grip)) is not None:
+        raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
+
+
+def _begins_again(model: Model) -> bool:
+    """Whether a restart would throw away what the program has trained."""
+    return model.grip is not None and bool(model.update) and why_not_continued(model.grip) is not None
+
+
+def _position_given(change: Change) -> bool:
+    """Whether a person has said that the position may be lost."""
+    text = change.assignments.get(POSITION)
+    if text is not None and text != "lost":
+        raise UsageError(f"{POSITION} {text}: lost is the only value; the program begins to count again then")
+    return text is not None
 
 
 def _earlier(model: Model, number: int) -> dict[str, str]:
@@ -74,10 +94,13 @@ def begins(model: Model, plan: Plan) -> Model:
 
 def begun(model: Model, event: Launched, before: dict[str, str]) -> Model:
     """An attempt has started: remember what its first update must show."""
+    if event.grip is not None:
+        model = replace(model, grip=event.grip)
     if model.grip is None:
         return model
-    resumed = event.resumed.updates if event.resumed is not None else None
-    model = replace(model, asked=Asked(before=before, resumed=resumed))
-    if event.resumed is None:
+    at = event.resumed
+    model = replace(model, asked=Asked(before=before, resumed=at.updates if at is not None else None, checkpoint=at))
+    if at is None:
         return model
-    return note(model, "resume", f"attempt {event.number} is to resume at update {resumed}, from {event.resumed.path}")
+    where = f"at update {at.updates}" if at.updates is not None else f"at step {at.step}" if at.step is not None else ""
+    return note(model, "resume", f"attempt {event.number} is to resume {where}, from {at.path}".replace("  ", " "))

@@ -36,7 +36,7 @@ def _load_agent() -> None:
     spec.loader.exec_module(agent)
     agent.wait_for_torch()
     agent.watch_failures()
-    agent.change_trainer()
+    agent.change_program()
 
 
 try:

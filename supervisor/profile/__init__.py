@@ -1,0 +1,2 @@
+"""Programs that a profile describes: which profile fits, what their settings are, and how a restart
+changes them. Nothing here acts on a run."""

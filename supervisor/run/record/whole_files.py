@@ -1,0 +1,194 @@
+"""Whether a file that a program has saved is whole, and the numbers in it.
+
+Standard library only: the supervisor never loads torch. A file of torch.save is a zip archive whose
+end is written last. The numbers in it are in one small pickle, in which everything but plain values
+is replaced by an object that does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import struct
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from memtop.supervisor.run.record.folder import open_to_read
+
+STEADY_SECONDS = 5.0
+"""A file of an unknown format counts as whole when it was not written for so long."""
+_PICKLE_BYTES = 64 << 20
+_HEADER_BYTES = 100 << 20
+"""The largest header of a safetensors file."""
+
+Stamp = tuple[int, int, int]
+"""Inode, size and time of a file. A file that was written meanwhile has others."""
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Raises OSError."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def why_not_whole(path: Path) -> str | None:
+    """Why this file cannot be used, in one line; None if it is whole."""
+    try:
+        stamp = stamp_of(path)
+        if not stamp[1]:
+            return f"{path}: it is empty: the save was interrupted, or goes on"
+        known, problem = _checked(path, stamp)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if not known and abs(time.time() - stamp[2] / 1e9) < STEADY_SECONDS:
+        return f"{path}: it was written just now, and memtop does not know its format"
+    return problem
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(path: Path, stamp: Stamp) -> tuple[bool, str | None]:
+    """Whether memtop knows the format, and what is wrong with the file."""
+    with open_to_read(path) as file:
+        begin = file.read(4)
+        if begin.startswith(b"PK"):
+            return True, _problem_of_zip(path, file)
+        if path.suffix == ".safetensors":
+            return True, _problem_of_tensors(path, file, stamp[1])
+        if path.suffix == ".json":
+            return True, _problem_of_json(path, file)
+    return False, None
+
+
+def _problem_of_zip(path: Path, file: BinaryIO) -> str | None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            end = archive.start_dir
+            if all(one.header_offset + one.compress_size < end for one in archive.infolist()):
+                return None
+    except (zipfile.BadZipFile, OSError, ValueError, EOFError, struct.error):
+        pass  # without its end it is no archive
+    return f"{path}: its end is missing: the save was interrupted, or goes on"
+
+
+def _problem_of_tensors(path: Path, file: BinaryIO, size: int) -> str | None:
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > _HEADER_BYTES:
+        return f"{path}: it does not begin like a safetensors file"
+    try:
+        header = msgspec.json.decode(file.read(length), type=dict[str, Any])
+        ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError, ValueError):
+        return f"{path}: its header is not whole: the save was interrupted, or goes on"
+    wanted = 8 + length + max(ends, default=0)
+    return None if size == wanted else f"{path}: it has {size} of {wanted} bytes: the save was interrupted, or goes on"
+
+
+def _problem_of_json(path: Path, file: BinaryIO) -> str | None:
+    file.seek(0)
+    try:
+        msgspec.json.decode(file.read())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"{path}: cannot be decoded: {error}"
+    return None
+
+
+def numbers_in(path: Path, keys: tuple[str, ...]) -> dict[str, int]:
+    """The whole numbers with these keys (`trainer.step`) in a JSON file or a file of torch.save, as
+    far as it has them. OSError or ValueError if it cannot be read."""
+    return dict(_numbers(path, stamp_of(path), keys))
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(path: Path, stamp: Stamp, keys: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    values = _json_values(path) if path.suffix == ".json" else _pickled_values(path)
+    found = ((key, _at(values, key)) for key in keys)
+    return tuple((key, number) for key, number in found if isinstance(number, int) and not isinstance(number, bool))
+
+
+def _at(values: Any, key: str) -> Any:
+    """The value with this key, where `.` is between the levels."""
+    for name in key.split("."):
+        inside = values.state if isinstance(values, _Anything) else values
+        if not isinstance(inside, dict) or name not in inside:
+            return None
+        values = inside[name]
+    return values
+
+
+def _json_values(path: Path) -> Any:
+    with open_to_read(path) as file:
+        try:
+            return msgspec.json.decode(file.read())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path}: cannot be decoded: {error}") from None
+
+
+def _pickled_values(path: Path) -> Any:
+    with open_to_read(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                (name,) = (one for one in archive.infolist() if one.filename.endswith("data.pkl"))
+                if name.file_size > _PICKLE_BYTES:
+                    raise ValueError(f"{os.fspath(path)}: its list of values is too long to be read")
+                with archive.open(name) as values:
+                    return _Plain(values).load()
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged pickles raise anything
+            raise ValueError(f"{path}: its values cannot be read: {error!r}") from None
+
+
+class _Anything:
+    """Stands for an object that is not a plain value: a tensor, a class of the program."""
+
+    state: Any = None
+
+    def __new__(cls, *_: Any, **__: Any) -> _Anything:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Whatever the pickle gives."""
+
+    def __call__(self, *_: Any, **__: Any) -> _Anything:
+        return _Anything()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """An entry of a dictionary of a class of its own."""
+        if not isinstance(self.state, dict):
+            self.state = {}
+        self.state[key] = value
+
+    def append(self, _: Any) -> None:
+        """An entry of a list of a class of its own."""
+
+    def extend(self, _: Any) -> None:
+        """Entries of a list of a class of its own."""
+
+    def add(self, _: Any) -> None:
+        """An entry of a set of a class of its own."""
+
+
+class _Dictionary(dict[Any, Any]):
+    """An OrderedDict; that of a model's weights has attributes, too."""
+
+    def __setstate__(self, _: Any) -> None:
+        """Nothing of it is needed."""
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain values, and calls nothing that the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Dictionary if (module, name) == ("collections", "OrderedDict") else _Anything
+
+    def persistent_load(self, _: Any) -> Any:
+        return _Anything()

@@ -1,0 +1,2 @@
+# Overrides the values of train.py.
+batch_size = 4  # of one process

@@ -1,0 +1,102 @@
+"""How a program with a profile is stopped: its signal, the answer to its question, and the time
+that it gets to save. No process; the test sets the clock."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.presets.program_profiles import Detect, ProgramProfile, Resume
+from memtop.presets.program_profiles import Stop as Manner
+from memtop.supervisor.run.effects import Signal, Target, TypeAnswer
+from memtop.supervisor.run.events import SavedChecked
+from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.rules import stopping
+from memtop.supervisor.wire import Checkpoint, Phase
+from tests.run.brain import Brain, stop, training
+
+
+def trains(manner: Manner) -> Brain:
+    never = Resume(how="never", why="it has no way to")
+    profile = ProgramProfile(name="p", title="p", detect=Detect(scripts=("p.py",)), stop=manner, resume=never)
+    return training(settings=None, grip=Grip(profile=profile))
+
+
+def sent(brain: Brain, after: float = 0.2) -> list[tuple[str, str]]:
+    brain.effects.clear()
+    brain.tick(after=after)
+    return [(one.name, one.target.value) for one in brain.asked(Signal) if one.target is not Target.STOPPED]
+
+
+@pytest.mark.parametrize(
+    ("manner", "signals"),
+    [
+        (Manner(), [("SIGINT", "group"), ("SIGTERM", "program"), ("SIGKILL", "all")]),
+        (Manner(signal="SIGTERM", to="program", saves=True), [("SIGTERM", "program"), ("SIGKILL", "all")]),
+        (Manner(signal="SIGUSR1", to="program"), [("SIGUSR1", "program"), ("SIGTERM", "program"), ("SIGKILL", "all")]),
+    ],
+)
+def test_the_signal_of_the_profile_comes_first(manner: Manner, signals: list[tuple[str, str]]) -> None:
+    brain = trains(manner)
+    stop(brain)
+    words = brain.answers()[0].message
+    assert words.startswith(f"stopping: memtop sends {manner.signal} to the program, ")
+    assert words.endswith("waits while it saves" if manner.saves else "which does not save then")
+    assert [one for after in (0.2, 70.0, 70.0)[: len(signals)] for one in sent(brain, after)] == signals
+
+
+def test_the_answer_is_typed_until_the_next_signal() -> None:
+    brain = trains(Manner(saves=True, asks="save?", answer="y"))
+    stop(brain)
+    assert brain.answers()[0].message == (
+        "stopping: memtop sends SIGINT to the program, answers its question with 'y', and waits while it saves"
+    )
+    assert sent(brain) == [("SIGINT", "group")]
+    assert brain.asked(TypeAnswer) == [TypeAnswer("y")]
+    # Each rank may ask: it is typed again.
+    assert [len(brain.asked(TypeAnswer)) for _ in range(4) if sent(brain, 1.0) == []] == [0, 1, 0, 1]
+    assert sent(brain, 70.0) == [("SIGTERM", "program")]
+    sent(brain, 10.0)
+    assert brain.asked(TypeAnswer) == []
+
+
+def saves(brain: Brain, *, complete: bool) -> None:
+    brain.tell(SavedChecked(Checkpoint(path="/out/ckpt.pt", complete=complete)))
+
+
+def test_it_gets_time_as_long_as_its_files_change() -> None:
+    brain = trains(Manner(saves=True))
+    stop(brain)
+    sent(brain)
+    for _ in range(5):
+        assert sent(brain, 50.0) == []
+        saves(brain, complete=False)
+    assert sent(brain, 59.0) == []
+    assert sent(brain, 2.0) == [("SIGTERM", "program")]
+
+    brain = trains(Manner(saves=True))
+    stop(brain)
+    sent(brain)
+    saves(brain, complete=True)
+    assert sent(brain, 14.0) == []
+    assert sent(brain, 2.0) == [("SIGTERM", "program")]
+
+    brain = trains(Manner(saves=True))
+    stop(brain)
+    sent(brain)
+    # It never gets done.
+    seconds = 0
+    while sent(brain, 30.0) == []:
+        saves(brain, complete=False)
+        seconds += 30
+    assert 1700 < seconds < 1900
+
+
+@pytest.mark.parametrize(("signal", "first"), [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGKILL")])
+def test_a_program_that_must_not_save_does_not_get_the_signal_on_which_it_does(signal: str, first: str) -> None:
+    brain = trains(Manner(signal=signal, saves=True, asks="save?", answer="y"))  # type: ignore[arg-type]
+    brain.model = stopping.stop_unsaved(brain.model)
+    brain.model = replace(brain.model, effects=())
+    assert brain.model.phase is Phase.STOPPING
+    assert [name for name, _ in sent(brain)] == [first]
+    assert brain.asked(TypeAnswer) == []

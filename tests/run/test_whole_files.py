@@ -1,0 +1,102 @@
+"""Whether a saved file is whole, and the numbers in it, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from memtop.supervisor.run.record.whole_files import numbers_in, why_not_whole
+
+
+def state(step: int) -> dict[str, Any]:
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(200)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": step, "loss": torch.tensor(2.5)}
+
+
+def cut(path: Path, size: int) -> Path:
+    os.truncate(path, size)
+    return path
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.9, 0.999])
+def test_a_file_of_torch_save_without_its_end_is_not_whole(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "ckpt.pt"
+    torch.save(state(7), path)
+    assert why_not_whole(path) is None
+    assert numbers_in(path, ("iter_num", "missing", "loss")) == {"iter_num": 7}
+    cut(path, int(path.stat().st_size * share))
+    assert "its end is missing: the save was interrupted, or goes on" in str(why_not_whole(path))
+    with pytest.raises(ValueError, match="its values cannot be read"):
+        numbers_in(path, ("iter_num",))
+
+
+def test_an_empty_or_missing_file_and_a_pipe_are_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").touch()
+    assert "it is empty" in str(why_not_whole(tmp_path / "empty.pt"))
+    assert "No such file" in str(why_not_whole(tmp_path / "none.pt"))
+    os.mkfifo(tmp_path / "pipe")
+    os.utime(tmp_path / "pipe", (1, 1))
+    assert why_not_whole(tmp_path / "pipe")
+
+
+def test_a_safetensors_file_has_all_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000), "b": torch.ones(10)}, path)
+    assert why_not_whole(path) is None
+    size = path.stat().st_size
+    assert f"it has {size - 1} of {size} bytes" in str(why_not_whole(cut(path, size - 1)))
+    assert "its header is not whole" in str(why_not_whole(cut(path, 40)))
+    path.write_bytes(b"\xff" * 40)
+    assert "does not begin like" in str(why_not_whole(path))
+
+
+def test_a_file_of_an_unknown_format_must_be_steady(tmp_path: Path) -> None:
+    path = tmp_path / "state.bin"
+    path.write_bytes(b"anything")
+    assert "it was written just now" in str(why_not_whole(path))
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    assert why_not_whole(path) is None
+
+
+def test_numbers_are_found_below_other_values(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"trainer": {"step": 12, "done": True}}))
+    assert numbers_in(tmp_path / "state.json", ("trainer.step", "trainer.done", "trainer")) == {"trainer.step": 12}
+    values = {"args": argparse.Namespace(batch=4), "loops": OrderedDict(fit=Counter(steps=3))}
+    torch.save(values, tmp_path / "state.ckpt")
+    assert numbers_in(tmp_path / "state.ckpt", ("args.batch", "loops.fit.steps")) == {"args.batch": 4}
+
+
+class Runs:
+    """A pickle that would run a command."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("made",)
+
+
+def test_nothing_that_a_file_names_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"bad": Runs(), "step": 3}, "ckpt.pt")
+    assert numbers_in(tmp_path / "ckpt.pt", ("step",)) == {"step": 3}
+    assert not (tmp_path / "made").exists()
+    pickle.loads(pickle.dumps(Runs()))
+    assert (tmp_path / "made").exists(), "the file really names it"
+
+
+def test_torch_is_not_loaded() -> None:
+    code = "import sys, memtop.supervisor.run.record.whole_files; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
