@@ -308,7 +308,7 @@ class Performer:
         """Prepare the checkpoint in a thread: copies take time."""
         try:
             start = await asyncio.to_thread(self._own_program, effect)
-        except MemtopError as error:
+        except (MemtopError, OSError) as error:
             self._post(LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError)))
         else:
             self._post(self._launch(effect, start))

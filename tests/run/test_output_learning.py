@@ -192,6 +192,20 @@ def test_the_bar_of_something_else_with_a_loss_adds_no_steps(name: str, others: 
     assert [row.loss for row in with_agent[1]] == [4] * 100 + [3] * 100 + [2] * 100
 
 
+def test_any_number_of_other_bars_may_come_first() -> None:
+    others = "".join(bar(count, total) for total in range(2, 200) for count in range(total - 1, total + 1))
+    found = points(others + "\n" + "".join(named_bar("", count, 300, 2.0) for count in (1, 2, 3)))
+    assert found == [(1, 300, 2.0), (2, 300, 2.0), (3, 300, 2.0)]
+
+
+def test_many_kinds_of_losses_between_two_steps() -> None:
+    lines = ["step 1"] + [f"{letter}{other}_loss: 2.0" for letter in "abcdefghij" for other in "abcdefghij"]
+    text = "\n".join(line for count in (1, 2, 3) for line in (bar(count, 9), "loss: 3.0", *lines))
+    learner = Learner()
+    learner.take(text.replace("\r", "\n").split("\n"), 1.0)
+    assert learner.take(["step 2 loss 2.0", "step 3 loss 1.0"], 2.0)
+
+
 def test_lines_with_both_losses_count_until_there_are_others() -> None:
     epochs = "\n".join(f"Epoch {e}/9 train_loss: {e / 2} val_loss: 7.0" for e in (1, 2, 3))
     assert points(epochs) == [(1, 9, 0.5), (2, 9, 1.0), (3, 9, 1.5)]

@@ -20,7 +20,7 @@ from memtop.supervisor.run.output.counter import Counter
 from memtop.supervisor.run.output.lines import Line, read_line
 
 _SHAPES = 64
-"""Shapes of lines that are remembered; a program that writes more writes no table."""
+"""Shapes of lines that are remembered."""
 _RECENT = 20
 _SILENT_LINES, _SILENT_BARS = 5, 50
 """Another shape takes over when it has so many lines with no line of the present one between. A bar
@@ -132,11 +132,7 @@ class Learner(msgspec.Struct, kw_only=True):
         if line.step is None and line.loss is None:
             self.epoch, self.epochs = line.epoch, line.epochs
             return
-        shape = self.shapes.get(line.shape)
-        if shape is None:
-            if len(self.shapes) >= _SHAPES:
-                return
-            shape = self.shapes[line.shape] = Shape(with_evaluation=line.evaluated)
+        shape = self._shape_of(line)
         shape.lines += 1
         if line.step is None:
             self.unplaced, self.text = [*self.unplaced, line][-_UNPLACED:], text
@@ -186,6 +182,17 @@ class Learner(msgspec.Struct, kw_only=True):
             return False  # nothing is trained while this shape counts
         # A program in two parts prints other lines in the second; a bar gives way to a line.
         return shape.unanswered >= (_SILENT_BARS if line.is_bar else _SILENT_LINES)
+
+    def _shape_of(self, line: Line) -> Shape:
+        """The line's shape, which is the newest from now on. Of too many, the oldest is
+        forgotten."""
+        shape = self.shapes.pop(line.shape, None)
+        if shape is None:
+            shape = Shape(with_evaluation=line.evaluated)
+            if len(self.shapes) >= _SHAPES:
+                del self.shapes[next(name for name in self.shapes if name not in (self.counts, self.losses))]
+        self.shapes[line.shape] = shape
+        return shape
 
     @property
     def _is_provisional(self) -> bool:
@@ -259,6 +266,8 @@ class Learner(msgspec.Struct, kw_only=True):
 
     def _learn(self, text: str, counts: str, losses: str | None, *, certain: bool = False) -> None:
         self.counts, self.losses, self.certain = counts, losses, self.certain or certain
+        if losses is not None:
+            self.shapes.setdefault(losses, Shape())  # many others may have come since its line
         self.example = " ".join(clean(text).split())[:100]
         self.recent = []
 

@@ -196,7 +196,9 @@ def _of_knobs(model: Model, change: Change) -> str:
     step, saves = model.progress.step, saves_when_stopped(model.settings, model.progress.offers)
     reached = step.update if step is not None and not (saves and model.alive) else None
     total = model.progress.total_updates
-    return consequences(model.grip, trainer.knobs_after(model, change), model.states.program, reached, total)
+    return consequences(
+        model.grip, trainer.knobs_after(model, change), model.states.program, reached, total, model.rate_at_save
+    )
 
 
 def confirm(model: Model, client: int, request: int) -> Model:
