@@ -29,8 +29,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   values of `memory.readings`: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes,
   allocation_retries (since the process began), rss_bytes, anonymous_bytes}. From a program that
   does not use memtop: {update, learning_rate (null if reading it would wait for a GPU),
-  step_seconds, data_wait_seconds (inside torch's data loaders), dropped, device_uuid} and the
-  readings. Device bytes are those of the device on which this process reserves most. From Hugging
+  step_seconds, data_wait_seconds (inside torch's data loaders), batch (of the loader that was used
+  last), dropped, device_uuid} and the readings. Device bytes are those of the device on which this process reserves most. From Hugging
   Face's Trainer these, `epoch`, `batch`, `accumulation`, `samples_seen` (null if the data has no
   length), `tokens` (if the Trainer counts them), and in the updates that the Trainer logs the mean
   `loss` since its last log and `gradient_norm`. `logged` is false in the others. An update may be
