@@ -203,10 +203,16 @@ def after_stop(saved: Checkpoint | None, update: int | None, *, saves: bool) -> 
 
 
 def consequences(
-    grip: Grip, knobs: dict[str, str], at: Checkpoint | None, reached: int | None, total: int | None = None
+    grip: Grip,
+    knobs: dict[str, str],
+    at: Checkpoint | None,
+    reached: int | None,
+    total: int | None = None,
+    rate: float | None = None,
 ) -> str:
     """What a restart with these knobs means for the position of the training, as the end of a
-    sentence. `total`: how many updates the program does now."""
+    sentence. `total`: how many updates the program does now. `rate`: the learning rate at the
+    checkpoint, about."""
     values = values_of(knobs, grip)
     after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
     text = _lost(at, reached)
@@ -217,12 +223,12 @@ def consequences(
     text += f"; batch {grip.batch} x {grip.accumulation} -> {after.batch} x {after.accumulation}"
     before, then = grip.effective_batch or 0, after.effective_batch or 0
     if before == then and grip.profile is not None:
-        return f"{text}: the effective batch stays {before}{_moved(grip, after, at)}"
+        return f"{text}: the effective batch stays {before}{_moved(grip, after, at, rate)}"
     if before == then:
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
     done = (at.updates if at is not None and at.complete else None) or 0
     if grip.profile is not None:
-        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at)}"
+        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at, rate)}"
     verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
     return (
         f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
@@ -230,13 +236,13 @@ def consequences(
     )
 
 
-def _moved(grip: Grip, after: Grip, at: Checkpoint | None) -> str:
+def _moved(grip: Grip, after: Grip, at: Checkpoint | None, rate: float | None) -> str:
     """What another split means for the samples and the learning rate of a program with a
     profile."""
     profile, before, then = grip.profile, grip.split, after.split
     if profile is None or profile.checkpoint is None or before is None or then is None:
         return ""
-    return moved(profile.checkpoint, profile.position, at, before, then)
+    return moved(profile.checkpoint, profile.position, at, before, then, rate)
 
 
 def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:

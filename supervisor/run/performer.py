@@ -64,9 +64,10 @@ from memtop.supervisor.run.events import (
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.intake import OutputIntake
+from memtop.supervisor.run.output.rank_log import rank_log
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
-from memtop.supervisor.run.post_mortem.log_end import read_log_end
+from memtop.supervisor.run.post_mortem.log_end import rank_logs, read_log_end
 from memtop.supervisor.run.processes.attempt import Given, RunningAttempt, clear_leftovers, launch
 from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
@@ -218,6 +219,15 @@ class Performer:
         if self.output is not None:
             self.output.begin_again()
 
+    def own_log(self, grip: Grip | None) -> str | None:
+        """Where the program writes what it does not print, with `*`: by its profile, or by
+        torchrun's options."""
+        if grip is not None and grip.log is not None:
+            return grip.log
+        if self.attempt is None:
+            return None
+        return rank_log(self._spec.command, self._spec.cwd, rank_logs(self.attempt.folder))
+
     def _count_by_output(self, new: bool) -> None:
         """The updates that the agent counts are not how far the training is: the output knows."""
         intake = self.intake
@@ -308,7 +318,7 @@ class Performer:
         """Prepare the checkpoint in a thread: copies take time."""
         try:
             start = await asyncio.to_thread(self._own_program, effect)
-        except MemtopError as error:
+        except (MemtopError, OSError) as error:
             self._post(LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError)))
         else:
             self._post(self._launch(effect, start))

@@ -52,7 +52,7 @@ def grip_of(spec: RunSpec, run: Path, knobs: dict[str, Any], known: Grip | None)
         knobs=Knobs(**used),
         since=None if _continues(profile, program) else spec.created,
         processes=processes,
-        resumes=known is not None and known.resumes,
+        resumes=known.resumes if known is not None else None,
         **numbers,
     )
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from memtop.presets.program_profiles import CheckpointRule, Counter, Detect, KnobRule, ProgramProfile, Resume
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
-from memtop.supervisor.run.events import CheckpointKept, Launched, LaunchRefused, Requested
+from memtop.supervisor.run.events import CheckpointKept, Launched, LaunchRefused, Requested, SavedChecked
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
@@ -55,6 +55,19 @@ def test_the_program_is_stopped_when_the_copy_is_there() -> None:
     assert (outcomes(brain), brain.model.phase) == ([Outcome.ACCEPTED], Phase.RESTARTING)
     brain.tick()
     assert brain.asked(Signal)[0].name == "SIGINT"
+
+
+def test_the_learning_rate_at_the_checkpoint_is_said() -> None:
+    brain = trains()
+    assert brain.model.output is not None
+    brain.model = replace(brain.model, output=replace(brain.model.output, learning_rate=3e-4))
+    brain.tell(SavedChecked(SAVED))
+    ask(brain, batch="4", accumulation="4")
+    brain.tell(CheckpointKept())
+    (answer,) = brain.answers()
+    assert (
+        "so none is repeated or left out; the learning rate there (about 0.0003) is the same before and after" in answer.message
+    )
 
 
 def test_without_a_copy_the_program_runs_on() -> None:

@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +219,31 @@ def test_a_full_disk_refuses_the_copy_in_words(run: Path, monkeypatch: pytest.Mo
 
 def refuse(*_: Any) -> None:
     raise OSError(95, "not supported")
+
+
+def test_two_threads_copy_one_after_the_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    save(path, 120)
+    newest, real, begun, busy = found(run, place), shutil.copy2, threading.Barrier(2), []
+
+    def slow(source: str, target: str) -> None:
+        busy.append(target)
+        assert len(busy) == 1
+        # The other one would come meanwhile.
+        time.sleep(0.1)
+        real(source, target)
+        busy.pop()
+
+    def keeps(_: int) -> Checkpoint:
+        begun.wait()
+        return keep(newest, run, place, FULL)
+
+    monkeypatch.setattr(copies.fcntl, "ioctl", refuse)
+    monkeypatch.setattr(copies.shutil, "copy2", slow)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(keeps, range(2))
+    assert one == other
+    assert one.complete
 
 
 def test_a_file_that_changes_while_it_is_copied_is_copied_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

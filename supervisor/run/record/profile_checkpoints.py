@@ -12,6 +12,7 @@ import fnmatch
 import glob
 import os
 import re
+import threading
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,10 @@ _RECORD = "kept.json"
 _CONVERTED = "converted"
 """The folder in KEPT with the checkpoint that the program is given, if its position was converted.
 """
+
+
+# One thread looks for new checkpoints, another prepares a restart.
+_alone = threading.Lock()
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +71,7 @@ def place_of(grip: Grip) -> Place | None:
     if profile is None or profile.checkpoint is None:
         return None
     paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
-    known = tuple(str(Path(grip.cwd, path)) for path in paths if path is not None)
+    known = tuple(os.path.normpath(Path(grip.cwd, path)) for path in paths if path is not None)
     given = any("{checkpoint}" in word for word in profile.resume.words)
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
@@ -185,6 +190,11 @@ def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
 def keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None = None) -> Checkpoint:
     """Keep a copy of this checkpoint in the run's folder, in place of an older one. `split`: by
     which its position counts. RunFolderError if that is not possible."""
+    with _alone:
+        return _keep(checkpoint, run, place, split)
+
+
+def _keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None) -> Checkpoint:
     source, record = Path(checkpoint.path), record_of(run)
     target = run / KEPT / source.name
     if source == target:
@@ -238,7 +248,14 @@ def prepared(
 
     `python`: the program's own Python, which has torch. RunFolderError if that is not possible.
     """
-    kept = keep(checkpoint, run, place, before)
+    with _alone:
+        return _prepared(checkpoint, run, place, before, after, python)
+
+
+def _prepared(
+    checkpoint: Checkpoint, run: Path, place: Place, before: Split | None, after: Split | None, python: str | None
+) -> Checkpoint:
+    kept = _keep(checkpoint, run, place, before)
     record = record_of(run)
     if record is None:
         raise RunFolderError(f"{run / KEPT / _RECORD}: cannot be read")

@@ -184,7 +184,7 @@ def _of_knobs(model: Model, change: Change) -> str:
     step, saves = model.progress.step, model.alive and saves_when_stopped(model.settings, model.progress.offers)
     reached = step.update if step is not None else None
     at, total = after_stop(model.states.program, reached, saves=saves), model.progress.total_updates
-    return consequences(model.grip, trainer.knobs_after(model, change), at, reached, total)
+    return consequences(model.grip, trainer.knobs_after(model, change), at, reached, total, model.rate_at_save)
 
 
 def confirm(model: Model, client: int, request: int) -> Model:

@@ -92,5 +92,5 @@ def begun(model: Model, event: Launched, before: dict[str, str]) -> Model:
     model = replace(model, asked=Asked(before=before, resumed=at.updates if at is not None else None, checkpoint=at))
     if at is None:
         return model
-    where = f"at update {at.updates}" if at.updates is not None else f"at step {at.step}" if at.step is not None else ""
-    return note(model, "resume", f"attempt {event.number} is to resume {where}, from {at.path}".replace("  ", " "))
+    where = f"at update {at.updates}, " if at.updates is not None else f"at step {at.step}, " if at.step is not None else ""
+    return note(model, "resume", f"attempt {event.number} is to resume {where}from {at.path}")
