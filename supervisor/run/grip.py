@@ -58,6 +58,10 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates (max_steps), not in epochs."""
+    earlier: dict[str, int] = {}
+    """The checkpoints that were in this folder before the run: `program_checkpoints.newest_of`."""
+    first: int | None = None
+    """The update from which the run began, if its program resumed by itself."""
     resumes: bool | None = None
     """Whether a restart has shown that it continues from its checkpoint; None before the first."""
 

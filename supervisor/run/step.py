@@ -341,6 +341,7 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             model = move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
             return verification.after_step(model, report)
         case Plan(updates=start, resumed=resumed, total_updates=total):
+            model = trainer.begins(model, report)
             values_of = {"start_updates": model.progress.start_update}
             model = emit(model, UpdateAttempt(number=model.number, values=values_of), DropRows(start + 1))
             where = f"{'resumes' if resumed else 'starts'} at update {start}"

@@ -110,6 +110,7 @@ def test_half_the_batch_continues_with_the_same_samples_and_losses(tmp_path: Pat
         "accumulation": 2,
         "processes": 1,
     }
+    assert sorted(json.loads(text)["earlier"]) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
     assert rows(whole / "updates.jsonl") == expected[4:]
     for (update, loss, rate), (_, its_loss, its_rate) in zip(losses[4:], rows(whole / "losses.jsonl"), strict=True):
         assert its_loss == pytest.approx(loss, abs=2e-3), update

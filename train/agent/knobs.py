@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import re
@@ -192,8 +193,18 @@ def _described(arguments: Any) -> dict[str, Any]:
         schedule=getattr(schedule, "value", schedule),
         warmup=getattr(arguments, "warmup_steps", 0) or getattr(arguments, "warmup_ratio", 0) or 0,
         fixed_length=arguments.max_steps > 0,
+        earlier=_checkpoints(arguments.output_dir),
         saves_on_sigterm=bool(getattr(arguments, "enable_jit_checkpoint", False)),
     )
+
+
+def _checkpoints(folder: str) -> dict[str, int]:
+    """The checkpoints in this folder, and when they were saved, in microseconds since the epoch."""
+    found = {}
+    for path in glob.glob(os.path.join(glob.escape(os.path.expanduser(folder)), "checkpoint-*", STATE)):
+        with contextlib.suppress(OSError):
+            found[os.path.basename(os.path.dirname(path))] = os.stat(path).st_mtime_ns // 1000
+    return found
 
 
 def install(report: Callable[..., None]) -> int | None:

@@ -20,7 +20,7 @@ def newest_for(run: Path, grip: Grip, since: float | None = None) -> Checkpoint 
     """The checkpoint from which the program would resume: the newest complete one, memtop's copy
     included. `since`: with a profile, older ones are of an earlier training."""
     if grip.profile is None:
-        return program_checkpoints.newest_for(run, grip.output_dir)
+        return program_checkpoints.newest_for(run, grip)
     place = place_of(grip)
     return None if place is None else profile_checkpoints.newest_for(run, place, since, grip.split)
 

@@ -128,6 +128,8 @@ def _check_saves(model: Model) -> None:
 
 
 def _stop(model: Model, client: int, request: Stop) -> Model:
+    if model.phase.final and model.holding is not None:
+        return _call_off(model, client, request)
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
     if model.phase is not Phase.STOPPING or model.pending is not None:
@@ -138,6 +140,16 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
         text = stopping.manner_of(model)
     model = accept(model, client, request.id, f"stopping: {text}")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
+
+
+def _call_off(model: Model, client: int, request: Stop) -> Model:
+    """The program has ended by itself while its checkpoint is copied for a restart."""
+    holding = model.holding
+    assert holding is not None
+    model = replace(model, holding=None)
+    if holding.client is not None:
+        model = withdraw(model, holding.client, holding.request, "called off by a request to stop")
+    return done(model, client, request.id, f"the restart is called off; the run is {model.phase.value}")
 
 
 def _restart(model: Model, client: int, request: Restart) -> Model:
