@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,24 @@ def test_a_training_of_hugging_faces_trainer_resumes(strangers: Strangers, runs:
     assert document["program"]["resumes"]
     (event,) = runs.events("trainer_program", "resume")
     assert event.message.startswith("attempt 1 is to resume at update 16")
+
+
+def test_a_program_with_a_profile_resumes(strangers: Strangers, runs: Runs) -> None:
+    shutil.copytree(Path(__file__).parent / "run/programs/globals", strangers.folder, dirs_exist_ok=True)
+    pid = strangers.run("train.py", "small.py", MEMTOP_ATTEMPT="1")
+    wait_for(lambda: "iter 10:" in strangers.output)
+    shown = runs.memtop("adopt", str(pid), "--yes", "--detach").stderr
+    assert f"  from      update 8: {strangers.folder}/out/ckpt.pt; 2 updates are done again" in shown
+    assert "  note      profile nanogpt: " in shown
+    written = strangers.folder / "updates.txt"
+    # The program waits again at 10.
+    runs.wait("train", lambda document: written.read_text().count("10 ") == 2)
+    assert [int(line.split()[0]) for line in written.read_text().splitlines()] == [*range(11), 8, 9, 10]
+    environment = json.loads((runs.path / "train/attempts/0001/command.json").read_text())
+    assert environment["argv"][1:] == ["train.py", "small.py", "--init_from=resume"]
+    document = runs.show("train")
+    assert (document["program"]["profile"], document["attempts"][0]["start_updates"]) == ("nanogpt", 8)
+    runs.memtop("stop", "train")
 
 
 def updates(strangers: Strangers) -> list[Any]:

@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import SECONDS, WHOLE, detach_option, headless_option, refuse_both, runs_dir_option
 from memtop.cli.output import print_message
+from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive
 from memtop.supervisor.monitor.processes.signals import ProcessGone, signal_process
-from memtop.supervisor.observed.adoption import Adoption, adoption_of, grip_of
+from memtop.supervisor.observed.adoption import Adoption, Hold, adoption_of, hold_of
 from memtop.supervisor.observed.shown import line_of
-from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.processes.members import refuse_used_path
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.run.starting import start_supervisor
@@ -62,9 +63,9 @@ def adopt(
     """Restart a training that memtop did not start, as a run of memtop.
 
     PID is any process of it. The program continues from its newest complete checkpoint, if it is
-    built on Hugging Face's Trainer. memtop first shows the command, the folder and the environment
-    that it will use, and asks. It sends SIGINT, and waits until all processes have ended. It never
-    sends SIGKILL.
+    built on Hugging Face's Trainer, or if a profile says how it resumes. memtop first shows the
+    command, the folder and the environment that it will use, and asks. It sends SIGINT, or what the
+    profile says, and waits until all processes have ended. It never sends SIGKILL.
     """
     from memtop.cli.foreground import stay
     from memtop.cli.train import free_name, step_pattern
@@ -73,22 +74,11 @@ def adopt(
     refuse_both(headless, detach)
     adoption, seen = adoption_of(pid)
     pattern = step_pattern(adoption.environment.get("MEMTOP_STEP") or os.environ.get("MEMTOP_STEP"))
-    held = _grip(adoption, from_zero=from_zero)
     where = runs_dir or default_runs_dir()
     run = name or free_name(where, Path(seen.name).stem)
     if os.path.lexists(where / run):
         raise UsageError(f"--name {run}: {where / run} exists; give another name")
     refuse_used_path(where / run)
-    print_message(line_of(seen))
-    for line in _plan(adoption, run, where, from_zero=from_zero, reached=seen.updates):
-        print_message(line)
-    if not _agreed("End it and start it again?", yes=yes):
-        print_message("memtop: nothing was changed")
-        return 1
-    _end(adoption, seconds, yes=yes)
-    # It may have saved once more, so look again.
-    if held is not None:
-        held = _grip(adoption, from_zero=False)
     spec = RunSpec(
         name=run,
         created=begun,
@@ -96,18 +86,27 @@ def adopt(
         command=adoption.command,
         cwd=adoption.folder,
         on_oom=on_oom,
-        grip=held,
         step_pattern=pattern,
         memtop_version=__version__,
     )
+    held = None if from_zero else _hold(adoption, spec, where)
+    print_message(line_of(seen))
+    for line in _plan(adoption, spec, where, held, seen.updates):
+        print_message(line)
+    if not _agreed("End it and start it again?", yes=yes):
+        print_message("memtop: nothing was changed")
+        return 1
+    _end(adoption, _signal(adoption, held), seconds, yes=yes)
+    # It may have saved once more, so look again.
+    if held is not None:
+        held = _hold(adoption, spec, where)
+        spec = replace(spec, grip=held.grip, profile=held.grip.profile, profile_why=held.profile_why)
     return stay(_start(where, spec, adoption), begun, headless=headless, detach=detach)
 
 
-def _grip(adoption: Adoption, *, from_zero: bool) -> Grip | None:
-    """How it resumes; None if it is to begin from zero. RefusedError if it cannot resume."""
-    if from_zero:
-        return None
-    found = grip_of(adoption.checkpoint)
+def _hold(adoption: Adoption, spec: RunSpec, where: Path) -> Hold:
+    """How it resumes. RefusedError if it cannot."""
+    found = hold_of(adoption, spec, where / spec.name, load_profiles().values())
     if isinstance(found, str):
         pid = adoption.processes[0].pid
         state = "" if is_alive(adoption.processes[0]) else "; it has ended, and nothing was started"
@@ -115,20 +114,23 @@ def _grip(adoption: Adoption, *, from_zero: bool) -> Grip | None:
     return found
 
 
-def _plan(adoption: Adoption, run: str, where: Path, *, from_zero: bool, reached: int | None) -> list[str]:
+def _plan(adoption: Adoption, spec: RunSpec, where: Path, held: Hold | None, reached: int | None) -> list[str]:
     """What will be done, and what memtop cannot know."""
-    checkpoint = None if from_zero else adoption.checkpoint
-    name = signal.Signals(adoption.signal_number).name
+    name = _signal(adoption, held).name
     lines = [
         f"  ends      pid {', '.join(str(process.pid) for process in adoption.processes)}, with {name}",
         f"  command   {shlex.join(adoption.command)}",
         f"  folder    {adoption.folder}",
         f"  variables {_variables(adoption.environment)}",
-        f"  run       {run} in {where}; its output goes to the run's log",
-        f"  from      {_origin(checkpoint, reached)}",
+        f"  run       {spec.name} in {where}; its output goes to the run's log",
+        f"  from      {_origin(None if held is None else held.checkpoint, reached)}",
         "  not known what the program, or a script before it, has changed since its start; its input, which will be empty",
     ]
-    return [*lines, *(f"  note      {note}" for note in adoption.notes)]
+    return [*lines, *(f"  note      {note}" for note in (*(held.notes if held is not None else ()), *adoption.notes))]
+
+
+def _signal(adoption: Adoption, held: Hold | None) -> signal.Signals:
+    return signal.Signals(adoption.signal_number if held is None else held.signal_of(adoption))
 
 
 def _origin(checkpoint: Checkpoint | None, reached: int | None) -> str:
@@ -161,12 +163,12 @@ def _agreed(question: str, *, yes: bool) -> bool:
     return click.confirm(question, default=False, err=True)
 
 
-def _end(adoption: Adoption, seconds: float, *, yes: bool) -> None:
+def _end(adoption: Adoption, number: signal.Signals, seconds: float, *, yes: bool) -> None:
     """End the program gently; RefusedError if it does not end."""
     leader = adoption.processes[0]
-    _ask_to_end(leader, adoption.signal_number)
+    _ask_to_end(leader, number)
     left = _wait(adoption.processes, seconds)
-    can_ask = not yes and adoption.signal_number != signal.SIGTERM
+    can_ask = not yes and number != signal.SIGTERM
     if left and can_ask and _agreed(f"It has not ended in {seconds:g} s. Send SIGTERM?", yes=False):
         for process in left:
             _ask_to_end(process, signal.SIGTERM)
@@ -178,9 +180,9 @@ def _end(adoption: Adoption, seconds: float, *, yes: bool) -> None:
         )
 
 
-def _ask_to_end(process: ProcessId, number: int) -> None:
+def _ask_to_end(process: ProcessId, number: signal.Signals) -> None:
     try:
-        signal_process(process, signal.Signals(number))
+        signal_process(process, number)
     except ProcessGone:
         return
 

@@ -6,11 +6,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from memtop.presets.program_profiles import ProgramProfile
 from memtop.supervisor.errors import RefusedError, UsageError
 from memtop.supervisor.monitor.processes.jobs import is_host, script
 from memtop.supervisor.monitor.processes.proc import (
@@ -29,8 +31,11 @@ from memtop.supervisor.monitor.processes.signals import check_owner
 from memtop.supervisor.observed.checkpoints import folders_of, newest_checkpoint
 from memtop.supervisor.observed.observer import observer_of
 from memtop.supervisor.observed.values import Observed
+from memtop.supervisor.profile.detection import propose
 from memtop.supervisor.run.grip import Grip
-from memtop.supervisor.run.record import program_checkpoints
+from memtop.supervisor.run.profiled import grip_of
+from memtop.supervisor.run.record import grip_checkpoints
+from memtop.supervisor.run.record.folder import RunSpec
 from memtop.supervisor.wire import Checkpoint
 
 _SHELLS = frozenset({"sh", "bash", "zsh", "dash", "fish"})
@@ -51,20 +56,53 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """What may differ from the first start, one line each."""
 
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """How memtop makes the program resume, and from what."""
+
+    grip: Grip
+    checkpoint: Checkpoint
+    profile_why: str = ""
+
     @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The newest complete one that the program has saved since its start."""
-        return newest_checkpoint(folders_of(self.command, Path(self.folder)), self.started)
+    def notes(self) -> tuple[str, ...]:
+        """How it resumes, and what a person must do, one line each."""
+        profile = self.grip.profile
+        if profile is None:
+            return ("it is built on Hugging Face's Trainer, which memtop makes resume",)
+        notes = (f"profile {profile.name}: {self.profile_why}",)
+        answer = profile.stop.answer
+        return notes if answer is None else (*notes, f"before it ends it asks on its terminal: answer {answer!r} there")
+
+    def signal_of(self, adoption: Adoption) -> int:
+        """What asks the program to end: what its profile says, unless it ignores SIGINT."""
+        profile = self.grip.profile
+        if profile is None or adoption.signal_number != signal.SIGINT:
+            return adoption.signal_number
+        return signal.Signals[profile.stop.signal]
 
 
-def grip_of(checkpoint: Checkpoint | None) -> Grip | str:
-    """How memtop makes the program resume from this checkpoint, or why it cannot."""
-    if checkpoint is None:
-        return "it has saved no complete checkpoint since its start, as far as memtop can see"
-    path = Path(checkpoint.path)
-    if not program_checkpoints.is_name(path.name):
-        return f"memtop does not know how this program resumes from {path}: it is no checkpoint of Hugging Face's Trainer"
-    return Grip(output_dir=str(path.parent))
+def hold_of(adoption: Adoption, spec: RunSpec, run: Path, profiles: Iterable[ProgramProfile]) -> Hold | str:
+    """How the program resumes in this run, or why it cannot."""
+    folders = folders_of(adoption.command, Path(adoption.folder))
+    saved = newest_checkpoint(folders, adoption.started, of_trainer=True)
+    if saved is not None:
+        return Hold(grip=Grip(output_dir=str(Path(saved.path).parent)), checkpoint=saved)
+    chosen = propose(profiles, adoption.command, adoption.folder)
+    grip = None if chosen is None else grip_of(replace(spec, profile=chosen.profile, profile_why=chosen.why), run, {}, None)
+    if chosen is None or grip is None or chosen.profile.resume.how == "never":
+        seen = newest_checkpoint(folders, adoption.started)
+        if chosen is not None:
+            return f"programs like this one do not resume (profile {chosen.profile.name}: {chosen.why})"
+        if seen is None:
+            return "it has saved no complete checkpoint since its start, as far as memtop can see"
+        return f"memtop does not know how this program resumes from {seen.path}: no profile fits, and it is not the Trainer's"
+    grip = replace(grip, since=adoption.started)
+    newest = grip_checkpoints.newest_for(run, grip, grip.since)
+    if newest is None or not newest.complete:
+        problem = "" if newest is None or newest.problem is None else f" ({newest.problem})"
+        return f"it has saved no complete checkpoint since its start{problem} (profile {chosen.profile.name})"
+    return Hold(grip=grip, checkpoint=newest, profile_why=chosen.why)
 
 
 def adoption_of(pid: int, proc_root: Path = PROC) -> tuple[Adoption, Observed]:

@@ -18,13 +18,15 @@ _NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__", "wand
 _LONGEST_HEADER = 64 << 20
 
 
-def newest_checkpoint(folders: Iterable[Path], since: float) -> Checkpoint | None:
-    """The newest complete one: a folder of Hugging Face's Trainer, or a whole file of weights."""
+def newest_checkpoint(folders: Iterable[Path], since: float, *, of_trainer: bool = False) -> Checkpoint | None:
+    """The newest complete one: a folder of Hugging Face's Trainer, or a whole file of weights
+    unless `of_trainer`."""
     found: dict[Path, float] = {}
     for folder in folders:
         for entry in _entries(folder):
             saved = _saved_at(entry)
-            if saved is not None and saved >= since:
+            wanted = program_checkpoints.is_name(entry.name) or not of_trainer
+            if wanted and saved is not None and saved >= since:
                 found[Path(entry.path)] = saved
     for path in sorted(found, key=lambda one: found[one], reverse=True):
         checkpoint = program_checkpoints.read(path) if path.is_dir() else _whole_file(path)

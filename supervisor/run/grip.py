@@ -58,6 +58,10 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates (max_steps), not in epochs."""
+    earlier: dict[str, int] = {}
+    """The checkpoints that were in this folder before the run: `program_checkpoints.newest_of`."""
+    first: int | None = None
+    """The update from which the run began, if its program resumed by itself."""
     resumes: bool | None = None
     """Whether a restart has shown that it continues from its checkpoint; None before the first."""
 
@@ -194,11 +198,25 @@ def rate_at(grip: Grip, update: int, total: int) -> float | None:
     return grip.peak_rate * (0.5 * (1 + math.cos(math.pi * done)) if grip.schedule == "cosine" else 1)
 
 
+def after_stop(saved: Checkpoint | None, update: int | None, *, saves: bool) -> Checkpoint | None:
+    """The checkpoint from which a program resumes that is stopped now: of the present update if it
+    `saves` when it is stopped, otherwise the newest one."""
+    if not saves or update is None:
+        return saved
+    return Checkpoint(path=saved.path if saved is not None else "", updates=update, complete=True)
+
+
 def consequences(
-    grip: Grip, knobs: dict[str, str], at: Checkpoint | None, reached: int | None, total: int | None = None
+    grip: Grip,
+    knobs: dict[str, str],
+    at: Checkpoint | None,
+    reached: int | None,
+    total: int | None = None,
+    rate: float | None = None,
 ) -> str:
     """What a restart with these knobs means for the position of the training, as the end of a
-    sentence. `total`: how many updates the program does now."""
+    sentence. `total`: how many updates the program does now. `rate`: the learning rate at the
+    checkpoint, about."""
     values = values_of(knobs, grip)
     after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
     text = _lost(at, reached)
@@ -209,12 +227,12 @@ def consequences(
     text += f"; batch {grip.batch} x {grip.accumulation} -> {after.batch} x {after.accumulation}"
     before, then = grip.effective_batch or 0, after.effective_batch or 0
     if before == then and grip.profile is not None:
-        return f"{text}: the effective batch stays {before}{_moved(grip, after, at)}"
+        return f"{text}: the effective batch stays {before}{_moved(grip, after, at, rate)}"
     if before == then:
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
     done = (at.updates if at is not None and at.complete else None) or 0
     if grip.profile is not None:
-        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at)}"
+        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at, rate)}"
     verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
     return (
         f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
@@ -222,13 +240,13 @@ def consequences(
     )
 
 
-def _moved(grip: Grip, after: Grip, at: Checkpoint | None) -> str:
+def _moved(grip: Grip, after: Grip, at: Checkpoint | None, rate: float | None) -> str:
     """What another split means for the samples and the learning rate of a program with a
     profile."""
     profile, before, then = grip.profile, grip.split, after.split
     if profile is None or profile.checkpoint is None or before is None or then is None:
         return ""
-    return moved(profile.checkpoint, profile.position, at, before, then)
+    return moved(profile.checkpoint, profile.position, at, before, then, rate)
 
 
 def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
@@ -239,7 +257,7 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     before = rate_at(grip, done, total) if total else None
     after = rate_at(grip, done, math.ceil(total * longer)) if total else None
     if before is None or after is None:
-        return f"the schedule of the learning rate has {longer:g} times as many updates"
+        return f"the learning rate now follows a schedule with {longer:g} times as many updates"
     return f"the learning rate there changes from {before:g} to {after:g}"
 
 

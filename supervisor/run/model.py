@@ -204,6 +204,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     states: States = States()
     saved_by_program: Checkpoint | None = None
     """The newest checkpoint that an external command has reported, as it was found on the disk."""
+    rate_at_save: float | None = None
+    """The learning rate when it was found."""
     configurations: Configurations = Configurations()
     newest_number: int = 0
     """The number of the newest attempt in the ledger, started or not."""

@@ -64,9 +64,10 @@ from memtop.supervisor.run.events import (
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.intake import OutputIntake
+from memtop.supervisor.run.output.rank_log import rank_log
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
-from memtop.supervisor.run.post_mortem.log_end import read_log_end
+from memtop.supervisor.run.post_mortem.log_end import rank_logs, read_log_end
 from memtop.supervisor.run.processes.attempt import Given, RunningAttempt, clear_leftovers, launch
 from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
@@ -179,8 +180,8 @@ class Performer:
                 self._begin(self._examine(effect, model))
             case AskRanks():
                 self._begin(self._ask(effect))
-            case KeepCheckpoint(grip=grip):
-                self._begin(self._keep_checkpoint(grip))
+            case KeepCheckpoint():
+                self._begin(self._keep_checkpoint(effect))
             case ReadStates():
                 return StatesRead(read_states(self._folder, model.grip))
             case CheckSaved(reported=reported):
@@ -217,6 +218,15 @@ class Performer:
         """The workers of the program have begun again, and their output with them."""
         if self.output is not None:
             self.output.begin_again()
+
+    def own_log(self, grip: Grip | None) -> str | None:
+        """Where the program writes what it does not print, with `*`: by its profile, or by
+        torchrun's options."""
+        if grip is not None and grip.log is not None:
+            return grip.log
+        if self.attempt is None:
+            return None
+        return rank_log(self._spec.command, self._spec.cwd, rank_logs(self.attempt.folder))
 
     def _count_by_output(self, new: bool) -> None:
         """The updates that the agent counts are not how far the training is: the output knows."""
@@ -308,7 +318,7 @@ class Performer:
         """Prepare the checkpoint in a thread: copies take time."""
         try:
             start = await asyncio.to_thread(self._own_program, effect)
-        except MemtopError as error:
+        except (MemtopError, OSError) as error:
             self._post(LaunchRefused(number=effect.number, why=str(error), usage=isinstance(error, UsageError)))
         else:
             self._post(self._launch(effect, start))
@@ -327,10 +337,11 @@ class Performer:
             return Start(resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)))
         return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, resumed), after)
 
-    async def _keep_checkpoint(self, grip: Grip) -> None:
+    async def _keep_checkpoint(self, effect: KeepCheckpoint) -> None:
         problem = None
         try:
-            await asyncio.to_thread(grip_checkpoints.keep, self._folder.path, grip, grip.since)
+            python = python_of(self._spec)
+            await asyncio.to_thread(grip_checkpoints.keep_for, self._folder.path, effect.grip, effect.after, python)
         except (MemtopError, OSError) as error:
             problem = str(error)
         self._post(CheckpointKept(problem=problem))

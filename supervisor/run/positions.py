@@ -52,7 +52,7 @@ def moved(
     rule: CheckpointRule, position: Position, at: Checkpoint | None, before: Split, after: Split, rate: float | None = None
 ) -> str:
     """What a restart with another split means for samples and learning rate, as the end of a
-    sentence. `rate`: the learning rate at the checkpoint."""
+    sentence. `rate`: the learning rate when the checkpoint was found."""
     step = None if at is None or not at.complete else at.step if at.step is not None else at.updates
     if step is None:
         return ""
@@ -85,7 +85,7 @@ def _rate(rule: CheckpointRule, position: Position, before: Split, after: Split,
         or (position.length == "updates" and position.counts == "updates")
         or (position.length == "epochs" and (rule.convert or position.counts == "samples"))
     )
-    known = "" if rate is None else f" ({rate:g})"
+    known = "" if rate is None else f" (about {rate:g})"
     if position.counts == "micro_batches" and not rule.convert and before.batch != after.batch:
         return f"! the learning rate there{known} changes with the position"
     if is_held:

@@ -52,7 +52,7 @@ def grip_of(spec: RunSpec, run: Path, knobs: dict[str, Any], known: Grip | None)
         knobs=Knobs(**used),
         since=None if _continues(profile, program) else spec.created,
         processes=processes,
-        resumes=known is not None and known.resumes,
+        resumes=known.resumes if known is not None else None,
         **numbers,
     )
 
@@ -100,7 +100,8 @@ def python_of(spec: RunSpec) -> str | None:
     for word in spec.command[: command.begins] if command is not None else ():
         name = word.rpartition("/")[2]
         if PYTHON.fullmatch(name):
-            return shutil.which(word, path=None) or None
+            # A path is relative to the program's folder.
+            return shutil.which(str(Path(spec.cwd, word)) if "/" in word else word)
         if name in LAUNCHERS and (found := shutil.which(word)) is not None:
             beside = Path(found).resolve().parent / "python"
             return str(beside) if beside.exists() else None

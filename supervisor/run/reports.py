@@ -110,6 +110,9 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates."""
+    earlier: dict[Word, Count] = {}
+    """The checkpoints that are there already, by name: when they were saved, in microseconds since
+    the epoch."""
     saves_on_sigterm: bool = False
     """Whether it saves after the present update when it gets SIGTERM (enable_jit_checkpoint)."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memtop.presets.program_profiles import KNOB_NAMES
 from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
 from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
@@ -140,8 +141,7 @@ def _program(model: Model) -> Program:
 
 
 def _first_known(first: Knobs, other: Knobs) -> Knobs:
-    names = ("batch", "accumulation", "seq_len")
-    return Knobs(**{name: getattr(first, name) or getattr(other, name) for name in names})
+    return replace(first, **{name: getattr(first, name) or getattr(other, name) for name in KNOB_NAMES})
 
 
 def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:

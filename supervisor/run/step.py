@@ -105,7 +105,7 @@ def _after(model: Model, event: Occurrence) -> Model:
         case StatesRead(states=states):
             return replace(model, states=states)
         case SavedChecked(found=found):
-            return stopping.save_seen(replace(model, saved_by_program=found), found)
+            return stopping.save_seen(_saved(model, found), found)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
         case SupervisorStarted():
@@ -114,6 +114,14 @@ def _after(model: Model, event: Occurrence) -> Model:
             return _check_saved(taking_over.replayed(model))
         case _:
             return _after_attempt_event(model, event)
+
+
+def _saved(model: Model, found: Checkpoint) -> Model:
+    """A checkpoint of the user's own program was found."""
+    step, seen = model.progress.step, model.output
+    rate = step.learning_rate if step is not None and step.learning_rate is not None else None
+    rate = seen.learning_rate if rate is None and seen is not None else rate
+    return replace(model, saved_by_program=found, rate_at_save=rate)
 
 
 def _after_attempt_event(model: Model, event: Occurrence) -> Model:
@@ -333,6 +341,7 @@ def _of_first_rank(model: Model, report: Report) -> Model:
             model = move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
             return verification.after_step(model, report)
         case Plan(updates=start, resumed=resumed, total_updates=total):
+            model = trainer.begins(model, report)
             values_of = {"start_updates": model.progress.start_update}
             model = emit(model, UpdateAttempt(number=model.number, values=values_of), DropRows(start + 1))
             where = f"{'resumes' if resumed else 'starts'} at update {start}"

@@ -307,7 +307,7 @@ class Supervisor:
             updates=progress.update,
             step_seconds=progress.step_seconds,
             has_loss=progress.loss is not None,
-            own_log=self.model.grip.log if self.model.grip is not None else None,
+            own_log=self._performer.own_log(self.model.grip),
             steps_per_update=self.model.grip.steps_per_update if self.model.grip is not None else 1,
             to_the_end=to_the_end,
         )

@@ -6,10 +6,10 @@ from msgspec.structs import replace
 
 from memtop.presets.program_profiles import CheckpointRule, Counter, Detect, KnobRule, ProgramProfile, Resume
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
-from memtop.supervisor.run.events import CheckpointKept, Launched, LaunchRefused, Requested
+from memtop.supervisor.run.events import CheckpointKept, Launched, LaunchRefused, Requested, SavedChecked
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.output.values import Seen
-from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
+from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart, Stop
 from tests.run.brain import Brain, end, stop, training
 
 SAVED = Checkpoint(path="/out/ckpt.pt", updates=5, complete=True)
@@ -55,6 +55,46 @@ def test_the_program_is_stopped_when_the_copy_is_there() -> None:
     assert (outcomes(brain), brain.model.phase) == ([Outcome.ACCEPTED], Phase.RESTARTING)
     brain.tick()
     assert brain.asked(Signal)[0].name == "SIGINT"
+
+
+def test_a_stop_calls_the_restart_off_also_if_the_program_has_ended_meanwhile() -> None:
+    brain = trains()
+    ask(brain, batch="4", accumulation="4")
+    end(brain, 0)
+    brain.tell(Requested(client=2, request=Stop(id=2), states=brain.model.states))
+    assert [answer.message for answer in brain.answers()] == [
+        "called off by a request to stop",
+        "the restart is called off; the run is finished",
+    ]
+    brain.tell(CheckpointKept())
+    assert brain.asked(Launch) == []
+
+
+def test_a_restart_of_the_supervisor_before_is_carried_out_once() -> None:
+    brain = trains()
+    brain.model = replace(brain.model, pending=Change(assignments={"batch": "4", "accumulation": "4"}))
+    brain.tick()
+    assert len(brain.asked(KeepCheckpoint)) == 1
+    end(brain, 0)
+    (launch,) = brain.asked(Launch)
+    brain.tell(Launched(number=launch.number, started=brain.wall, resumed=SAVED, grip=launch.grip))
+    brain.effects.clear()
+    brain.tell(CheckpointKept())
+    assert brain.model.phase is Phase.STARTING
+    assert brain.effects == []
+
+
+def test_the_learning_rate_at_the_checkpoint_is_said() -> None:
+    brain = trains()
+    assert brain.model.output is not None
+    brain.model = replace(brain.model, output=replace(brain.model.output, learning_rate=3e-4))
+    brain.tell(SavedChecked(SAVED))
+    ask(brain, batch="4", accumulation="4")
+    brain.tell(CheckpointKept())
+    (answer,) = brain.answers()
+    assert (
+        "so none is repeated or left out; the learning rate there (about 0.0003) is the same before and after" in answer.message
+    )
 
 
 def test_without_a_copy_the_program_runs_on() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memtop.supervisor.run.output.learning import Learner, Row
@@ -278,6 +278,31 @@ def test_any_text_can_be_read(text: str) -> None:
     for row in Learner().take(text.split("\n"), 1.0):
         assert row.step >= 0
         assert row.total is None or row.total >= row.step
+
+
+PIECES = (
+    *("step 3", "step 40/90", "loss 2.5", "loss nan", "epoch 1/3", "epoch 0.3", "epoch 2", "12/300", "100it [00:10, 9.8it/s]"),
+    *(" 3%|# | 3/300 [00:01<00:02, 2.0it/s]", "val_loss 2", "train_loss: 3", "lr 1e-4", "[rank1]:", "max_iters = 30", "eval"),
+    *(
+        "{'loss': 2.0, 'epoch': 0.1}",
+        "[1, 20] loss: 3",
+        "aux_loss 2",
+        "batch 7/9",
+        "\x1b[1m",
+        "step 99999999999",
+        "total_steps 40",
+    ),
+)
+
+
+@given(st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(" ".join), max_size=40))
+@example(lines=["12/300 loss 2.5 epoch 0.3", "40/300 loss 2.5 epoch 0.3"])
+def test_any_pieces_of_lines_can_be_read(lines: list[str]) -> None:
+    learner = Learner()
+    for number, line in enumerate(lines):
+        for row in learner.take([line], float(number)):
+            assert row.step >= 0
+            assert row.total is None or row.total >= row.step
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_what_a_restart_means_is_said_before() -> None:
     half = (Split(8, 4), Split(4, 8))
     assert moved(CONVERTED, MICRO, at(120), *half, rate=4.5e-4) == (
         "; its position is converted in a copy of the checkpoint (micro-batches: 120 -> 240), so no sample is repeated or left "
-        "out; the learning rate there (0.00045) is the same before and after"
+        "out; the learning rate there (about 0.00045) is the same before and after"
     )
     words = moved(CONVERTED, MICRO, at(121), *half)
     assert "(micro-batches: 121 -> 240), so 8 samples are repeated; the learning rate there is the same" in words
@@ -67,7 +67,7 @@ def test_what_a_restart_means_is_said_before() -> None:
     assert words.startswith("; its samples are drawn at random, so none is repeated or left out; the learning rate there is")
     fewer = moved(KEPT, Position(counts="updates", order="skipped", length="epochs"), at(5), Split(8, 4), Split(4, 4), 0.1)
     assert fewer == (
-        "; ! 80 samples are repeated; ! the learning rate there (0.1) changes: its schedule has 2 times as many updates"
+        "; ! 80 samples are repeated; ! the learning rate there (about 0.1) changes: its schedule has 2 times as many updates"
     )
     assert moved(KEPT, RANDOM, None, *half) == ""
 

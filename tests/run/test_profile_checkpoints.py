@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.positions import Split
 from memtop.supervisor.run.record import copies
-from memtop.supervisor.run.record.profile_checkpoints import Place, keep, newest_for, newest_of, prepared
+from memtop.supervisor.run.record.profile_checkpoints import Place, keep, newest_for, newest_of, prepared, try_conversion
 from memtop.supervisor.run.record.program_checkpoints import KEPT
 from memtop.supervisor.wire import Checkpoint
 
@@ -137,6 +140,23 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_changed(run: Path) -
         assert path.read_bytes() == content
 
 
+def test_what_cannot_be_converted_is_known_before_the_stop(run: Path) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    save(path, 120)
+    keep(found(run, place), run, place, FULL)
+    try_conversion(run, place, FULL, HALF, sys.executable)
+    try_conversion(run, place, FULL, FULL, None)
+    with pytest.raises(RunFolderError, match="which Python of yours"):
+        try_conversion(run, place, FULL, HALF, None)
+    assert sorted(one.name for one in (run / KEPT).iterdir()) == ["ckpt.pt", "kept.json"]
+    torch.save({"step": torch.tensor(120), "epoch": 0}, path)
+    keep(found(run, place), run, place, FULL)
+    with pytest.raises(RunFolderError, match="it has no whole number step"):
+        try_conversion(run, place, FULL, HALF, sys.executable)
+    with pytest.raises(RunFolderError, match="its position cannot be converted"):
+        prepared(found(run, place), run, place, before=FULL, after=HALF, python=sys.executable)
+
+
 def test_a_position_in_json_needs_no_torch(run: Path) -> None:
     out = run.parent / "out"
     counter = Counter(read="json", file="progress.json", key="at.step")
@@ -216,6 +236,31 @@ def test_a_full_disk_refuses_the_copy_in_words(run: Path, monkeypatch: pytest.Mo
 
 def refuse(*_: Any) -> None:
     raise OSError(95, "not supported")
+
+
+def test_two_threads_copy_one_after_the_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    save(path, 120)
+    newest, real, begun, busy = found(run, place), shutil.copy2, threading.Barrier(2), []
+
+    def slow(source: str, target: str) -> None:
+        busy.append(target)
+        assert len(busy) == 1
+        # The other one would come meanwhile.
+        time.sleep(0.1)
+        real(source, target)
+        busy.pop()
+
+    def keeps(_: int) -> Checkpoint:
+        begun.wait()
+        return keep(newest, run, place, FULL)
+
+    monkeypatch.setattr(copies.fcntl, "ioctl", refuse)
+    monkeypatch.setattr(copies.shutil, "copy2", slow)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(keeps, range(2))
+    assert one == other
+    assert one.complete
 
 
 def test_a_file_that_changes_while_it_is_copied_is_copied_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

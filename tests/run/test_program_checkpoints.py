@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record import program_checkpoints
 from memtop.supervisor.run.record.program_checkpoints import KEPT, keep, newest_for, newest_of
 
@@ -38,6 +39,27 @@ def test_the_newest_complete_one_counts_by_its_number(tmp_path: Path) -> None:
     assert found.updates == 9
 
 
+def test_what_was_there_before_the_run_is_of_another_training(tmp_path: Path) -> None:
+    for update in (5, 500):
+        save(tmp_path, update)
+    earlier = {path.name: (path / "trainer_state.json").stat().st_mtime_ns // 1000 for path in tmp_path.iterdir()}
+    assert newest_of(tmp_path, earlier) is None
+    # The program has saved over one of them; an interrupted save is there, too.
+    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
+    save(tmp_path, 7, "model.safetensors")
+    found = newest_of(tmp_path, earlier)
+    assert found is not None
+    assert (found.updates, found.complete) == (None, False)
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text('{"global_step": 5}')
+    found = newest_of(tmp_path, earlier)
+    assert found is not None
+    assert found.updates == 5
+    # The one from which the program has resumed by itself counts.
+    found = newest_of(tmp_path, earlier, 500)
+    assert found is not None
+    assert found.updates == 500
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -62,12 +84,13 @@ def test_the_kept_one_survives_the_programs_own_and_an_older_one_goes(tmp_path: 
     assert kept.path == str(run / KEPT / "checkpoint-5")
     assert keep(kept, run) == kept
     shutil.rmtree(first.path)
-    found = newest_for(run, str(output))
+    grip = Grip(output_dir=str(output))
+    found = newest_for(run, grip)
     assert found is not None
     assert (found.path, found.updates, found.complete) == (kept.path, 5, True)
     save(output, 7, "model.safetensors")
     # An interrupted save is newer, but not complete.
-    assert newest_for(run, str(output)) == found
+    assert newest_for(run, grip) == found
     later = newest_of(save(output, 9).parent)
     assert later is not None
     keep(later, run)

@@ -67,7 +67,7 @@ def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() 
         "the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the effective batch stays 16, and so do order and "
         "learning rate"
     )
-    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(GRIP)]
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(grip=GRIP, after=replace(GRIP, batch=4, accumulation=4))]
     launch = launched(brain)
     assert (launch.grip, launch.knobs) == (GRIP, {"batch": 4, "accumulation": 4})
     begins(brain, batch=4, accumulation=4)
@@ -103,6 +103,22 @@ def test_what_cannot_be_changed_is_refused_in_one_line(change: Change, words: st
     assert answer.message.startswith(words)
     assert "\n" not in answer.message
     assert brain.model.phase is Phase.TRAINING
+
+
+def test_checkpoints_of_another_training_do_not_count() -> None:
+    brain = training(settings=None)
+    brain.report({**FOUND, "earlier": {"checkpoint-500": 12}}, {"type": "plan", "updates": 0})
+    ask(brain, Change())
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(replace(GRIP, earlier={"checkpoint-500": 12}))]
+    launched(brain)
+    # They do not become others in later attempts, nor what the program resumes from for memtop.
+    brain.report(
+        {**FOUND, "earlier": {"checkpoint-500": 12, "checkpoint-5": 20}}, {"type": "plan", "updates": 5, "resumed": True}
+    )
+    assert brain.model.grip == replace(GRIP, earlier={"checkpoint-500": 12})
+    brain = training(settings=None)
+    brain.report({**FOUND, "earlier": {"checkpoint-3": 12}}, {"type": "plan", "updates": 3, "resumed": True})
+    assert brain.model.grip == replace(GRIP, earlier={"checkpoint-3": 12}, first=3)
 
 
 def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() -> None:
@@ -153,7 +169,7 @@ def test_an_exit_without_training_is_no_success() -> None:
     end(brain, 0)
     brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
     assert brain.model.phase is Phase.FAILED
-    assert brain.model.reason == "the program ended without training; it was to resume after update 5"
+    assert brain.model.reason == "the program ended with exit status 0 before its first update"
     # One that had nothing left to do reports where it began.
     ask(brain, Change())
     starts(brain)

@@ -260,6 +260,8 @@ class World:
             case do.HoldState(update=update):
                 self.held = newest_until(self.states().kept, update).updates
                 return on.StateHeld()
+            case do.KeepCheckpoint():
+                self.later.append(on.CheckpointKept(problem="no space" if self.disk_full else None))
             case do.ReleaseState():
                 self.held = None
             case do.AskRanks(ask=number, name=name):
@@ -306,7 +308,7 @@ class World:
             self.outbox.close_unstarted(effect.number, "no space", self.wall)
             return on.LaunchRefused(number=effect.number, why="command.json: no space", recorded=True)
         self._check_start(effect)
-        resumed = self.kept[-1] if self.kept and (effect.output_dir is not None or not self.external) else 0
+        resumed = self.kept[-1] if self.kept and (effect.grip is not None or not self.external) else 0
         self.program = Program(effect, resumed)
         if self.trainer and resumed and self.random.random() < 0.1:
             self.program.update = 0
@@ -395,7 +397,7 @@ class World:
         if self.model.launching.cause is not Cause.DEATH:
             return
         if self.trainer:
-            assert effect.output_dir is not None, "a program that memtop does not hold is started again by itself"
+            assert effect.grip is not None, "a program that memtop does not hold is started again by itself"
             assert self.kept, "a program without a checkpoint is started again by itself"
             assert not self.began_again, "a program that has begun from zero is started again by itself"
             assert own_key(effect.knobs) not in self.failed, "settings that ran out of memory are tried again by itself"

@@ -110,10 +110,20 @@ def test_half_the_batch_continues_with_the_same_samples_and_losses(tmp_path: Pat
         "accumulation": 2,
         "processes": 1,
     }
+    assert sorted(json.loads(text)["earlier"]) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
     assert rows(whole / "updates.jsonl") == expected[4:]
     for (update, loss, rate), (_, its_loss, its_rate) in zip(losses[4:], rows(whole / "losses.jsonl"), strict=True):
         assert its_loss == pytest.approx(loss, abs=2e-3), update
         assert its_rate == pytest.approx(rate), update
+
+
+def test_workers_that_torchrun_starts_again_go_on_from_what_was_saved_since(tmp_path: Path) -> None:
+    train(tmp_path)
+    kept, out = tmp_path / "kept" / "checkpoint-4", tmp_path / "out"
+    shutil.copytree(out / "checkpoint-4", kept)
+    (out / "checkpoint-12/trainer_state.json").write_text("{")  # torchrun ended it meanwhile
+    train(tmp_path, **changes(tmp_path, kept, batch=2, accumulation=2), TORCHELASTIC_RESTART_COUNT="1")
+    assert [row["update"] for row in rows(tmp_path / "updates.jsonl")] == [9, 10, 11, 12]
 
 
 def test_two_ranks_get_the_same_settings_and_the_same_checkpoint(tmp_path: Path) -> None:

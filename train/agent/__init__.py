@@ -61,8 +61,9 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 * `trainer`: {output_dir (an absolute path), batch (of one device), accumulation, seq_len (null if
   its arguments have no such field), processes (devices that train together), peak_rate, schedule
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
-  is given in updates), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to train with
-  Hugging Face's Trainer.
+  is given in updates), earlier (the checkpoints in output_dir, by name: when they were saved, in
+  microseconds since the epoch), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to
+  train with Hugging Face's Trainer.
 * `loop`: {framework (library and version), effective_batch, resumed, knobs (as in `plan`)}: what a
   program's own loop tells accelerate, before the first update and when it changes.
 * `plan`: {updates (that the training begins after), total_updates, samples_seen, target_samples,

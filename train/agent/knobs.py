@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from types import ModuleType
 from typing import Any, Callable, Iterator
 
 from .hooks import when_imported
+from .journal import worker_restarts
 from .position import corrected
 
 VARIABLE = "MEMTOP_TRAINER"
@@ -122,11 +124,39 @@ class Knobs:
         if checkpoint is None or not self._is_meant(trainer.args):
             return None
         self._resume = None
+        if worker_restarts().get("restarts"):
+            with _told("its newest checkpoint is not known"):
+                checkpoint = saved_since(checkpoint, trainer.args.output_dir)
         if "batch" in self._values:
             # If this fails, the Trainer says why it cannot resume: it must not begin from zero.
             with _told("the checkpoint could not be changed"):
                 with_batch(checkpoint, trainer.args.train_batch_size)
         return checkpoint
+
+
+def saved_since(checkpoint: str, folder: str) -> str:
+    """The newest complete checkpoint that the Trainer has saved since memtop's copy, else the copy.
+
+    For workers that torchrun has started again: the ones before them have trained on.
+    """
+    newest, (update, saved) = checkpoint, _position(checkpoint)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if not re.match(r"checkpoint-\d+$", name):
+            continue
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not complete
+            other, its_time = _position(path)
+            resumes = any(one.startswith(("optimizer", "global_step")) for one in os.listdir(path))
+            if resumes and other > update and its_time >= saved:
+                newest, update = path, other
+    return newest
+
+
+def _position(checkpoint: str) -> tuple[int, float]:
+    """The update of a checkpoint, and when it was complete."""
+    path = os.path.join(checkpoint, STATE)
+    with open(path, encoding="utf-8") as file:
+        return int(json.load(file)["global_step"]), os.stat(path).st_mtime
 
 
 def with_batch(checkpoint: str, batch: int) -> None:
@@ -163,8 +193,18 @@ def _described(arguments: Any) -> dict[str, Any]:
         schedule=getattr(schedule, "value", schedule),
         warmup=getattr(arguments, "warmup_steps", 0) or getattr(arguments, "warmup_ratio", 0) or 0,
         fixed_length=arguments.max_steps > 0,
+        earlier=_checkpoints(arguments.output_dir),
         saves_on_sigterm=bool(getattr(arguments, "enable_jit_checkpoint", False)),
     )
+
+
+def _checkpoints(folder: str) -> dict[str, int]:
+    """The checkpoints in this folder, and when they were saved, in microseconds since the epoch."""
+    found = {}
+    for path in glob.glob(os.path.join(glob.escape(os.path.expanduser(folder)), "checkpoint-*", STATE)):
+        with contextlib.suppress(OSError):
+            found[os.path.basename(os.path.dirname(path))] = os.stat(path).st_mtime_ns // 1000
+    return found
 
 
 def install(report: Callable[..., None]) -> int | None:

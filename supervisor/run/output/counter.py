@@ -34,7 +34,7 @@ class Counter(msgspec.Struct, kw_only=True):
         """
         count, before = line.step, self.step
         assert count is not None
-        if epoch == 0:
+        if epoch is not None and epoch < 1:
             self.first_epoch = 0
         if before is not None and count < before:
             if 2 * count > before and epoch == self.epoch:

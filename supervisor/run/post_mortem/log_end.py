@@ -124,6 +124,11 @@ _BYTES = 1 << 18
 _MOST = 64
 
 
+def rank_logs(attempt_folder: Path) -> Path:
+    """Where torchrun writes the logs of its ranks, unless its command says otherwise."""
+    return attempt_folder / _RANKS
+
+
 def error_file_environment(attempt_folder: Path) -> dict[str, str]:
     """The environment variables that make torchrun, and programs that use its `record`, write their
     error files here.
@@ -133,7 +138,7 @@ def error_file_environment(attempt_folder: Path) -> dict[str, str]:
     wanted = {
         "TORCHELASTIC_ERROR_FILE": str(attempt_folder / _NAME),
         # The default of torchrun's --log-dir, with one folder for each rank.
-        "PET_LOG_DIR": str(attempt_folder / _RANKS),
+        "PET_LOG_DIR": str(rank_logs(attempt_folder)),
     }
     return {name: value for name, value in wanted.items() if not os.environ.get(name)}
 

@@ -12,6 +12,7 @@ import fnmatch
 import glob
 import os
 import re
+import threading
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,10 @@ _RECORD = "kept.json"
 _CONVERTED = "converted"
 """The folder in KEPT with the checkpoint that the program is given, if its position was converted.
 """
+
+
+# One thread looks for new checkpoints, another prepares a restart.
+_alone = threading.Lock()
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +71,7 @@ def place_of(grip: Grip) -> Place | None:
     if profile is None or profile.checkpoint is None:
         return None
     paths = [filled(path, {name: glob.escape(text) for name, text in grip.values.items()}) for path in profile.checkpoint.paths]
-    known = tuple(str(Path(grip.cwd, path)) for path in paths if path is not None)
+    known = tuple(os.path.normpath(Path(grip.cwd, path)) for path in paths if path is not None)
     given = any("{checkpoint}" in word for word in profile.resume.words)
     return Place(paths=known, rule=profile.checkpoint, position=profile.position, given=given) if known else None
 
@@ -185,6 +190,11 @@ def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
 def keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None = None) -> Checkpoint:
     """Keep a copy of this checkpoint in the run's folder, in place of an older one. `split`: by
     which its position counts. RunFolderError if that is not possible."""
+    with _alone:
+        return _keep(checkpoint, run, place, split)
+
+
+def _keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None) -> Checkpoint:
     source, record = Path(checkpoint.path), record_of(run)
     target = run / KEPT / source.name
     if source == target:
@@ -238,15 +248,19 @@ def prepared(
 
     `python`: the program's own Python, which has torch. RunFolderError if that is not possible.
     """
-    kept = keep(checkpoint, run, place, before)
+    with _alone:
+        return _prepared(checkpoint, run, place, before, after, python)
+
+
+def _prepared(
+    checkpoint: Checkpoint, run: Path, place: Place, before: Split | None, after: Split | None, python: str | None
+) -> Checkpoint:
+    kept = _keep(checkpoint, run, place, before)
     record = record_of(run)
     if record is None:
         raise RunFolderError(f"{run / KEPT / _RECORD}: cannot be read")
-    source, split = Path(kept.path), record.split or before
-    step = kept.step if kept.step is not None else kept.updates
-    new = step
-    if place.rule.convert and step is not None and split is not None and after is not None and split != after:
-        new = converted(place.position, step, split, after)
+    source = Path(kept.path)
+    step, new = _steps(kept, place, record.split or before, after)
     if place.given and new == step:
         return kept
     if place.given:
@@ -269,6 +283,38 @@ def prepared(
     if not place.given:
         write_json(source.parent / _RECORD, replace(record, given=stamps(target)))
     return found
+
+
+def _steps(kept: Checkpoint, place: Place, before: Split | None, after: Split | None) -> tuple[int | None, int | None]:
+    """The program's step in the kept checkpoint, and the one with the split after. RunFolderError
+    if that is not known."""
+    step = kept.step if kept.step is not None else kept.updates
+    if not place.rule.convert or before == after or after is None:
+        return step, step
+    if step is None or before is None:
+        why_not = kept.problem or f"{kept.path}: the batch with which it was saved is not known"
+        raise RunFolderError(f"its position cannot be converted: {why_not}")
+    return step, converted(place.position, step, before, after)
+
+
+def try_conversion(run: Path, place: Place, before: Split | None, after: Split | None, python: str | None) -> None:
+    """Convert a copy of the kept checkpoint, and delete it. RunFolderError if that is not possible:
+    better before the program is stopped than afterwards."""
+    with _alone:
+        record = record_of(run)
+        kept = None if record is None else _kept(run, place, record)
+        if record is None or kept is None:
+            return
+        step, new = _steps(kept, place, record.split or before, after)
+        if new == step or new is None:
+            return
+        trial = run / KEPT / f".trial-{record.name}"
+        remove(trial)
+        try:
+            copy(Path(kept.path), trial)
+            write_position(trial, place.rule.step, new, python)
+        finally:
+            remove(trial)
 
 
 def _same(target: Path, record: Kept) -> bool:

@@ -12,11 +12,13 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.checkpoints import link_or_copy, why
 from memtop.supervisor.run.record.folder import open_to_read
 from memtop.supervisor.run.reports import Count
@@ -41,16 +43,31 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def newest_of(output_dir: Path) -> Checkpoint | None:
+def newest_of(output_dir: Path, earlier: Mapping[str, int] | None = None, first: int | None = None) -> Checkpoint | None:
     """The newest complete checkpoint in the Trainer's folder, else the newest one. None if there is
-    none."""
+    none.
+
+    `earlier`: the checkpoints that were there before the run, which are of another training, by
+    name: when they were saved, in microseconds since the epoch. `first`: the update of the one from
+    which the run has begun nevertheless.
+    """
     newest: Checkpoint | None = None
     for path in _folders(output_dir):
         found = read(path)
+        is_older = earlier is not None and path.name in earlier and earlier[path.name] == _saved_at(path)
+        if is_older and found.updates != first:
+            continue
         newest = newest or found
         if found.complete:
             return found
     return newest
+
+
+def _saved_at(path: Path) -> int | None:
+    try:
+        return (path / _STATE).stat().st_mtime_ns // 1000
+    except OSError:
+        return None
 
 
 def _folders(output_dir: Path) -> list[Path]:
@@ -116,8 +133,9 @@ def keep(checkpoint: Checkpoint, run: Path) -> Checkpoint:
     return read(target)
 
 
-def newest_for(run: Path, output_dir: str) -> Checkpoint | None:
+def newest_for(run: Path, grip: Grip) -> Checkpoint | None:
     """The checkpoint from which the program would resume now: the newest complete one in its
     folder, or the kept one if that is newer or the only one."""
-    found = [one for one in (newest_of(Path(output_dir)), newest_of(run / KEPT)) if one is not None]
+    there = newest_of(Path(grip.output_dir), grip.earlier, grip.first)
+    found = [one for one in (there, newest_of(run / KEPT)) if one is not None]
     return max(found, key=lambda one: (one.complete, one.updates or 0), default=None)

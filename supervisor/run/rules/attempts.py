@@ -68,6 +68,9 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
         client=client,
         request=request,
     )
+    if model.holding is not None and model.holding.change == change:
+        # The program has ended before it was asked to stop for this change.
+        model = replace(model, holding=None)
     model = configurations.keep(replace(model, newest_number=number, launching=launching))
     effect = Launch(
         number=number,

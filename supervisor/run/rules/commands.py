@@ -13,7 +13,7 @@ from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
-from memtop.supervisor.run.grip import consequences
+from memtop.supervisor.run.grip import after_stop, consequences
 from memtop.supervisor.run.model import (
     Ask,
     AttemptStage,
@@ -128,6 +128,8 @@ def _check_saves(model: Model) -> None:
 
 
 def _stop(model: Model, client: int, request: Stop) -> Model:
+    if model.phase.final and model.holding is not None:
+        return _call_off(model, client, request)
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
     if model.phase is not Phase.STOPPING or model.pending is not None:
@@ -138,6 +140,16 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
         text = stopping.manner_of(model)
     model = accept(model, client, request.id, f"stopping: {text}")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
+
+
+def _call_off(model: Model, client: int, request: Stop) -> Model:
+    """The program has ended by itself while its checkpoint is copied for a restart."""
+    holding = model.holding
+    assert holding is not None
+    model = replace(model, holding=None)
+    if holding.client is not None:
+        model = withdraw(model, holding.client, holding.request, "called off by a request to stop")
+    return done(model, client, request.id, f"the restart is called off; the run is {model.phase.value}")
 
 
 def _restart(model: Model, client: int, request: Restart) -> Model:
@@ -181,10 +193,10 @@ def _of_knobs(model: Model, change: Change) -> str:
     """What the change means for the user's own program."""
     if model.grip is None:
         return ""
-    step, saves = model.progress.step, saves_when_stopped(model.settings, model.progress.offers)
-    reached = step.update if step is not None and not (saves and model.alive) else None
-    total = model.progress.total_updates
-    return consequences(model.grip, trainer.knobs_after(model, change), model.states.program, reached, total)
+    step, saves = model.progress.step, model.alive and saves_when_stopped(model.settings, model.progress.offers)
+    reached = step.update if step is not None else None
+    at, total = after_stop(model.states.program, reached, saves=saves), model.progress.total_updates
+    return consequences(model.grip, trainer.knobs_after(model, change), at, reached, total, model.rate_at_save)
 
 
 def confirm(model: Model, client: int, request: int) -> Model:

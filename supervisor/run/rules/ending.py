@@ -52,16 +52,12 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     )
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
-    if phase is Phase.FINISHED and verification.has_not_trained(model):
-        phase, reason = Phase.FAILED, "the program ended with exit status 0 before its first update"
-        diagnosis = {"summary": reason, "evidence": list(event.log.lines)}
+    if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
+        phase, reason, diagnosis = Phase.FAILED, why, {"summary": why, "evidence": list(event.log.lines)}
     verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
     if phase is Phase.FINISHED and model.left_over:
         verdict = _with_leftovers(model, event)
         phase = verdict.phase
-    if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
-        verdict = AttemptVerdict(phase=Phase.FAILED, reason=why, diagnosis={"summary": why, "evidence": list(event.log.lines)})
-        phase = Phase.FAILED
     if phase is not Phase.FAILED:
         return _conclude(replace(model, verdict=verdict), None, None)
     stalled = model.stalled is not None

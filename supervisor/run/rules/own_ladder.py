@@ -9,7 +9,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.recovery.forecast import PeakLine, line_through
 from memtop.supervisor.recovery.policy import Candidate
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.run.grip import Grip, shape_key
+from memtop.supervisor.run.grip import Grip, shape_key, why_not_continued
 from memtop.supervisor.run.model import Model
 
 
@@ -42,17 +42,19 @@ def knobs_key(knobs: dict[str, str]) -> str:
 
 def without_checkpoint(model: Model, grip: Grip) -> str | None:
     """Why the program cannot resume; None if it can."""
+    if (why := why_not_continued(grip)) is not None:
+        return why
     found = model.states.program
     if found is not None and found.complete:
         return None
     why = f" ({found.problem})" if found is not None and found.problem else ""
-    return f"there is no complete checkpoint in {grip.output_dir}{why}"
+    return f"there is no complete checkpoint in {grip.place}{why}"
 
 
 def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured) -> Remedy | None:
     """The largest part of the batch that is foreseen to fit; half of it if nothing is foreseen."""
     batch, accumulation = grip.batch, grip.accumulation
-    if not batch or not accumulation or batch == 1:
+    if not batch or not accumulation or batch == 1 or {"batch", "accumulation"} & grip.fixed.keys():
         return None
     line = _line(model, grip, diagnosis, measured)
     parts = [number for number in range(2, batch + 1) if batch % number == 0]

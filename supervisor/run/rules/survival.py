@@ -181,6 +181,8 @@ def _never(model: Model, diagnosis: Diagnosis) -> str | None:
         return "it did not resume when it was started again, so only you can start it"
     if (why := own_ladder.without_checkpoint(model, model.grip)) is not None:
         return f"{why}, so it would begin from zero"
+    if model.grip.profile is not None and model.grip.resumes is None and model.grip.profile.output.step is None:
+        return "it has not resumed under memtop yet, and its output would not show at once that it did not, so you decide"
     if diagnosis.source == "words":
         return "only words of the program's output say so, so you decide"
     return None

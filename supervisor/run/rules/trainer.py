@@ -14,7 +14,7 @@ from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.grip import POSITION, Asked, Grip, values_of, why_not_continued
 from memtop.supervisor.run.model import Model, emit, note
-from memtop.supervisor.run.reports import TrainerFound
+from memtop.supervisor.run.reports import Plan, TrainerFound
 from memtop.supervisor.wire import Change
 
 _OWN = (
@@ -63,7 +63,7 @@ def _earlier(model: Model, number: int) -> dict[str, str]:
 
 def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
     """The program begins to train: from now on memtop can change its settings."""
-    known = model.grip
+    known = model.grip if model.grip is not None and model.grip.output_dir == report.output_dir else None
     grip = Grip(
         output_dir=report.output_dir,
         batch=report.batch,
@@ -74,12 +74,22 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
         schedule=report.schedule,
         warmup=report.warmup,
         fixed_length=report.fixed_length,
-        resumes=known.resumes if known is not None and known.output_dir == report.output_dir else None,
+        earlier=report.earlier if known is None else known.earlier,
+        first=None if known is None else known.first,
+        resumes=None if known is None else known.resumes,
     )
     if grip == known:
         return model
     model = replace(model, grip=grip)
     return model if replayed else emit(model, SaveState())
+
+
+def begins(model: Model, plan: Plan) -> Model:
+    """The program has reported where it begins: it may have resumed by itself."""
+    by_memtop = model.asked is not None and model.asked.resumed is not None
+    if model.grip is None or not plan.resumed or by_memtop:
+        return model
+    return emit(replace(model, grip=replace(model.grip, first=plan.updates)), SaveState())
 
 
 def begun(model: Model, event: Launched, before: dict[str, str]) -> Model:
@@ -92,5 +102,5 @@ def begun(model: Model, event: Launched, before: dict[str, str]) -> Model:
     model = replace(model, asked=Asked(before=before, resumed=at.updates if at is not None else None, checkpoint=at))
     if at is None:
         return model
-    where = f"at update {at.updates}" if at.updates is not None else f"at step {at.step}" if at.step is not None else ""
-    return note(model, "resume", f"attempt {event.number} is to resume {where}, from {at.path}".replace("  ", " "))
+    where = f"at update {at.updates}, " if at.updates is not None else f"at step {at.step}, " if at.step is not None else ""
+    return note(model, "resume", f"attempt {event.number} is to resume {where}from {at.path}")

@@ -53,14 +53,6 @@ def after_end(model: Model) -> Model:
     return note(replace(model, asked=None, grip=replace(grip, resumes=False)), "warning", text)
 
 
-def without_training(model: Model) -> str | None:
-    """Why an attempt that was to resume has failed although its exit status says otherwise."""
-    progress = model.progress
-    if model.asked is None or model.asked.resumed is None or progress.plan is not None or progress.step is not None:
-        return None
-    return f"the program ended without training; it was to resume after update {model.asked.resumed}"
-
-
 def going_back(model: Model) -> Change | None:
     """If the program ended before its first update with other settings: the change that returns to
     those before. None if those have not worked or ran out of memory, or if the program would begin
@@ -79,17 +71,22 @@ def going_back(model: Model) -> Change | None:
     return Change(configuration=row.number, reason=f"attempt {model.number} did not start with its new settings")
 
 
-def has_not_trained(model: Model) -> bool:
-    """Whether the program has ended without an update though there were some to do, after a restart
-    with other settings."""
-    asked = model.asked
-    if asked is None or asked.begun or asked.checkpoint is None or asked.before == model.knobs or model.update is not None:
-        return False
-    plan, at = model.progress.plan, asked.checkpoint.updates
+def without_training(model: Model) -> str | None:
+    """Why an attempt that was to resume has failed although its exit status says otherwise: it has
+    ended without an update, though there were some to do."""
+    asked, plan = model.asked, model.progress.plan
+    if asked is None or asked.begun or asked.checkpoint is None or model.update is not None:
+        return None
+    at = asked.checkpoint.updates
     if plan is not None and plan.total_updates is not None and at is not None and at >= plan.total_updates:
-        return False
-    rows = (row for row in reversed(model.configurations.rows) if row.knobs == asked.before)
-    return all(row.outcome != "finished" for row in rows)
+        return None
+    if any(row.outcome == "finished" for row in model.configurations.rows if row.knobs == asked.before):
+        return None
+    # Hugging Face's Trainer reports where it begins, even if nothing is left to do.
+    reports = model.grip is not None and model.grip.profile is None
+    if asked.before == model.knobs and (plan is not None or not reports):
+        return None
+    return "the program ended with exit status 0 before its first update"
 
 
 def after_output(model: Model, seen: Seen) -> Model:
