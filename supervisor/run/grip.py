@@ -201,6 +201,14 @@ def rate_at(grip: Grip, update: int, total: int) -> float | None:
     return grip.peak_rate * (0.5 * (1 + math.cos(math.pi * done)) if grip.schedule == "cosine" else 1)
 
 
+def after_stop(saved: Checkpoint | None, update: int | None, *, saves: bool) -> Checkpoint | None:
+    """The checkpoint from which a program resumes that is stopped now: of the present update if it
+    `saves` when it is stopped, otherwise the newest one."""
+    if not saves or update is None:
+        return saved
+    return Checkpoint(path=saved.path if saved is not None else "", updates=update, complete=True)
+
+
 def consequences(
     grip: Grip,
     knobs: dict[str, str],
@@ -252,7 +260,7 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     before = rate_at(grip, done, total) if total else None
     after = rate_at(grip, done, math.ceil(total * longer)) if total else None
     if before is None or after is None:
-        return f"the schedule of the learning rate has {longer:g} times as many updates"
+        return f"the learning rate now follows a schedule with {longer:g} times as many updates"
     return f"the learning rate there changes from {before:g} to {after:g}"
 
 
