@@ -1,8 +1,10 @@
-"""The restart form for a program of the user's own with Hugging Face's Trainer: batch, accumulation
-and sequence length, and what the change means, while the user types.
+"""The restart form for the user's own program: batch, accumulation and sequence length, and what
+the change means, while the user types.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
@@ -10,8 +12,9 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label, Static
 
 from memtop.supervisor.clean import clean
-from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run.grip import Grip, consequences
+from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.screen import Dialog
 
@@ -19,21 +22,13 @@ _FIELDS = ("batch", "accumulation", "seq_len")
 
 
 def grip_of(run: RunState) -> Grip | None:
-    """What memtop can change in the run's program; None if nothing."""
-    program = run.program
-    if program is None or program.grip != "hooks" or program.knobs.batch is None or program.knobs.accumulation is None:
+    """How memtop holds the run's program; None if it can change nothing in it."""
+    try:
+        file = RunFolder(Path(run.folder)).state()
+    except RunFolderError:
         return None
-    batch, accumulation = program.knobs.batch.value, program.knobs.accumulation.value
-    if not batch or not accumulation:
-        return None
-    length = program.knobs.seq_len
-    return Grip(
-        output_dir="",
-        batch=batch,
-        accumulation=accumulation,
-        processes=max(1, (run.effective_batch or 0) // (batch * accumulation)),
-        seq_len=length.value if length is not None else None,
-    )
+    grip = file.grip if file is not None else None
+    return grip if grip is not None and any(getattr(grip, name) is not None for name in _FIELDS) else None
 
 
 class OwnProgramDialog(Dialog[Change]):
@@ -84,10 +79,11 @@ class OwnProgramDialog(Dialog[Change]):
     def _judge(self) -> None:
         texts = {field: self.query_one(f"#{field}", Input).value.strip() for field in self._shown}
         changed = {field: text for field, text in texts.items() if text != self._shown[field]}
-        run, words, why = self._run, "", None
-        reached = run.updates if run.alive and not run.saves_when_stopped else None
+        run, words = self._run, ""
+        why = why_not_continued(self._grip) if run.updates else None
+        at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
-            words = consequences(self._grip, changed, run.checkpoint, reached, run.total_updates)
+            words = consequences(self._grip, changed, at, run.updates, run.total_updates)
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None

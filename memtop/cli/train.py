@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -123,7 +123,7 @@ def train(
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
-        name=name or free_name(where, PurePath(name_of(program)).stem if program else recipe_name),
+        name=name or free_name(where, re.sub(r"\.(py|sh)$", "", name_of(program)) if program else recipe_name),
         created=begun,
         settings=plan.settings,
         command=program or (),

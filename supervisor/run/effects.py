@@ -88,11 +88,13 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
     settings: Settings | None
 
 
-class KeepCheckpoint(msgspec.Struct, frozen=True, tag="keep_checkpoint"):
+class KeepCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="keep_checkpoint"):
     """Keep the newest complete checkpoint of the user's own program, because the program may delete
     or overwrite it while it stops. Answered by `CheckpointKept`."""
 
     grip: Grip
+    after: Grip
+    """The program as it is to go on."""
 
 
 class ReadStates(msgspec.Struct, frozen=True, tag="read_states"):

@@ -58,6 +58,9 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates (max_steps), not in epochs."""
+    saves_on_sigterm: bool | None = None
+    """Whether the Trainer saves when it gets SIGTERM (enable_jit_checkpoint). None if its version
+    cannot."""
     earlier: dict[str, int] = {}
     """The checkpoints that were in this folder before the run: `program_checkpoints.newest_of`."""
     first: int | None = None
@@ -198,6 +201,14 @@ def rate_at(grip: Grip, update: int, total: int) -> float | None:
     return grip.peak_rate * (0.5 * (1 + math.cos(math.pi * done)) if grip.schedule == "cosine" else 1)
 
 
+def after_stop(saved: Checkpoint | None, update: int | None, *, saves: bool) -> Checkpoint | None:
+    """The checkpoint from which a program resumes that is stopped now: of the present update if it
+    `saves` when it is stopped, otherwise the newest one."""
+    if not saves or update is None:
+        return saved
+    return Checkpoint(path=saved.path if saved is not None else "", updates=update, complete=True)
+
+
 def consequences(
     grip: Grip,
     knobs: dict[str, str],
@@ -249,8 +260,18 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     before = rate_at(grip, done, total) if total else None
     after = rate_at(grip, done, math.ceil(total * longer)) if total else None
     if before is None or after is None:
-        return f"the schedule of the learning rate has {longer:g} times as many updates"
+        return f"the learning rate now follows a schedule with {longer:g} times as many updates"
     return f"the learning rate there changes from {before:g} to {after:g}"
+
+
+def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str | None:
+    """How many updates are lost if the Trainer is stopped and does not save; None if none, or if it
+    saves."""
+    saved = (at.updates or 0) if at is not None and at.complete else 0
+    if grip.profile is not None or grip.saves_on_sigterm or not reached or reached <= saved:
+        return None
+    text = f"the {reached - saved} updates since update {saved} are lost, unless it saves then"
+    return text if grip.saves_on_sigterm is None else f"{text}; with enable_jit_checkpoint=True in its arguments it would save"
 
 
 def _lost(at: Checkpoint | None, reached: int | None) -> str:

@@ -180,8 +180,8 @@ class Performer:
                 self._begin(self._examine(effect, model))
             case AskRanks():
                 self._begin(self._ask(effect))
-            case KeepCheckpoint(grip=grip):
-                self._begin(self._keep_checkpoint(grip))
+            case KeepCheckpoint():
+                self._begin(self._keep_checkpoint(effect))
             case ReadStates():
                 return StatesRead(read_states(self._folder, model.grip))
             case CheckSaved(reported=reported):
@@ -337,10 +337,11 @@ class Performer:
             return Start(resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)))
         return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, resumed), after)
 
-    async def _keep_checkpoint(self, grip: Grip) -> None:
+    async def _keep_checkpoint(self, effect: KeepCheckpoint) -> None:
         problem = None
         try:
-            await asyncio.to_thread(grip_checkpoints.keep, self._folder.path, grip, grip.since)
+            python = python_of(self._spec)
+            await asyncio.to_thread(grip_checkpoints.keep_for, self._folder.path, effect.grip, effect.after, python)
         except (MemtopError, OSError) as error:
             problem = str(error)
         self._post(CheckpointKept(problem=problem))

@@ -100,7 +100,8 @@ def python_of(spec: RunSpec) -> str | None:
     for word in spec.command[: command.begins] if command is not None else ():
         name = word.rpartition("/")[2]
         if PYTHON.fullmatch(name):
-            return shutil.which(word, path=None) or None
+            # A path is relative to the program's folder.
+            return shutil.which(str(Path(spec.cwd, word)) if "/" in word else word)
         if name in LAUNCHERS and (found := shutil.which(word)) is not None:
             beside = Path(found).resolve().parent / "python"
             return str(beside) if beside.exists() else None

@@ -22,7 +22,7 @@ from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.positions import Split
 from memtop.supervisor.run.record import copies
-from memtop.supervisor.run.record.profile_checkpoints import Place, keep, newest_for, newest_of, prepared
+from memtop.supervisor.run.record.profile_checkpoints import Place, keep, newest_for, newest_of, prepared, try_conversion
 from memtop.supervisor.run.record.program_checkpoints import KEPT
 from memtop.supervisor.wire import Checkpoint
 
@@ -138,6 +138,23 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_changed(run: Path) -
         with pytest.raises(RunFolderError, match=words):
             prepared(found(run, place), run, place, before=FULL, after=HALF, python=python)
         assert path.read_bytes() == content
+
+
+def test_what_cannot_be_converted_is_known_before_the_stop(run: Path) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    save(path, 120)
+    keep(found(run, place), run, place, FULL)
+    try_conversion(run, place, FULL, HALF, sys.executable)
+    try_conversion(run, place, FULL, FULL, None)
+    with pytest.raises(RunFolderError, match="which Python of yours"):
+        try_conversion(run, place, FULL, HALF, None)
+    assert sorted(one.name for one in (run / KEPT).iterdir()) == ["ckpt.pt", "kept.json"]
+    torch.save({"step": torch.tensor(120), "epoch": 0}, path)
+    keep(found(run, place), run, place, FULL)
+    with pytest.raises(RunFolderError, match="it has no whole number step"):
+        try_conversion(run, place, FULL, HALF, sys.executable)
+    with pytest.raises(RunFolderError, match="its position cannot be converted"):
+        prepared(found(run, place), run, place, before=FULL, after=HALF, python=sys.executable)
 
 
 def test_a_position_in_json_needs_no_torch(run: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() 
         "the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the effective batch stays 16, and so do order and "
         "learning rate"
     )
-    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(GRIP)]
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(grip=GRIP, after=replace(GRIP, batch=4, accumulation=4))]
     launch = launched(brain)
     assert (launch.grip, launch.knobs) == (GRIP, {"batch": 4, "accumulation": 4})
     begins(brain, batch=4, accumulation=4)

@@ -158,8 +158,9 @@ def of_both_ranks(folder: Path) -> list[list[int]]:
 def test_a_subclass_gets_its_own_fields_too_and_other_trainers_nothing(tmp_path: Path) -> None:
     more = "gradient_accumulation_steps=8, save_strategy='no', max_steps=1"
     given = {"batch": 2, "accumulation": 1, "seq_len": 64, "eval_batch": 3, "gradient_checkpointing": True, "optimizer": "sgd"}
-    text = train(tmp_path, SUBCLASS + WRITE, more, **changes(tmp_path, None, **given))
-    assert json.loads(text)["seq_len"] == 64
+    jit = f"{more}, enable_jit_checkpoint=True"
+    text = train(tmp_path, SUBCLASS + WRITE, jit, **changes(tmp_path, None, **given))
+    assert (json.loads(text)["seq_len"], json.loads(text)["saves_on_sigterm"]) == (64, True)
     assert rows(tmp_path / "arguments.jsonl") == [[2, 1, 64, 3, True, "sgd", 2]]
     elsewhere = changes(tmp_path / "elsewhere", None, **given)
     train(tmp_path, SUBCLASS + WRITE, more, **elsewhere)

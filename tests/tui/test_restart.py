@@ -3,6 +3,9 @@ failed."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 from msgspec.structs import replace
 from textual.widgets import Button, DataTable, Input
@@ -10,9 +13,10 @@ from textual.widgets import Button, DataTable, Input
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart
+from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.record.folder import RunFolder, StateFile
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
 from memtop.tui.remedies import MeasuredMemory, outlook_of
@@ -176,12 +180,18 @@ async def test_the_card_shows_the_cause_before_what_can_be_done() -> None:
         assert text.index(cause) < text.index("What can be done")
 
 
-async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own() -> None:
-    knobs = Knobs(batch=Knob(value=8), accumulation=Knob(value=2), seq_len=Knob(value=64))
-    program = Program(grip="hooks", knobs=knobs)
-    own: dict[str, object] = {"settings": None, "command": ("python", "train.py"), "program": program, "effective_batch": 16}
+def own_run(folder: Path, grip: Grip, **values: object) -> StateUpdate:
+    """A run of a program that memtop holds like that."""
+    own: dict[str, object] = {"settings": None, "command": ("python", "train.py"), "folder": str(folder)}
+    message = running(gpu(), **{**own, **values})
+    RunFolder(folder).state_path.write_bytes(msgspec.json.encode(StateFile(run=message.run, socket="", grip=grip)))
+    return message
+
+
+async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own(tmp_path: Path) -> None:
     saved = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
-    feed = RecordingFeed(running(gpu(), **own, updates=7, checkpoint=saved, offers=()))
+    grip = Grip(output_dir="/out", batch=8, accumulation=2, seq_len=64, fixed_length=True)
+    feed = RecordingFeed(own_run(tmp_path, grip, updates=7, checkpoint=saved, offers=()))
     async with opened(feed, size=(100, 30)) as (app, pilot):
         await press(pilot, "r")
         assert "the same settings as now" in words(app)
@@ -191,7 +201,8 @@ async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own() ->
         assert app.screen.query_one("#confirm", Button).disabled
         app.screen.query_one("#batch", Input).value = "4"
         await settle(pilot)
-        assert "the effective batch changes from 16 to 8" in words(app)
+        assert "the effective batch changes from 16 to 8. The Trainer counts in updates, so about 40 samples" in words(app)
+        assert "the learning rate continues as it was" in words(app)
         app.screen.query_one("#accumulation", Input).value = "4"
         await settle(pilot)
         assert "2 updates since update 5 are done again, unless the program saves when it is stopped" in words(app)
@@ -200,3 +211,15 @@ async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own() ->
         await settle(pilot)
     (request,) = [one for one in feed.requests if isinstance(one, Restart)]
     assert request.change == Change(assignments={"batch": "4", "accumulation": "4"})
+
+
+async def test_the_form_counts_from_the_update_at_which_the_program_saves_when_it_stops(tmp_path: Path) -> None:
+    saved = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+    grip = Grip(output_dir="/out", batch=8, accumulation=2)
+    feed = RecordingFeed(own_run(tmp_path, grip, updates=7, checkpoint=saved, offers=("stop",)))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        app.screen.query_one("#batch", Input).value = "4"
+        await settle(pilot)
+        assert "about 56 samples are repeated" in words(app)
+        assert "done again" not in words(app)

@@ -62,7 +62,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   its arguments have no such field), processes (devices that train together), peak_rate, schedule
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
   is given in updates), earlier (the checkpoints in output_dir, by name: when they were saved, in
-  microseconds since the epoch), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to
+  microseconds since the epoch), saves_on_sigterm (enable_jit_checkpoint; null before
+  transformers 5)}: a program begins to
   train with Hugging Face's Trainer.
 * `loop`: {framework (library and version), effective_batch, resumed, knobs (as in `plan`)}: what a
   program's own loop tells accelerate, before the first update and when it changes.

@@ -194,7 +194,7 @@ def _described(arguments: Any) -> dict[str, Any]:
         warmup=getattr(arguments, "warmup_steps", 0) or getattr(arguments, "warmup_ratio", 0) or 0,
         fixed_length=arguments.max_steps > 0,
         earlier=_checkpoints(arguments.output_dir),
-        saves_on_sigterm=bool(getattr(arguments, "enable_jit_checkpoint", False)),
+        saves_on_sigterm=getattr(arguments, "enable_jit_checkpoint", None),
     )
 
 

@@ -25,6 +25,14 @@ def newest_for(run: Path, grip: Grip, since: float | None = None) -> Checkpoint 
     return None if place is None else profile_checkpoints.newest_for(run, place, since, grip.split)
 
 
+def keep_for(run: Path, before: Grip, after: Grip, python: str | None) -> None:
+    """Keep the newest complete checkpoint in the run's folder before the program is stopped, and
+    find out whether its position can be converted. RunFolderError if that is not possible."""
+    kept, place = keep(run, before, before.since), place_of(before)
+    if kept is not None and place is not None:
+        profile_checkpoints.try_conversion(run, place, before.split, after.split, python)
+
+
 def keep(run: Path, grip: Grip, since: float | None = None) -> Checkpoint | None:
     """Keep the newest complete checkpoint in the run's folder, before the program is stopped. None
     if there is none. RunFolderError if that is not possible."""

@@ -259,11 +259,8 @@ def _prepared(
     record = record_of(run)
     if record is None:
         raise RunFolderError(f"{run / KEPT / _RECORD}: cannot be read")
-    source, split = Path(kept.path), record.split or before
-    step = kept.step if kept.step is not None else kept.updates
-    new = step
-    if place.rule.convert and step is not None and split is not None and after is not None and split != after:
-        new = converted(place.position, step, split, after)
+    source = Path(kept.path)
+    step, new = _steps(kept, place, record.split or before, after)
     if place.given and new == step:
         return kept
     if place.given:
@@ -286,6 +283,38 @@ def _prepared(
     if not place.given:
         write_json(source.parent / _RECORD, replace(record, given=stamps(target)))
     return found
+
+
+def _steps(kept: Checkpoint, place: Place, before: Split | None, after: Split | None) -> tuple[int | None, int | None]:
+    """The program's step in the kept checkpoint, and the one with the split after. RunFolderError
+    if that is not known."""
+    step = kept.step if kept.step is not None else kept.updates
+    if not place.rule.convert or before == after or after is None:
+        return step, step
+    if step is None or before is None:
+        why_not = kept.problem or f"{kept.path}: the batch with which it was saved is not known"
+        raise RunFolderError(f"its position cannot be converted: {why_not}")
+    return step, converted(place.position, step, before, after)
+
+
+def try_conversion(run: Path, place: Place, before: Split | None, after: Split | None, python: str | None) -> None:
+    """Convert a copy of the kept checkpoint, and delete it. RunFolderError if that is not possible:
+    better before the program is stopped than afterwards."""
+    with _alone:
+        record = record_of(run)
+        kept = None if record is None else _kept(run, place, record)
+        if record is None or kept is None:
+            return
+        step, new = _steps(kept, place, record.split or before, after)
+        if new == step or new is None:
+            return
+        trial = run / KEPT / f".trial-{record.name}"
+        remove(trial)
+        try:
+            copy(Path(kept.path), trial)
+            write_position(trial, place.rule.step, new, python)
+        finally:
+            remove(trial)
 
 
 def _same(target: Path, record: Kept) -> bool:

@@ -13,7 +13,7 @@ from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
-from memtop.supervisor.run.grip import consequences
+from memtop.supervisor.run.grip import after_stop, consequences
 from memtop.supervisor.run.model import (
     Ask,
     AttemptStage,
@@ -193,12 +193,10 @@ def _of_knobs(model: Model, change: Change) -> str:
     """What the change means for the user's own program."""
     if model.grip is None:
         return ""
-    step, saves = model.progress.step, saves_when_stopped(model.settings, model.progress.offers)
-    reached = step.update if step is not None and not (saves and model.alive) else None
-    total = model.progress.total_updates
-    return consequences(
-        model.grip, trainer.knobs_after(model, change), model.states.program, reached, total, model.rate_at_save
-    )
+    step, saves = model.progress.step, model.alive and saves_when_stopped(model.settings, model.progress.offers)
+    reached = step.update if step is not None else None
+    at, total = after_stop(model.states.program, reached, saves=saves), model.progress.total_updates
+    return consequences(model.grip, trainer.knobs_after(model, change), at, reached, total, model.rate_at_save)
 
 
 def confirm(model: Model, client: int, request: int) -> Model:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor.run.effects import HoldState, KeepCheckpoint, ReleaseState, SaveState
+from memtop.supervisor.run.grip import values_of
 from memtop.supervisor.run.model import Cause, Holding, Model, emit, move, note
-from memtop.supervisor.run.rules import attempts, stopping
+from memtop.supervisor.run.rules import attempts, stopping, trainer
 from memtop.supervisor.wire import Change, Phase
 
 
@@ -25,7 +26,9 @@ def begin(model: Model, change: Change, cause: Cause, *, client: int | None = No
     if model.grip is not None:
         # It may save over its only checkpoint, or be killed while it does.
         holding = Holding(change=change, client=client, request=request)
-        return emit(replace(model, holding=holding), KeepCheckpoint(model.grip))
+        knobs = values_of(trainer.knobs_after(model, change), model.grip)
+        split = {name: knobs[name] for name in ("batch", "accumulation") if name in knobs}
+        return emit(replace(model, holding=holding), KeepCheckpoint(grip=model.grip, after=replace(model.grip, **split)))
     return proceed(model, change)
 
 
