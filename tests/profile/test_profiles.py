@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,8 @@ import pytest
 from memtop.presets import PresetFileError
 from memtop.presets.program_profiles import ProgramProfile, load_profiles
 from memtop.supervisor.profile.detection import propose
+from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.record.profile_checkpoints import newest_of, place_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/profiles.md"
 GLOBALS = "gradient_accumulation_steps = 4\ninit_from = 'scratch'\nexec(open('configurator.py').read())\n"
@@ -80,6 +83,25 @@ def test_the_files_beside_a_script_count(tmp_path: Path) -> None:
     found = proposed(tmp_path, "python", "train.py", "train")
     assert found is not None
     assert found[0] == "chatlm"
+
+
+def test_a_checkpoint_of_deepspeed_is_complete_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "ck/global_step20"
+    folder.mkdir(parents=True)
+    grip = Grip(profile=load_profiles()["deepspeed"], cwd=str(tmp_path), values={"folder": "ck"}, batch=4, accumulation=4)
+    place = place_of(grip)
+    assert place is not None
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        with zipfile.ZipFile(folder / name, "w") as file:
+            file.writestr("archive/data.pkl", b"")
+        found = newest_of(place)
+        assert found is not None
+        assert (found.complete, found.updates) == (True, 20)
+    with (folder / name).open("r+b") as file:
+        file.truncate(10)
+    found = newest_of(place)
+    assert found is not None
+    assert not found.complete
 
 
 def test_the_example_of_the_documentation_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
