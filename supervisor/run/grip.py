@@ -58,6 +58,9 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     """Updates; a share of all if below 1."""
     fixed_length: bool = False
     """Whether its length is given in updates (max_steps), not in epochs."""
+    saves_on_sigterm: bool | None = None
+    """Whether the Trainer saves when it gets SIGTERM (enable_jit_checkpoint). None if its version
+    cannot."""
     earlier: dict[str, int] = {}
     """The checkpoints that were in this folder before the run: `program_checkpoints.newest_of`."""
     first: int | None = None
@@ -259,6 +262,16 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     if before is None or after is None:
         return f"the learning rate now follows a schedule with {longer:g} times as many updates"
     return f"the learning rate there changes from {before:g} to {after:g}"
+
+
+def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str | None:
+    """How many updates are lost if the Trainer is stopped and does not save; None if none, or if it
+    saves."""
+    saved = (at.updates or 0) if at is not None and at.complete else 0
+    if grip.profile is not None or grip.saves_on_sigterm or not reached or reached <= saved:
+        return None
+    text = f"the {reached - saved} updates since update {saved} are lost, unless it saves then"
+    return text if grip.saves_on_sigterm is None else f"{text}; with enable_jit_checkpoint=True in its arguments it would save"
 
 
 def _lost(at: Checkpoint | None, reached: int | None) -> str:

@@ -113,8 +113,9 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
     earlier: dict[Word, Count] = {}
     """The checkpoints that are there already, by name: when they were saved, in microseconds since
     the epoch."""
-    saves_on_sigterm: bool = False
-    """Whether it saves after the present update when it gets SIGTERM (enable_jit_checkpoint)."""
+    saves_on_sigterm: bool | None = None
+    """Whether it saves after the present update when it gets SIGTERM (enable_jit_checkpoint). None
+    if its version cannot."""
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):

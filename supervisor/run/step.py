@@ -349,7 +349,8 @@ def _of_first_rank(model: Model, report: Report) -> Model:
         case Saved(updates=updates, size_bytes=size, seconds=seconds, pause_seconds=pause):
             took = "" if seconds is None else f" in {seconds:.1f} s"
             took += "" if pause is None else f", training stopped for {pause:.1f} s"
-            text = f"checkpoint at update {updates}: {units.size(size)}{took}"
+            where = "" if updates is None else f" at update {updates}"
+            text = f"checkpoint{where}: {units.size(size)}{took}"
             return note(emit(_check_saved(model), ReadStates()), "checkpoint", text)
         case Warned(message=message) | SaveFailed(message=message):
             return note(model, "warning", str(message))

@@ -127,11 +127,13 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, self.interrupted_until - now), self.waits.terminate
 
 
-def begin(waits: Waits, now: float, *, asked: bool, manner: Manner | None = None, unsaved: bool = False) -> StopLadder:
+def begin(
+    waits: Waits, now: float, *, asked: bool, manner: Manner | None = None, on_sigterm: bool = False, unsaved: bool = False
+) -> StopLadder:
     """The whole ladder. `asked`: a request to stop was sent; otherwise a signal comes first.
 
-    `manner`: of a program with a profile. `unsaved`: it must not save, so it does not get the
-    signal on which it does.
+    `manner`: of a program with a profile. `on_sigterm`: the program saves on SIGTERM. `unsaved`: it
+    must not save, so it does not get the signal on which it does.
     """
     rungs: tuple[Rung, ...] = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), _kill(waits))
     if manner is not None:
@@ -144,6 +146,8 @@ def begin(waits: Waits, now: float, *, asked: bool, manner: Manner | None = None
         return StopLadder(rungs=(first, *after), deadline=now, waits=waits, manner=saves, ends=ends)
     if asked:
         return StopLadder(rungs=rungs, deadline=now + waits.graceful, waits=waits, asking=True)
+    if on_sigterm:
+        return StopLadder(rungs=rungs[1:] if unsaved else rungs, deadline=now, waits=waits)
     return StopLadder(rungs=(_interrupt(waits), *rungs), deadline=now, waits=waits)
 
 

@@ -12,7 +12,7 @@ from memtop.presets import PresetFileError
 from memtop.presets.program_profiles import ProgramProfile, load_profiles
 from memtop.supervisor.profile.detection import propose
 
-DOCS = Path(__file__).resolve().parents[2] / "docs/your-own-script.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs/profiles.md"
 GLOBALS = "gradient_accumulation_steps = 4\ninit_from = 'scratch'\nexec(open('configurator.py').read())\n"
 ACCELERATE = (
     "from accelerate import Accelerator\nparser.add_argument('--resume_from_checkpoint')\n"

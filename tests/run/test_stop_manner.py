@@ -3,13 +3,15 @@ that it gets to save. No process; the test sets the clock."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from memtop.presets.program_profiles import Detect, ProgramProfile, Resume
 from memtop.presets.program_profiles import Stop as Manner
 from memtop.supervisor.run.effects import Signal, Target, TypeAnswer
-from memtop.supervisor.run.events import SavedChecked
+from memtop.supervisor.run.events import SavedChecked, States
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.rules import stopping
 from memtop.supervisor.wire import Checkpoint, Phase
@@ -43,6 +45,33 @@ def test_the_signal_of_the_profile_comes_first(manner: Manner, signals: list[tup
     assert words.startswith(f"stopping: memtop sends {manner.signal} to the program, ")
     assert words.endswith("waits while it saves" if manner.saves else "which does not save then")
     assert [one for after in (0.2, 70.0, 70.0)[: len(signals)] for one in sent(brain, after)] == signals
+
+
+SAVED = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+
+
+def trainer(**values: Any) -> Brain:
+    """A program with Hugging Face's Trainer that memtop cannot ask to save."""
+    return training(settings=None, grip=Grip(output_dir="/out", **values), states=States(program=SAVED))
+
+
+def test_a_trainer_that_saves_on_sigterm_gets_that_first_and_time_to_save() -> None:
+    brain = trainer(saves_on_sigterm=True)
+    stop(brain)
+    assert brain.answers()[0].message == "stopping: memtop sends SIGTERM to the program, and waits while it saves"
+    assert [sent(brain, after) for after in (0.2, 35.0, 10.0)] == [[("SIGTERM", "program")], [], [("SIGKILL", "all")]]
+
+
+@pytest.mark.parametrize(
+    ("can", "words"), [(False, "; with enable_jit_checkpoint=True in its arguments it would save"), (None, "")]
+)
+def test_another_trainer_says_what_a_stop_loses(can: bool | None, words: str) -> None:
+    brain = trainer(saves_on_sigterm=can)
+    stop(brain)
+    assert brain.answers()[0].message == (
+        "stopping: memtop sends SIGINT to the program; the 2 updates since update 5 are lost, unless it saves then" + words
+    )
+    assert sent(brain) == [("SIGINT", "group")]
 
 
 def test_the_answer_is_typed_until_the_next_signal() -> None:

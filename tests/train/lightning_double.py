@@ -22,14 +22,22 @@ class Callback:
 
 
 class ModelCheckpoint(Callback):
+    """Saves after so many updates, or after each epoch."""
+
     def __init__(self, every_n_train_steps: int = 0) -> None:
         self.dirpath: str | None = None
         self.every = every_n_train_steps
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        done = trainer.global_step
-        if self.every and done % self.every == 0 and done > trainer.step_before:
-            trainer.save_checkpoint(f"{self.dirpath}/epoch={trainer.current_epoch}-step={done}.ckpt")
+        if self.every and trainer.global_step % self.every == 0 and trainer.global_step > trainer.step_before:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if not self.every:
+            self._save(trainer)
+
+    def _save(self, trainer: Any) -> None:
+        trainer.save_checkpoint(f"{self.dirpath}/epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
 
 
 class LightningModule(torch.nn.Module):
@@ -97,13 +105,14 @@ class Trainer:
                 self.global_step += 1
             self._call("on_train_batch_end", {"loss": loss.detach()}, batch, index)
             if self._is_done():
-                return
+                break
         if validation is not None:
             self._call("on_validation_start")
             for index, batch in enumerate(validation):
                 self.lightning_module.validation_step(batch, index)
             self.callback_metrics = self.lightning_module.logged
             self._call("on_validation_end")
+        self._call("on_train_epoch_end")
 
     def _is_done(self) -> bool:
         return self.should_stop or self.global_step == self.max_steps

@@ -158,8 +158,9 @@ def of_both_ranks(folder: Path) -> list[list[int]]:
 def test_a_subclass_gets_its_own_fields_too_and_other_trainers_nothing(tmp_path: Path) -> None:
     more = "gradient_accumulation_steps=8, save_strategy='no', max_steps=1"
     given = {"batch": 2, "accumulation": 1, "seq_len": 64, "eval_batch": 3, "gradient_checkpointing": True, "optimizer": "sgd"}
-    text = train(tmp_path, SUBCLASS + WRITE, more, **changes(tmp_path, None, **given))
-    assert json.loads(text)["seq_len"] == 64
+    jit = f"{more}, enable_jit_checkpoint=True"
+    text = train(tmp_path, SUBCLASS + WRITE, jit, **changes(tmp_path, None, **given))
+    assert (json.loads(text)["seq_len"], json.loads(text)["saves_on_sigterm"]) == (64, True)
     assert rows(tmp_path / "arguments.jsonl") == [[2, 1, 64, 3, True, "sgd", 2]]
     elsewhere = changes(tmp_path / "elsewhere", None, **given)
     train(tmp_path, SUBCLASS + WRITE, more, **elsewhere)
@@ -177,6 +178,17 @@ class Recording(Recording):
             ]) + "\\n")
         super().train(*given)
 """
+
+
+def test_the_batch_before_is_not_left_in_the_checkpoint(tmp_path: Path) -> None:
+    """After a return to the settings before, older versions would take it from there."""
+    train(tmp_path, more="max_steps=4")
+    kept = tmp_path / "kept" / "checkpoint-4"
+    shutil.copytree(tmp_path / "out" / "checkpoint-4", kept)
+    state = json.loads((kept / "trainer_state.json").read_text())
+    (kept / "trainer_state.json").write_text(json.dumps({**state, "train_batch_size": 2}))
+    train(tmp_path, more="max_steps=5", **changes(tmp_path, kept))
+    assert json.loads((kept / "trainer_state.json").read_text())["train_batch_size"] == 4
 
 
 def test_changes_that_cannot_be_read_change_nothing(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class Third(pl.Callback):
     def on_train_batch_end(self, trainer, *others):
         if trainer.global_step == 3:
             open("third", "w").close()
-one = trainer(max_epochs=10000, callbacks=[Third()])
+one = trainer(max_epochs=10000, callbacks=[Third(), ModelCheckpoint()])
 one.fit(model, loader)
 trainer().fit(model, loader)
 """
@@ -201,6 +201,10 @@ trainer().fit(model, loader)
     assert [answer["ok"] for answer in answers] == [True, True]
     assert [answer["message"] for answer in answers] == [f"saved at update {one['updates']}: {one['path']}" for one in saved]
     last = saved[-1]["updates"]
+    # Lightning saves once more at the end of this epoch, and would resume in the next one.
+    files = sorted(place.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    assert any(path.name.endswith(f"-step={last}.ckpt") and path.name.startswith("epoch") for path in files)
+    assert str(files[-1]) == saved[-1]["path"] == of_kind(reports, "checkpoint")[-1]["path"]
     assert updates(reports) == list(range(1, last + 1))
     assert [report["outcome"] for report in of_kind(reports, "end")] == ["stopped", "stopped"], "the second one, too"
     again = SCRIPT + f"trainer(max_epochs=10000, max_steps={last + 3}).fit(model, loader, ckpt_path=sys.argv[1])"

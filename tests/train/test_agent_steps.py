@@ -252,6 +252,7 @@ def test_the_time_inside_a_data_loader_is_reported_with_each_step(tmp_path: Path
     run(LOADER + "train(DataLoader(Slow()))", tmp_path)
     steps = [report for report in reports(tmp_path) if report["type"] == "step"]
     assert len(steps) == 3
+    assert [step["batch"] for step in steps] == [1, 1, 1]
     for step in steps[1:]:
         assert 0.03 <= step["data_wait_seconds"] <= step["step_seconds"]
 
@@ -259,7 +260,7 @@ def test_the_time_inside_a_data_loader_is_reported_with_each_step(tmp_path: Path
 def test_a_program_without_a_loader_has_no_data_wait(tmp_path: Path) -> None:
     run(LOADER + "train([torch.ones(1)] * 3)", tmp_path)
     steps = [report for report in reports(tmp_path) if report["type"] == "step"]
-    assert [step["data_wait_seconds"] for step in steps] == [None, None, None]
+    assert [(step["data_wait_seconds"], step["batch"]) for step in steps] == [(None, None)] * 3
 
 
 def test_a_prefetching_thread_is_not_a_data_wait(tmp_path: Path) -> None:

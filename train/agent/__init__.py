@@ -22,21 +22,21 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   by torch.distributed or the launcher, unless a living process already writes that journal; then it
   is the first free number from `world_size` on. `local_rank` may be null.
 * `offers`: {offers}, if the program offers more commands after its first report.
-* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens,
-  padding_fraction (of the tokens that the model computes), skipped (true if a gradient is not
-  finite: the weights did not change), sample_digest, dropped, batch, accumulation,
-  data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds, step_seconds} and the
-  values of `memory.readings`: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes,
-  allocation_retries (since the process began), rss_bytes, anonymous_bytes}. From a program that
-  does not use memtop: {update, learning_rate (null if reading it would wait for a GPU),
-  step_seconds, data_wait_seconds (inside torch's data loaders), dropped, device_uuid} and the
+* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, padding_fraction
+  (of the tokens that the model computes), skipped (true if a gradient is not finite: the weights
+  did not change), sample_digest, dropped, batch, accumulation, data_wait_seconds, forward_seconds,
+  backward_seconds, optimizer_seconds, step_seconds} and the values of `memory.readings`:
+  {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
+  process began), rss_bytes, anonymous_bytes}. From a program that does not use memtop: {update,
+  learning_rate (null if reading it would wait for a GPU), step_seconds, data_wait_seconds (inside
+  torch's data loaders), batch (of the loader that was used last), dropped, device_uuid} and the
   readings. Device bytes are those of the device on which this process reserves most. From Hugging
   Face's Trainer these, `epoch`, `batch`, `accumulation`, `samples_seen` (null if the data has no
   length), `tokens` (if the Trainer counts them), and in the updates that the Trainer logs the mean
   `loss` since its last log and `gradient_norm`. `logged` is false in the others. An update may be
   reported once more, with its loss. From Lightning the same without `gradient_norm` and `tokens`;
-  the loss is the mean of this process's micro-batches, if that needs no waiting for a GPU. A
-  loop with accelerate adds `batch`, `accumulation`, `samples_seen` and, on the CPU, `loss`.
+  the loss is the mean of this process's micro-batches, if that needs no waiting for a GPU. A loop
+  with accelerate adds `batch`, `accumulation`, `samples_seen` and, on the CPU, `loss`.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes,
   reserved_bytes, free_bytes, total_bytes, rss_bytes, device_uuid}: an allocation failed, with the
   memory at that moment. `phase` is forward | backward | optimizer | evaluation | data | load | save
@@ -62,7 +62,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   its arguments have no such field), processes (devices that train together), peak_rate, schedule
   (of the learning rate), warmup (updates, or a share of all if below 1), fixed_length (its length
   is given in updates), earlier (the checkpoints in output_dir, by name: when they were saved, in
-  microseconds since the epoch), saves_on_sigterm (enable_jit_checkpoint)}: a program begins to
+  microseconds since the epoch), saves_on_sigterm (enable_jit_checkpoint; null before
+  transformers 5)}: a program begins to
   train with Hugging Face's Trainer.
 * `loop`: {framework (library and version), effective_batch, resumed, knobs (as in `plan`)}: what a
   program's own loop tells accelerate, before the first update and when it changes.

@@ -145,6 +145,7 @@ class StepWatch:
             learning_rate=learning_rate(optimizer),
             step_seconds=None if self._last is None else now - self._last,
             data_wait_seconds=waited if self._last is not None else None,
+            batch=self._loaders.batch,
             dropped=self._agent.dropped,
             device_uuid=memory.device_uuid(),
             **readings,
@@ -179,6 +180,8 @@ class LoaderWatch:
     def __init__(self) -> None:
         self._seconds: float | None = None
         self._inside = False
+        self.batch: int | None = None
+        """The batch size of the loader that was used last; None if it has none."""
 
     def taken(self) -> float | None:
         """Seconds since the last call; None if the program has not used a data loader yet."""
@@ -201,6 +204,7 @@ class LoaderWatch:
             if self._inside or threading.current_thread() is not threading.main_thread():
                 return following(iterator)
             self._inside, started = True, time.monotonic()
+            self.batch = _batch_size(iterator)
             try:
                 return following(iterator)
             finally:
@@ -208,6 +212,14 @@ class LoaderWatch:
                 self._seconds = (self._seconds or 0.0) + time.monotonic() - started
 
         return timed
+
+
+def _batch_size(iterator: Any) -> int | None:
+    size = None
+    with contextlib.suppress(Exception):
+        # What it draws from: a sampler of batches has a size.
+        size = iterator._index_sampler.batch_size
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:

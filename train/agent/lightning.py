@@ -72,7 +72,12 @@ class Callbacks:
                     self.add(trainer)
                 except Exception as error:  # noqa: BLE001 - the training must go on, whatever goes wrong here
                     self._trainings.give_up(error)
-            return fit(trainer, *given, **named)
+            result = fit(trainer, *given, **named)
+            with contextlib.suppress(Exception):
+                training = self._of(trainer)
+                if training is not None:
+                    training.make_newest()
+            return result
 
         return added
 
@@ -149,6 +154,8 @@ class LightningTraining(Training):
         self._batches = 0
         """Of the present epoch."""
         self._validates_since = 0.0
+        self._stopped_with: str | None = None
+        """The checkpoint that was saved before a stop."""
 
     def train_start(self, trainer: Any) -> None:
         trainings, loader = self.trainings, trainer.train_dataloader
@@ -230,7 +237,8 @@ class LightningTraining(Training):
         self._continue()
 
     def saved(self, trainer: Any, filepath: Any, seconds: float) -> None:
-        if trainer.is_global_zero:
+        # Once it stops, Lightning ends the epoch, and saves as if this had been the whole epoch.
+        if trainer.is_global_zero and not self.trainings.stopping:
             path = os.path.abspath(os.fspath(filepath))
             update = self.base + trainer.global_step
             report_checkpoint(self.trainings.agent, update, self._samples(trainer), path, seconds)
@@ -269,7 +277,14 @@ class LightningTraining(Training):
             return
         orders.saved("saved at update %d: %s" % (self.base + done, path))
         if orders.stops:
+            self._stopped_with = path
             self.trainings.stopping = trainer.should_stop = True
+
+    def make_newest(self) -> None:
+        """Whoever looks for the newest checkpoint by its time finds the one that continues in the
+        middle of the epoch."""
+        if self._stopped_with is not None:
+            os.utime(self._stopped_with)
 
     def _samples(self, trainer: Any) -> int | None:
         # At the end of an epoch its number is still the same, and the batches are all.

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from memtop.supervisor.run import explain, stop_ladder
 from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal, Target, TypeAnswer
 from memtop.supervisor.run.events import Answered, Signalled, StoodStill
+from memtop.supervisor.run.grip import lost_by_stop
 from memtop.supervisor.run.model import (
     Ask,
     AttemptStage,
@@ -56,14 +57,17 @@ def stop_unsaved(model: Model) -> Model:
 def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
     """Begin the ladder; without `asked` its first signal is due at the next tick. `unsaved`: the
     program must not save."""
-    # The built-in trainer also saves on SIGTERM, unless it hangs.
-    saves = model.settings is not None and model.stalled is None
+    # The built-in trainer also saves on SIGTERM, unless it hangs; so do some of the user's own.
+    own = model.grip is not None and model.grip.saves_on_sigterm is True
+    saves = (model.settings is not None or own) and model.stalled is None
     seconds = model.progress.step_seconds or 0.0
     waits = model.waits.stretched(seconds, model.progress.longest_aside, saves_on_sigterm=saves)
     profile = model.grip.profile if model.grip is not None else None
     # A program that hangs does not save either.
     manner = None if asked or profile is None or model.stalled is not None else profile.stop
-    ladder = stop_ladder.begin(waits, model.now.monotonic, asked=asked, manner=manner, unsaved=unsaved)
+    ladder = stop_ladder.begin(
+        waits, model.now.monotonic, asked=asked, manner=manner, on_sigterm=saves and own, unsaved=unsaved
+    )
     model = replace(model, ladder=ladder)
     if not asked:
         return model
@@ -106,8 +110,11 @@ def tick(model: Model) -> Model:
 def manner_of(model: Model) -> str:
     """How a program that cannot be asked to save is stopped, in words."""
     manner = model.grip.profile.stop if model.grip is not None and model.grip.profile is not None else None
+    if manner is None and model.grip is not None and model.grip.saves_on_sigterm:
+        return "memtop sends SIGTERM to the program, and waits while it saves"
     if manner is None:
-        return "memtop sends SIGINT to the program; what it saves is up to the program"
+        lost = None if model.grip is None else lost_by_stop(model.grip, model.states.program, model.update)
+        return f"memtop sends SIGINT to the program; {lost or 'what it saves is up to the program'}"
     answers = "" if manner.answer is None else f", answers its question with {manner.answer!r}"
     if manner.saves:
         return f"memtop sends {manner.signal} to the program{answers}, and waits while it saves"

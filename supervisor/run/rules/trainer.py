@@ -74,6 +74,7 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
         schedule=report.schedule,
         warmup=report.warmup,
         fixed_length=report.fixed_length,
+        saves_on_sigterm=report.saves_on_sigterm,
         earlier=report.earlier if known is None else known.earlier,
         first=None if known is None else known.first,
         resumes=None if known is None else known.resumes,

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.supervisor.run.grip import values_of
+from memtop.supervisor.run.grip import Grip, values_of
 from memtop.supervisor.run.model import Model, note
 from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.run.reports import Step
@@ -27,7 +27,7 @@ def after_step(model: Model, step: Step) -> Model:
         return model
     if grip.profile is not None and model.progress.plan is None:
         # Its output shows the rest.
-        return model if asked.begun else replace(model, asked=replace(asked, begun=True))
+        return model if asked.begun else _of_first_step(replace(model, asked=replace(asked, begun=True)), grip, step)
     model = replace(model, asked=None)
     uses = {"batch": step.batch, "accumulation": step.accumulation, "seq_len": grip.seq_len}
     for line in _without_effect(values_of(model.knobs, grip), uses):
@@ -41,6 +41,16 @@ def after_step(model: Model, step: Step) -> Model:
         return replace(model, grip=replace(grip, resumes=True))
     model = replace(model, grip=replace(grip, resumes=False))
     return _stopped(model, f"it began after update {plan.updates} instead of {asked.resumed}", f"of update {asked.resumed}")
+
+
+def _of_first_step(model: Model, grip: Grip, step: Step) -> Model:
+    """What the agent has seen of a program with a profile: its data loader's batch."""
+    if grip.split is None or not model.knobs:
+        return model
+    wanted = {"batch": grip.split.batch, "accumulation": grip.split.accumulation}
+    for line in _without_effect(wanted, {"batch": step.batch, "accumulation": step.accumulation}):
+        model = note(model, "knob", line)
+    return model
 
 
 def after_end(model: Model) -> Model:
