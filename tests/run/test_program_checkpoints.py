@@ -97,6 +97,22 @@ def test_the_kept_one_survives_the_programs_own_and_an_older_one_goes(tmp_path: 
     assert [path.name for path in (run / KEPT).iterdir()] == ["checkpoint-9"]
 
 
+def test_a_checkpoint_that_the_program_saves_over_is_copied(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    folder = save(tmp_path / "out", 1)
+    (folder / "trainer_state.json").write_text('{"global_step": 40}')
+    found = newest_of(folder.parent)
+    assert found is not None
+    kept = keep(found, run)
+    with (folder / "optimizer.pt").open("r+") as file:
+        file.write("half")
+    assert (Path(kept.path) / "optimizer.pt").read_text() == "optimizer.pt"
+    # Its number, written last, is still the same.
+    again = newest_for(run, Grip(output_dir=str(folder.parent)))
+    assert again is not None
+    assert (again.path, again.updates) == (kept.path, 40)
+
+
 def test_a_checkpoint_that_is_deleted_meanwhile_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run := tmp_path / "run").mkdir()
     found = newest_of(save(tmp_path / "out", 5).parent)

@@ -180,6 +180,17 @@ class Recording(Recording):
 """
 
 
+def test_the_batch_before_is_not_left_in_the_checkpoint(tmp_path: Path) -> None:
+    """After a return to the settings before, older versions would take it from there."""
+    train(tmp_path, more="max_steps=4")
+    kept = tmp_path / "kept" / "checkpoint-4"
+    shutil.copytree(tmp_path / "out" / "checkpoint-4", kept)
+    state = json.loads((kept / "trainer_state.json").read_text())
+    (kept / "trainer_state.json").write_text(json.dumps({**state, "train_batch_size": 2}))
+    train(tmp_path, more="max_steps=5", **changes(tmp_path, kept))
+    assert json.loads((kept / "trainer_state.json").read_text())["train_batch_size"] == 4
+
+
 def test_changes_that_cannot_be_read_change_nothing(tmp_path: Path) -> None:
     more = "max_steps=1, save_strategy='no'"
     text = train(tmp_path, more=more, MEMTOP_TRAINER='{"knobs": [')

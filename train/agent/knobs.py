@@ -127,8 +127,9 @@ class Knobs:
         if worker_restarts().get("restarts"):
             with _told("its newest checkpoint is not known"):
                 checkpoint = saved_since(checkpoint, trainer.args.output_dir)
-        if "batch" in self._values:
-            # If this fails, the Trainer says why it cannot resume: it must not begin from zero.
+        if "batch" in self._values or not getattr(trainer.args, "auto_find_batch_size", False):
+            # The settings before may have had another one. If this fails, the Trainer says why it
+            # cannot resume: it must not begin from zero.
             with _told("the checkpoint could not be changed"):
                 with_batch(checkpoint, trainer.args.train_batch_size)
         return checkpoint

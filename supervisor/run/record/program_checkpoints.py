@@ -2,7 +2,8 @@
 
 The Trainer writes `checkpoint-N` and deletes old ones. So the newest complete one is kept in the
 run's folder with hard links (or copies, if the file system has no hard links) before the program is
-stopped, and again before it is started.
+stopped, and again before it is started. A folder with another number than its update has is copied:
+the program saves over it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.checkpoints import link_or_copy, why
+from memtop.supervisor.run.record.copies import copy
 from memtop.supervisor.run.record.folder import open_to_read
 from memtop.supervisor.run.reports import Count
 from memtop.supervisor.wire import Checkpoint
@@ -117,7 +119,11 @@ def keep(checkpoint: Checkpoint, run: Path) -> Checkpoint:
     try:
         shutil.rmtree(new, ignore_errors=True)
         target.parent.mkdir(exist_ok=True)
-        shutil.copytree(source, new, copy_function=link_or_copy)
+        if source.name == f"checkpoint-{checkpoint.updates}":
+            shutil.copytree(source, new, copy_function=link_or_copy)
+        else:
+            # The program names its checkpoints itself, and may save over this one.
+            copy(source, new)
         found = read(new)
         if not found.complete:
             raise OSError(errno.ENOENT, "it was removed meanwhile")
@@ -137,5 +143,6 @@ def newest_for(run: Path, grip: Grip) -> Checkpoint | None:
     """The checkpoint from which the program would resume now: the newest complete one in its
     folder, or the kept one if that is newer or the only one."""
     there = newest_of(Path(grip.output_dir), grip.earlier, grip.first)
-    found = [one for one in (there, newest_of(run / KEPT)) if one is not None]
+    # Of the same update the kept one: the program may have been ended while it saved over its own.
+    found = [one for one in (newest_of(run / KEPT), there) if one is not None]
     return max(found, key=lambda one: (one.complete, one.updates or 0), default=None)
