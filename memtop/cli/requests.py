@@ -189,7 +189,8 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     found = grip_checkpoints.newest_for(folder.path, file.grip, file.grip.since)
     if found is None or not found.complete:
         return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
-    return f"resumes at update {found.updates}{consequences(file.grip, knobs, found, state.updates, state.total_updates)}"
+    where = "from the program's newest checkpoint" if found.updates is None else f"at update {found.updates}"
+    return f"resumes {where}{consequences(file.grip, knobs, found, state.updates, state.total_updates)}"
 
 
 def risk_of(folder: RunFolder, change: Change) -> str | None:

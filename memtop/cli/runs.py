@@ -122,7 +122,8 @@ def _checkpoint(state: RunState) -> str:
         return "none yet"
     if not saved.complete:
         return f"incomplete: {saved.problem}"
-    return f"update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}"
+    where = "" if saved.updates is None else f"update {saved.updates}, "
+    return f"{where}{units.size(saved.size_bytes)}, {saved.path}"
 
 
 def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:

@@ -179,6 +179,8 @@ class Supervisor:
                 # What the ledger could not take at its end.
                 self._read_reports(to_the_end=True)
             self.handle(Replayed())
+            if newest.ended is not None:
+                self._read_output(to_the_end=True)
 
     # --- the loop ---------------------------------------------------------------------------------
 

@@ -59,6 +59,15 @@ def test_a_checkpoint_that_was_cut_is_replaced_by_the_copy(runs: Runs) -> None:
     runs.wait("a", lambda d: d["state"] == "finished")
     assert batches(runs, 2)[0][:2] == (0, 13)
     assert (runs.root / "out/state.pth.incomplete").stat().st_size == 9000
+    # A supervisor that only refuses keeps what is known of the run.
+    before = runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    torch.save({"step": torch.tensor(12)}, runs.root / "out/state.pth")
+    refused = runs.memtop("restart", "a", "--batch", "2", "--accum", "4", "--detach", status=1).stderr
+    assert "memtop: its position cannot be converted: " in refused
+    assert "memtop: resumes from the program's newest checkpoint; batch 4 x 2" in refused
+    after = runs.show("a")
+    assert (before["updates"], len(after["attempts"])) == (after["updates"], 2)
+    assert after["updates"] is not None
 
 
 def test_a_program_that_asks_gets_its_answer_and_its_own_log_is_followed(runs: Runs) -> None:

@@ -204,6 +204,7 @@ trainer().fit(model, loader)
     # Lightning saves once more at the end of this epoch, and would resume in the next one.
     files = sorted(place.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     assert any(path.name.endswith(f"-step={last}.ckpt") and path.name.startswith("epoch") for path in files)
+    assert files[-1].stat().st_mtime_ns > files[-2].stat().st_mtime_ns
     assert str(files[-1]) == saved[-1]["path"] == of_kind(reports, "checkpoint")[-1]["path"]
     assert updates(reports) == list(range(1, last + 1))
     assert [report["outcome"] for report in of_kind(reports, "end")] == ["stopped", "stopped"], "the second one, too"

@@ -284,7 +284,9 @@ class LightningTraining(Training):
         """Whoever looks for the newest checkpoint by its time finds the one that continues in the
         middle of the epoch."""
         if self._stopped_with is not None:
-            os.utime(self._stopped_with)
+            # The clock of the file system may give both files the same time.
+            now = time.time_ns()
+            os.utime(self._stopped_with, ns=(now, now))
 
     def _samples(self, trainer: Any) -> int | None:
         # At the end of an epoch its number is still the same, and the batches are all.
