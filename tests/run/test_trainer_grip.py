@@ -109,7 +109,8 @@ def test_checkpoints_of_another_training_do_not_count() -> None:
     brain = training(settings=None)
     brain.report({**FOUND, "earlier": {"checkpoint-500": 12}}, {"type": "plan", "updates": 0})
     ask(brain, Change())
-    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(replace(GRIP, earlier={"checkpoint-500": 12}))]
+    earlier = replace(GRIP, earlier={"checkpoint-500": 12})
+    assert brain.asked(KeepCheckpoint) == [KeepCheckpoint(grip=earlier, after=earlier)]
     launched(brain)
     # They do not become others in later attempts, nor what the program resumes from for memtop.
     brain.report(
@@ -125,7 +126,7 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     smaller = consequences(GRIP, {"batch": "4"}, SAVED, None, 20)
     assert "the effective batch changes from 16 to 8" in smaller
     assert "about 40 samples are repeated" in smaller
-    assert smaller.endswith("the schedule of the learning rate has 2 times as many updates")
+    assert smaller.endswith("the learning rate now follows a schedule with 2 times as many updates")
     linear = replace(GRIP, peak_rate=4e-4, schedule="linear")
     words = "the learning rate there changes from 0.0003 to 0.00035"
     assert consequences(linear, {"batch": "4"}, SAVED, None, 20).endswith(words)
