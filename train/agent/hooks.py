@@ -68,8 +68,8 @@ class StepWatch:
 
     @property
     def done(self) -> int:
-        """How many updates have ended."""
-        return self._updates
+        """How many updates have ended, with those before it was saved, if it resumes."""
+        return self._start + self._updates
 
     @property
     def is_silent(self) -> bool:
@@ -138,19 +138,17 @@ class StepWatch:
         if self._silent:
             return
         now, waited = time.monotonic(), self._loaders.taken()
-        readings = self._agent.readings()
-        self._agent.report(
-            "step",
-            update=self._start + self._updates,
+        values = dict(
+            self._agent.readings(),
+            update=self.done,
             learning_rate=learning_rate(optimizer),
             step_seconds=None if self._last is None else now - self._last,
             data_wait_seconds=waited if self._last is not None else None,
             batch=self._loaders.batch,
             dropped=self._agent.dropped,
             device_uuid=memory.device_uuid(),
-            **readings,
-            **self.details(),
         )
+        self._agent.report("step", **dict(values, **self.details()))
         self._last = now
         # Executes the agent's own commands. The program has offered none, so there are no others.
         self._agent.take_commands()
