@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from memtop.cli.options import SECONDS, WHOLE, detach_option, headless_option, r
 from memtop.cli.output import print_message
 from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor import units
-from memtop.supervisor.errors import RefusedError, UsageError
+from memtop.supervisor.errors import RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive
 from memtop.supervisor.monitor.processes.signals import ProcessGone, signal_process
 from memtop.supervisor.observed.adoption import Adoption, Hold, adoption_of, hold_of
@@ -96,6 +97,7 @@ def adopt(
     if not _agreed("End it and start it again?", yes=yes):
         print_message("memtop: nothing was changed")
         return 1
+    _rehearse(where, spec)
     _end(adoption, _signal(adoption, held), seconds, yes=yes)
     # It may have saved once more, so look again.
     if held is not None:
@@ -161,6 +163,17 @@ def _agreed(question: str, *, yes: bool) -> bool:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError("adopt: there is no terminal to ask on: give --yes to do what is shown")
     return click.confirm(question, default=False, err=True)
+
+
+def _rehearse(where: Path, spec: RunSpec) -> None:
+    """Create such a run in a folder of its own, and delete that: what prevents it is known before
+    the program is ended."""
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".adopt-", dir=where) as folder:
+            create_run(Path(folder), spec, fresh=False)
+    except OSError as error:
+        raise RunFolderError(f"{where}: cannot be written to: {error.strerror}; choose another --runs-dir") from None
 
 
 def _end(adoption: Adoption, number: signal.Signals, seconds: float, *, yes: bool) -> None:
