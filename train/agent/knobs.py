@@ -126,7 +126,11 @@ class Knobs:
         self._resume = None
         if worker_restarts().get("restarts"):
             with _told("its newest checkpoint is not known"):
-                checkpoint = saved_since(checkpoint, trainer.args.output_dir)
+                newest = saved_since(checkpoint, trainer.args.output_dir)
+                if newest != checkpoint:
+                    # The workers before have saved it with the present settings. It is not
+                    # memtop's to change.
+                    return newest
         if "batch" in self._values or not getattr(trainer.args, "auto_find_batch_size", False):
             # The settings before may have had another one. If this fails, the Trainer says why it
             # cannot resume: it must not begin from zero.
