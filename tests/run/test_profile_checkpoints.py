@@ -99,6 +99,24 @@ def test_the_copy_is_used_where_the_program_was_killed_while_it_saved(run: Path)
     assert [one.name for one in sorted(path.parent.iterdir())] == ["ckpt.pt", "ckpt.pt.incomplete"]
 
 
+def test_what_memtop_has_no_copy_of_only_gets_another_name(run: Path) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    save(path, 120)
+    kept = keep(found(run, place), run, place, FULL)
+    path.with_name("ckpt.pt.incomplete").write_text("the user's own")
+    cut(path)
+    prepared(kept, run, place, before=FULL, after=FULL)
+    save(path.with_name("older"), 60)
+    os.utime(path.with_name("older"), (1000, 1000))
+    path.with_name("older").replace(path)  # a person has put it there
+    prepared(kept, run, place, before=FULL, after=FULL)
+    names = sorted(one.name for one in path.parent.iterdir())
+    assert names == ["ckpt.pt", "ckpt.pt.incomplete", "ckpt.pt.incomplete.2", "ckpt.pt.replaced"]
+    assert path.with_name("ckpt.pt.incomplete").read_text() == "the user's own"
+    assert torch.load(path.with_name("ckpt.pt.replaced"))["step"] == 60
+    assert torch.load(path)["step"] == 120
+
+
 def test_a_whole_checkpoint_stays_where_it_is(run: Path) -> None:
     path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
     save(path, 120)

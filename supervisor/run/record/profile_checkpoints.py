@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import itertools
 import os
 import re
 import threading
@@ -244,7 +245,7 @@ def prepared(
 ) -> Checkpoint:
     """What the program resumes from: the kept copy, or a further one with the position converted
     from the split before to the one after. Where the program always reads the same path, it is put
-    there; an incomplete one is moved aside.
+    there, and what memtop has no copy of gets another name.
 
     `python`: the program's own Python, which has torch. RunFolderError if that is not possible.
     """
@@ -275,7 +276,7 @@ def _prepared(
     if new != step and new is not None:
         write_position(made, place.rule.step, new, python)
     if not place.given:
-        _move_aside(target, place)
+        _move_aside(target, place, record)
     _replace(made, target)
     found = read(target, place, after)
     if not found.complete:
@@ -334,12 +335,14 @@ def _named(name: str, place: Place, step: int | None) -> str:
     return f"{name[:start]}{step}{name[end:]}"
 
 
-def _move_aside(target: Path, place: Place) -> None:
-    """Keep an incomplete checkpoint under another name; a complete one is in the run's folder."""
-    if not target.exists() or _problem(target, place.rule.needs) is None:
+def _move_aside(target: Path, place: Place, record: Kept) -> None:
+    """Rename what memtop has no copy of: a checkpoint that is not complete, or one that somebody
+    has put there. Nothing is deleted."""
+    if not os.path.lexists(target) or _same(target, record) or is_given(target, record):
         return
-    aside = target.with_name(f"{target.name}.incomplete")
-    remove(aside)
+    word = "replaced" if _problem(target, place.rule.needs) is None else "incomplete"
+    asides = (target.with_name(f"{target.name}.{word}{end}") for end in itertools.chain([""], map(".{}".format, itertools.count(2))))
+    aside = next(path for path in asides if not os.path.lexists(path))
     try:
         target.rename(aside)
     except OSError as error:
