@@ -132,7 +132,7 @@ def test_a_program_that_does_not_end_stays_and_nothing_is_started(strangers: Str
     assert not runs.path.exists()
 
 
-@pytest.mark.parametrize("name, says", [("a b", "use letters"), ("latest", "choose another name")])
+@pytest.mark.parametrize(("name", "says"), [("a b", "use letters"), ("latest", "choose another name")])
 def test_a_run_that_cannot_be_created_is_refused_before_the_program_is_ended(
     name: str, says: str, strangers: Strangers, runs: Runs
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_cannot_be_created_is_refused_before_the_program_is_ended(
     error = runs.memtop("adopt", str(pid), "--from-zero", "--yes", "--detach", "--name", name, status=2).stderr
     assert says in error
     assert alive(pid)
-    assert not list(runs.path.glob("*")) and not list(runs.path.glob(".adopt*"))
+    assert not [*runs.path.glob("*"), *runs.path.glob(".adopt*")]
 
 
 def test_a_program_that_ignores_sigint_gets_sigterm(strangers: Strangers) -> None:

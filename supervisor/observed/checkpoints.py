@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from memtop.supervisor.run.record import program_checkpoints
-from memtop.supervisor.run.record.folder import open_to_read
+from memtop.supervisor.run.record.whole_files import why_not_whole
 from memtop.supervisor.wire import Checkpoint
 
 _DEPTH, _MOST_ENTRIES = 3, 3000
 _SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
 _NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__", "wandb", "data", "dataset", "datasets"})
-_LONGEST_HEADER = 64 << 20
 
 
 def newest_checkpoint(folders: Iterable[Path], since: float, *, of_trainer: bool = False) -> Checkpoint | None:
@@ -70,21 +68,9 @@ def _saved_at(entry: os.DirEntry[str]) -> float | None:
 
 def _whole_file(path: Path) -> Checkpoint | None:
     """The file if its end has been written; None otherwise."""
-    try:
+    if why_not_whole(path) is not None:
+        return None
+    with contextlib.suppress(OSError):
         status = path.stat()
-        whole = _is_whole_safetensors(path, status.st_size) if path.suffix == ".safetensors" else zipfile.is_zipfile(path)
-    except (OSError, ValueError):
-        return None
-    if not whole:
-        return None
-    return Checkpoint(path=str(path), saved_at=status.st_mtime, size_bytes=status.st_size, complete=True)
-
-
-def _is_whole_safetensors(path: Path, size: int) -> bool:
-    with open_to_read(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(size, _LONGEST_HEADER):
-            return False
-        header = json.loads(file.read(length))
-    ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-    return bool(8 + length + max(ends, default=0) == size)
+        return Checkpoint(path=str(path), saved_at=status.st_mtime, size_bytes=status.st_size, complete=True)
+    return None

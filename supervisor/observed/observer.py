@@ -195,10 +195,6 @@ def observer_of(pid: int, proc_root: Path = PROC) -> Observer | None:
     return None
 
 
-def identity_of(observed: Observed) -> ProcessId:
-    return ProcessId(observed.pid, observed.started_ticks)
-
-
 def _main(draft: JobDraft) -> int:
     """The process that prints the training: rank 0, or else the first that is no launcher."""
     ranks = [pid for pid in draft.pids if draft.roles.get(pid) == "rank 0"]

@@ -189,14 +189,14 @@ def read(profile: ProgramProfile, program: Program, run: str = "") -> Reading:
         if isinstance(setting, KnobRule):
             if found is not None and found.value.strip().isdecimal():
                 knobs[name] = Knob(value=int(found.value), name=found.name, source=found.source)
-            if (why := _why_fixed(name, setting, program)) is not None:
+            if (why := _why_fixed(setting, program)) is not None:
                 fixed[name] = why
     fixed |= {name: f"the profile {profile.name} has no such setting" for name in KNOB_NAMES if profile.knob(name) is None}
     processes = program.command.processes if program.command is not None else 1
     return Reading(knobs=Knobs(**knobs), values=values, fixed=fixed, processes=processes)
 
 
-def _why_fixed(name: str, rule: KnobRule, program: Program) -> str | None:
+def _why_fixed(rule: KnobRule, program: Program) -> str | None:
     if rule.fixed is not None:
         return rule.fixed
     if any(_can_write(way, program) for way in rule.ways):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from memtop.presets.program_profiles import CheckpointRule, Counter, Detect, Position, ProgramProfile, Resume
 from memtop.supervisor.errors import RunFolderError
@@ -202,6 +203,15 @@ def test_a_folder_is_complete_when_its_last_file_is_the_newest(run: Path) -> Non
     os.utime(out / "step_6/state_0.pkl", (2001, 2001))
     cut(out / "step_6/optimizer.bin")
     assert "optimizer.bin: its end is missing" in str(found(run, place).problem)
+
+
+@pytest.mark.parametrize("key", [r"step_(?P<step>\d+)?", r"step_"])
+def test_a_name_without_a_number_says_no_position(run: Path, key: str) -> None:
+    save_folder(run.parent / "out/step_last")
+    place = folders(run.parent / "out")
+    place = replace(place, rule=replace(place.rule, step=Counter(read="name", key=key)))
+    newest = found(run, place)
+    assert (newest.complete, newest.step, newest.updates) == (True, None, None)
 
 
 def test_a_marker_may_be_beside_the_folder(run: Path) -> None:

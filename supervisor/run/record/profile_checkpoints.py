@@ -175,11 +175,11 @@ def _position(path: Path, place: Place) -> tuple[int | None, int | None]:
         return None, None
     if counter.read == "name":
         match = re.search(counter.key, path.name)
-        if match is None:
+        groups = {} if match is None else match.groupdict()
+        step, epoch = groups.get("step"), groups.get("epoch")
+        if step is None:
             return None, None
-        groups = match.groupdict()
-        epoch = groups.get("epoch")
-        return int(groups["step"]), None if epoch is None else int(epoch)
+        return int(step), None if epoch is None else int(epoch)
     file = path if counter.file is None else path / counter.file
     keys = (counter.key,) if counter.epoch_key is None else (counter.key, counter.epoch_key)
     numbers = numbers_in(file, keys)
@@ -341,8 +341,8 @@ def _move_aside(target: Path, place: Place, record: Kept) -> None:
     if not os.path.lexists(target) or _same(target, record) or is_given(target, record):
         return
     word = "replaced" if _problem(target, place.rule.needs) is None else "incomplete"
-    asides = (target.with_name(f"{target.name}.{word}{end}") for end in itertools.chain([""], map(".{}".format, itertools.count(2))))
-    aside = next(path for path in asides if not os.path.lexists(path))
+    ends = itertools.chain((word,), (f"{word}.{number}" for number in itertools.count(2)))
+    aside = next(path for end in ends if not os.path.lexists(path := target.with_name(f"{target.name}.{end}")))
     try:
         target.rename(aside)
     except OSError as error:

@@ -27,7 +27,7 @@ def candidates(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measure
     """The remedies, the one that costs least first."""
     if not (diagnosis.kind.of_gpu or diagnosis.kind.of_host):
         return []
-    found = [_smaller(model, grip, diagnosis, measured), _checkpointing(model, grip)]
+    found = [_smaller(model, grip, diagnosis, measured), _checkpointing(model)]
     return [
         Candidate(remedy=_placed(model, grip, remedy), key=knobs_key({**model.knobs, **remedy.assignments}))
         for remedy in found
@@ -90,7 +90,7 @@ def _fits(line: PeakLine | str, batch: int, measured: Measured) -> bool:
     return fraction is None or fraction < 1
 
 
-def _checkpointing(model: Model, grip: Grip) -> Remedy | None:
+def _checkpointing(model: Model) -> Remedy | None:
     plan = model.progress.plan
     switch = plan.knobs.gradient_checkpointing if plan is not None else None
     if switch is None or switch.value is not False:
