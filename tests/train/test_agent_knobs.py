@@ -183,15 +183,30 @@ class Recording(Recording):
 """
 
 
-def test_the_batch_before_is_not_left_in_the_checkpoint(tmp_path: Path) -> None:
-    """After a return to the settings before, older versions would take it from there."""
+# As transformers did before 5.1.
+OLD = """
+from transformers import TrainerState
+Arguments = TrainingArguments
+
+class Trainer(Trainer):
+    def get_train_dataloader(self):
+        self._train_batch_size = TrainerState.load_from_json(os.environ["KEPT"]).train_batch_size
+        return super().get_train_dataloader()
+"""
+
+
+def test_the_batch_of_the_settings_before_is_not_taken_from_the_checkpoint(tmp_path: Path) -> None:
+    """After a return to the settings before. The checkpoint may be the program's own file."""
     train(tmp_path, more="max_steps=4")
     kept = tmp_path / "kept" / "checkpoint-4"
     shutil.copytree(tmp_path / "out" / "checkpoint-4", kept)
-    state = json.loads((kept / "trainer_state.json").read_text())
-    (kept / "trainer_state.json").write_text(json.dumps({**state, "train_batch_size": 2}))
-    train(tmp_path, more="max_steps=5", **changes(tmp_path, kept))
-    assert json.loads((kept / "trainer_state.json").read_text())["train_batch_size"] == 4
+    path = kept / "trainer_state.json"
+    text = json.dumps({**json.loads(path.read_text()), "train_batch_size": 2})
+    path.write_text(text)
+    train(tmp_path, others=OLD, more="max_steps=5", KEPT=str(path), **changes(tmp_path, kept))
+    (row,) = rows(tmp_path / "updates.jsonl")
+    assert (row["update"], len(row["samples"])) == (5, 4)
+    assert path.read_text() == text
 
 
 def test_changes_that_cannot_be_read_change_nothing(tmp_path: Path) -> None:

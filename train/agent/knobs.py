@@ -112,7 +112,9 @@ class Knobs:
                 named.pop("model_path", None)
                 given = (checkpoint, *given[1:]) if given else given
                 named = named if given else dict(named, resume_from_checkpoint=checkpoint)
-                with corrected(trainer, _told):
+                searches = getattr(trainer.args, "auto_find_batch_size", False)
+                keeps = contextlib.nullcontext() if searches and "batch" not in self._values else batch_of(trainer.args)
+                with corrected(trainer, _told), keeps:
                     return train(trainer, *given, **named)
             return train(trainer, *given, **named)
 
@@ -126,16 +128,7 @@ class Knobs:
         self._resume = None
         if worker_restarts().get("restarts"):
             with _told("its newest checkpoint is not known"):
-                newest = saved_since(checkpoint, trainer.args.output_dir)
-                if newest != checkpoint:
-                    # The workers before have saved it with the present settings. It is not
-                    # memtop's to change.
-                    return newest
-        if "batch" in self._values or not getattr(trainer.args, "auto_find_batch_size", False):
-            # The settings before may have had another one. If this fails, the Trainer says why it
-            # cannot resume: it must not begin from zero.
-            with _told("the checkpoint could not be changed"):
-                with_batch(checkpoint, trainer.args.train_batch_size)
+                checkpoint = saved_since(checkpoint, trainer.args.output_dir)
         return checkpoint
 
 
@@ -164,22 +157,31 @@ def _position(checkpoint: str) -> tuple[int, float]:
         return int(json.load(file)["global_step"]), os.stat(path).st_mtime
 
 
-def with_batch(checkpoint: str, batch: int) -> None:
-    """Write the batch of all local devices into memtop's copy of a checkpoint.
+@contextlib.contextmanager
+def batch_of(arguments: Any) -> Iterator[None]:
+    """Let a Trainer that resumes take its batch from the arguments.
 
-    transformers before 5.1, and later versions that search the batch, take it from there, not from
-    the arguments. Each rank writes the same.
+    transformers before 5.1, and later versions that search the batch, take it from the checkpoint,
+    which may have been saved with another one.
     """
-    path = os.path.join(checkpoint, STATE)
-    with open(path, encoding="utf-8") as file:
-        state = json.load(file)
-    if state.get("train_batch_size") in (None, batch):
+    kind: Any = getattr(sys.modules.get("transformers.trainer"), "TrainerState", None)
+    load = getattr(kind, "load_from_json", None)
+    if load is None:
+        yield
         return
-    state["train_batch_size"] = batch
-    new = "%s.%d" % (path, os.getpid())
-    with open(new, "w", encoding="utf-8") as file:
-        json.dump(state, file, indent=2)
-    os.replace(new, path)
+
+    def load_from_json(path: Any) -> Any:
+        state = load(path)
+        with _told("the batch of its checkpoint could not be replaced"):
+            if state.train_batch_size is not None:
+                state.train_batch_size = arguments.train_batch_size
+        return state
+
+    kind.load_from_json = staticmethod(load_from_json)
+    try:
+        yield
+    finally:
+        kind.load_from_json = load
 
 
 def _described(arguments: Any) -> dict[str, Any]:
