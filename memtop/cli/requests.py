@@ -118,9 +118,9 @@ def restart(
     """Restart a run from its saved state, with other settings.
 
     A run in progress finishes its update and saves its state first. Your own program, if it is
-    built on Hugging Face's Trainer, gets --batch, --accum and --seq-len and resumes from its newest
-    checkpoint; any other gets SIGINT and begins as it does by itself. --live refuses settings that
-    need a restart.
+    built on Hugging Face's Trainer or has a profile, gets --batch, --accum and --seq-len and
+    resumes from its newest checkpoint. Any other gets SIGINT, and the same command starts again.
+    --live refuses settings that need a restart.
     """
     refuse_both(headless, detach)
     folder = find_run(run_name, runs_dir)

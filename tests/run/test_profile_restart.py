@@ -62,7 +62,7 @@ def test_a_knob_without_effect_is_an_event(runs: Runs) -> None:
     runs.memtop("restart", "a", "--batch", "1", "--detach")
     runs.wait("a", lambda d: d["state"] == "finished")
     (event,) = runs.events("a", "knob")
-    text = "this knob had no effect: the number of tokens of an update 32 was asked for, the program uses 128"
+    text = "this setting had no effect: the number of tokens of an update 32 was asked for, the program uses 128"
     assert event.message == text
 
 
