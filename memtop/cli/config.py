@@ -30,7 +30,7 @@ def config(as_json: bool) -> int:
     else:
         for key, found in values.items():
             where = found.where or found.source
-            print_lines(f"{key:<11} {found.value or '-':<32} {where:<28} {KEYS[key].what}; {variable_of(key)}".rstrip())
+            print_lines(f"{key:<15} {found.value or '-':<32} {where:<28} {KEYS[key].what}; {variable_of(key)}".rstrip())
         folder = user_config()
         if folder is not None and not any(layer.source == "user" for layer in layers):
             print_lines(f"{folder / 'config.toml'}: no such file yet")

@@ -28,7 +28,7 @@ from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
-from memtop.supervisor.run.grip import consequences
+from memtop.supervisor.run.grip import POSITION, consequences
 from memtop.supervisor.run.record import grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
@@ -118,9 +118,9 @@ def restart(
     """Restart a run from its saved state, with other settings.
 
     A run in progress finishes its update and saves its state first. Your own program, if it is
-    built on Hugging Face's Trainer, gets --batch, --accum and --seq-len and resumes from its newest
-    checkpoint; any other gets SIGINT and begins as it does by itself. --live refuses settings that
-    need a restart.
+    built on Hugging Face's Trainer or has a profile, gets --batch, --accum and --seq-len and
+    resumes from its newest checkpoint. Any other gets SIGINT, and the same command starts again.
+    --live refuses settings that need a restart.
     """
     refuse_both(headless, detach)
     folder = find_run(run_name, runs_dir)
@@ -183,7 +183,7 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     """What the change means for a program built on Hugging Face's Trainer that is not running now.
     A supervisor says it of one that runs."""
     state, file = read_state(folder), folder.state()
-    knobs = {name: text for name, text in change.assignments.items() if name != "allocator"}
+    knobs = {name: text for name, text in change.assignments.items() if name not in ("allocator", POSITION)}
     if file is None or file.grip is None or state.settings is not None:
         return None
     found = grip_checkpoints.newest_for(folder.path, file.grip, file.grip.since)

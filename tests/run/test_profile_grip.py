@@ -120,15 +120,15 @@ def test_a_knob_without_effect_is_an_event() -> None:
     brain = restarted(grip())
     prints(brain, 20, printed={"tokens": 512, "batch": 8})
     assert brain.messages("knob") == [
-        "this knob had no effect: the number of tokens of an update 256 was asked for, the program uses 512",
-        "this knob had no effect: batch 4 was asked for, the program uses 8",
+        "this setting had no effect: the number of tokens of an update 256 was asked for, the program uses 512",
+        "this setting had no effect: batch 4 was asked for, the program uses 8",
     ]
 
 
 def test_the_batch_of_its_data_loader_shows_that_a_knob_had_no_effect() -> None:
     brain = restarted(grip("minimind"))
     brain.report({"type": "step", "update": 21, "batch": 8}, {"type": "step", "update": 22, "batch": 8})
-    assert brain.messages("knob") == ["this knob had no effect: batch 4 was asked for, the program uses 8"]
+    assert brain.messages("knob") == ["this setting had no effect: batch 4 was asked for, the program uses 8"]
 
 
 def test_a_program_that_begins_from_zero_is_stopped_if_its_lines_are_known() -> None:

@@ -62,7 +62,7 @@ def test_a_knob_without_effect_is_an_event(runs: Runs) -> None:
     runs.memtop("restart", "a", "--batch", "1", "--detach")
     runs.wait("a", lambda d: d["state"] == "finished")
     (event,) = runs.events("a", "knob")
-    text = "this knob had no effect: the number of tokens of an update 32 was asked for, the program uses 128"
+    text = "this setting had no effect: the number of tokens of an update 32 was asked for, the program uses 128"
     assert event.message == text
 
 
@@ -122,6 +122,12 @@ def test_a_program_that_loses_its_position_is_restarted_only_if_somebody_wants_i
     assert (runs.root / "config.py").read_bytes() == before
     copy = (runs.path / "a/attempts/0002/config.py").read_text()
     assert "batch_size_per_gpu: int = 8  # of one process" in copy
+    # The same without a supervisor.
+    runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    refused = runs.memtop("restart", "a", "--set", "position=yes", "--detach", status=2).stderr
+    assert "position yes: lost is the only value" in refused
+    runs.memtop("restart", "a", "--set", "position=lost", "--detach")
+    assert len(runs.wait("a", lambda d: d["state"] == "finished")["attempts"]) == 3
 
 
 @pytest.mark.parametrize("words", [(), ("--program-profile", "none")])

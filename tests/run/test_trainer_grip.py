@@ -143,7 +143,7 @@ def test_a_knob_without_effect_is_an_event() -> None:
     ask(brain)
     launched(brain)
     begins(brain, batch=8, accumulation=4)
-    assert brain.messages("knob") == ["this knob had no effect: batch 4 was asked for, the program uses 8"]
+    assert brain.messages("knob") == ["this setting had no effect: batch 4 was asked for, the program uses 8"]
     assert brain.model.phase is Phase.TRAINING
     brain.report({"type": "step", "update": 7, "batch": 8})
     assert len(brain.messages("knob")) == 1

@@ -62,7 +62,7 @@ def test_a_batch_that_the_program_sets_itself_is_found_out(runs: Runs) -> None:
     restart(runs, "ignores-batch")
     runs.wait("a", lambda d: d["state"] == "finished")
     (event,) = runs.events("a", "knob")
-    assert event.message == "this knob had no effect: batch 2 was asked for, the program uses 4"
+    assert event.message == "this setting had no effect: batch 2 was asked for, the program uses 4"
 
 
 def test_a_program_that_begins_again_is_ended_before_it_trains(runs: Runs) -> None:

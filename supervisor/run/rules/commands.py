@@ -171,7 +171,7 @@ def _restarting(model: Model) -> str:
     if model.grip is not None:
         return _resuming(model)
     if model.settings is None:
-        return "restarting: the program begins as it does by itself"
+        return "restarting: the same command starts again"
     if model.saved is None and not model.alive:
         return "restarting from the first update: there is no complete checkpoint"
     return "restarting from train_latest_state"

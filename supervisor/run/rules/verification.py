@@ -144,7 +144,7 @@ _WORDS = {"effective": "the effective batch", "tokens": "the number of tokens of
 
 def _without_effect(wanted: Mapping[str, Any], uses: Mapping[str, Any]) -> list[str]:
     return [
-        f"this knob had no effect: {_WORDS.get(name, name)} {wanted[name]} was asked for, the program uses {used}"
+        f"this setting had no effect: {_WORDS.get(name, name)} {wanted[name]} was asked for, the program uses {used}"
         for name, used in uses.items()
         if name in wanted and used is not None and used != wanted[name]
     ]
