@@ -190,7 +190,8 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     if found is None or not found.complete:
         return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
     where = "from the program's newest checkpoint" if found.updates is None else f"at update {found.updates}"
-    return f"resumes {where}{consequences(file.grip, knobs, found, state.updates, state.total_updates)}"
+    meant = consequences(file.grip, knobs, found, state.updates, state.total_updates, ended=True)
+    return f"resumes {where}{meant}"
 
 
 def risk_of(folder: RunFolder, change: Change) -> str | None:

@@ -216,13 +216,15 @@ def consequences(
     reached: int | None,
     total: int | None = None,
     rate: float | None = None,
+    *,
+    ended: bool = False,
 ) -> str:
     """What a restart with these knobs means for the position of the training, as the end of a
     sentence. `total`: how many updates the program does now. `rate`: the learning rate at the
-    checkpoint, about."""
+    checkpoint, about. `ended`: the program has ended already."""
     values = values_of(knobs, grip)
     after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
-    text = _lost(at, reached)
+    text = _lost(at, reached, ended=ended)
     if (length := values.get("seq_len")) is not None and length != grip.seq_len:
         text += f"; ! seq_len {grip.seq_len} -> {length}: samples are cut at another length, which changes training"
     if grip.batch is None or grip.accumulation is None or (after.batch, after.accumulation) == (grip.batch, grip.accumulation):
@@ -274,11 +276,12 @@ def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str 
     return text if grip.saves_on_sigterm is None else f"{text}; with enable_jit_checkpoint=True in its arguments it would save"
 
 
-def _lost(at: Checkpoint | None, reached: int | None) -> str:
+def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
     """How many updates are done again, as far as that is known."""
     if at is not None and at.complete and at.updates is None:
         return ""  # a program with a profile may count otherwise
     saved = (at.updates or 0) if at is not None and at.complete else 0
     if not reached or reached <= saved:
         return ""
-    return f"; {reached - saved} updates since update {saved} are done again, unless the program saves when it is stopped"
+    text = f"; {reached - saved} updates since update {saved} are done again"
+    return text if ended else f"{text}, unless the program saves when it is stopped"

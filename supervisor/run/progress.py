@@ -251,14 +251,21 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         samples = (last.samples_seen or 0) - (first.samples_seen or 0)
         return samples / seconds if known else None, tokens / seconds if tokens else None
 
-    def seconds_left(self) -> float | None:
-        """Until the last update is done, at the speed of the newest ones; None if not known."""
-        if len(self.recent) < 2 or self.total_updates is None:
+    @property
+    def pace(self) -> float | None:
+        """Seconds from one of the newest updates to the next, with what is done between them; None
+        before there are two."""
+        if len(self.recent) < 2:
             return None
         first, last = self.recent[0], self.recent[-1]
         if last.time <= first.time or last.update <= first.update:
             return None
-        return max(0, self.total_updates - last.update) * (last.time - first.time) / (last.update - first.update)
+        return (last.time - first.time) / (last.update - first.update)
+
+    def seconds_left(self) -> float | None:
+        """Until the last update is done, at the speed of the newest ones; None if not known."""
+        pace, total = self.pace, self.total_updates
+        return None if pace is None or total is None else max(0, total - self.recent[-1].update) * pace
 
     def split(self) -> StepSplit:
         return StepSplit(**{name: getattr(self.step, name, None) for name in StepSplit.__struct_fields__})

@@ -24,8 +24,8 @@ _OF_SAMPLE = ("run_rss_bytes", "run_memory", "gpu_base_bytes")
 def run_state(model: Model) -> RunState:
     """The run at this moment."""
     state, progress = _reported(model), model.progress
-    by_hooks = progress.plan is not None
-    return with_output(state, model.output, model.now.time, counted=progress.step is not None, by_hooks=by_hooks)
+    counted, by_hooks = progress.step is not None, progress.plan is not None
+    return with_output(state, model.output, model.now.time, counted=counted, pace=progress.pace, by_hooks=by_hooks)
 
 
 def _reported(model: Model) -> RunState:

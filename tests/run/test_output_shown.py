@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor.run import explain
@@ -47,6 +48,18 @@ def test_the_agents_values_come_first() -> None:
     assert (state.updates, state.total_updates, state.loss, state.step_seconds) == (30, 100, 2.5, 0.25)
     assert state.program is not None
     assert state.program.why == "total, loss: read from the output, by lines like `x`; updates: counted by memtop's agent"
+
+
+def test_the_time_left_follows_from_the_newest_updates_together() -> None:
+    brain = external()
+    for update in range(1, 11):
+        # The last update is a slow one.
+        late = {"step_seconds": 20.0, "time": 120.0} if update == 10 else {"step_seconds": 1.0, "time": 100.0 + update}
+        brain.report({"type": "step", "update": update, **late})
+    brain.tell(OutputRead(replace(SEEN, step=10, update=10, agrees=True)))
+    state = run_state(brain.model)
+    assert (state.step_seconds, state.total_updates) == (20.0, 100)
+    assert state.eta_seconds == pytest.approx(90 * (120.0 - 101.0) / 9)
 
 
 def test_a_total_in_other_units_is_not_shown_before_the_relation_is_known() -> None:

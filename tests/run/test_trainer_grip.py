@@ -134,6 +134,7 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     assert "the learning rate continues as it was" in consequences(fixed, {"batch": "4"}, SAVED, None, 20)
     assert "about 80 samples are skipped" in consequences(GRIP, {"accumulation": "4"}, SAVED, None, None)
     assert consequences(GRIP, {}, SAVED, 5, None) == ""
+    assert consequences(GRIP, {}, SAVED, 7, None, ended=True) == "; 2 updates since update 5 are done again"
     assert consequences(replace(GRIP, seq_len=64), {"seq_len": "32"}, SAVED, 5, None).startswith("; ! seq_len 64 -> 32")
 
 
@@ -309,8 +310,11 @@ def test_otherwise_half_the_batch_is_only_offered() -> None:
             out_of_memory(grip=replace(GRIP, resumes=False)),
             "it did not resume when it was started again, so only you can start it",
         ),
-        (out_of_memory(saved=None), "there is no complete checkpoint in /out, so it would begin from zero"),
-        (out_of_memory(saved=cut), "there is no complete checkpoint in /out (it was cut), so it would begin from zero"),
+        (out_of_memory(saved=None), "there is no complete checkpoint of this run in /out, so it would begin from zero"),
+        (
+            out_of_memory(saved=cut),
+            "there is no complete checkpoint of this run in /out (it was cut), so it would begin from zero",
+        ),
     ]
     for brain, why in cases:
         assert brain.model.phase is Phase.FAILED

@@ -92,7 +92,10 @@ def test_a_program_without_a_checkpoint_is_not_started_again(runs: Runs) -> None
     # It has gone on after a first lack of memory.
     start(runs, "runs-out", "catches", "never-saves", options=("--on-oom", "auto"))
     document = runs.wait("a", lambda d: d["state"] == "failed" and d["proposal"] is not None)
-    assert document["proposal"]["waiting"] == f"there is no complete checkpoint in {runs.root}/out, so it would begin from zero"
+    assert (
+        document["proposal"]["waiting"]
+        == f"there is no complete checkpoint of this run in {runs.root}/out, so it would begin from zero"
+    )
     remedy = document["proposal"]["remedies"][0]
     assert remedy["title"] == "batch 4 -> 2, accumulation 1 -> 2: effective batch stays 4, from the first update"
     assert (remedy["needs_consent"], remedy["command"]) == (True, "memtop restart a --batch 2 --accum 2")

@@ -16,9 +16,12 @@ _WORDS = {"total_updates": "total", "learning_rate": "learning rate", "step_seco
 _WORDS["tokens_per_second"] = "tokens per second"
 
 
-def with_output(state: RunState, seen: Seen | None, now: float, *, counted: bool, by_hooks: bool) -> RunState:
-    """The state with what the output adds to it. `counted`: the agent counts the updates;
-    `by_hooks`: the program's framework reports them, with the loss.
+def with_output(
+    state: RunState, seen: Seen | None, now: float, *, counted: bool, pace: float | None = None, by_hooks: bool
+) -> RunState:
+    """The state with what the output adds to it. `counted`: the agent counts the updates, of which
+    the newest took `pace` seconds each; `by_hooks`: the program's framework reports them, with the
+    loss.
     """
     if seen is None or state.attempt != seen.attempt:
         return state
@@ -39,6 +42,8 @@ def with_output(state: RunState, seen: Seen | None, now: float, *, counted: bool
         # A loop may do one step more than it names.
         total = changes["total_updates"] = updates if updates - total <= _MORE else None
     seconds = changes.get("step_seconds", state.step_seconds)
+    if not own and pace is not None:
+        seconds = pace
     if state.alive and state.eta_seconds is None and total and updates is not None and seconds:
         since = max(0.0, now - seen.time) if own else 0.0
         changes["eta_seconds"] = max(0.0, (total - updates) * seconds - since)

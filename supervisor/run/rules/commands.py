@@ -186,7 +186,7 @@ def _resuming(model: Model) -> str:
         return "restarting from the checkpoint that the program saves now"
     assert model.grip is not None
     why = f": {found.problem}" if found is not None else ""
-    return f"restarting from the first update: there is no complete checkpoint in {model.grip.place}{why}"
+    return f"restarting from the first update: there is no complete checkpoint of this run in {model.grip.place}{why}"
 
 
 def _of_knobs(model: Model, change: Change) -> str:

@@ -48,7 +48,7 @@ def without_checkpoint(model: Model, grip: Grip) -> str | None:
     if found is not None and found.complete:
         return None
     why = f" ({found.problem})" if found is not None and found.problem else ""
-    return f"there is no complete checkpoint in {grip.place}{why}"
+    return f"there is no complete checkpoint of this run in {grip.place}{why}"
 
 
 def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured) -> Remedy | None:
