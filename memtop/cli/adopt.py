@@ -3,6 +3,7 @@ its newest checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -168,10 +169,14 @@ def _agreed(question: str, *, yes: bool) -> bool:
 def _rehearse(where: Path, spec: RunSpec) -> None:
     """Create such a run in a folder of its own, and delete that: what prevents it is known before
     the program is ended."""
+    is_new = not where.exists()
     try:
         where.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adopt-", dir=where) as folder:
             create_run(Path(folder), spec, fresh=False)
+        if is_new:
+            with contextlib.suppress(OSError):  # another run has begun there
+                where.rmdir()
     except OSError as error:
         raise RunFolderError(f"{where}: cannot be written to: {error.strerror}; choose another --runs-dir") from None
 
