@@ -80,6 +80,16 @@ def test_a_resumed_program_shows_its_own_counter() -> None:
     assert "memtop's agent has counted other updates" in str(run_state(brain.model).program)
 
 
+def test_an_attempt_that_begins_inside_an_update_repeats_none_before_it() -> None:
+    brain = external(attempt=2)
+    brain.report({"type": "step", "update": 20, "time": 1.0})
+    # 880 micro-batches are 110 updates.
+    seen = replace(SEEN, attempt=2, first=881, step=888, update=111, steps_per_update=8, agrees=False)
+    effects = brain.tell(OutputRead(seen))
+    assert UpdateAttempt(number=2, values={"start_updates": 110}) in effects
+    assert DropRows(111) in effects
+
+
 def test_what_another_supervisor_has_read_is_not_announced_again() -> None:
     brain = external(attempt=2)
     effects = brain.tell(OutputRead(replace(SEEN, attempt=2, again=True)))

@@ -23,7 +23,7 @@ def read(model: Model, seen: Seen) -> Model:
     is_known = model.asked is not None and model.asked.resumed is not None
     if model.by_output and not was_by_output and not seen.again and seen.attempt > 1 and not is_known:
         # It has resumed: what the attempt before did after this step does not count.
-        first = max(1, seen.first // seen.steps_per_update)
+        first = max(1, -(-seen.first // seen.steps_per_update))
         model = emit(model, UpdateAttempt(number=seen.attempt, values={"start_updates": first - 1}))
         model = emit(model, DropRows(first))
     text = f"the program prints a loss that is not finite, at step {seen.step}" if seen.not_finite else None
