@@ -13,12 +13,11 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.tui.dashboard.header import PHASE_MARKS, draw_header
 from memtop.tui.dashboard.layout import plan
 from memtop.tui.dashboard.training import (
-    PHASE_MARKS,
     draw_compact_training,
     draw_events,
-    draw_header,
     draw_loss,
     draw_training,
     notice,

@@ -30,6 +30,7 @@ from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.dashboard import overview as machine_drawing
 from memtop.tui.dashboard import training as training_drawing
 from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
+from memtop.tui.dashboard.header import draw_header
 from memtop.tui.dashboard.layout import GPU_PANELS, DashboardLayout, plan
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.panels import ProcessPanel, gpu_panel
@@ -121,7 +122,7 @@ class DashboardScreen(Dashboard):
 
     def compose(self) -> ComposeResult:
         g, m, t = gpu_drawing, machine_drawing, training_drawing
-        yield LinePanel(t.draw_header, id="header")
+        yield LinePanel(draw_header, id="header")
         yield LinePanel(draw_notice, id="notice")
         with Horizontal(id="wide"):
             with Vertical(id="left"):

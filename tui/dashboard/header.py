@@ -1,0 +1,117 @@
+"""The dashboard's first line: the run, its state and settings, or the machine."""
+
+from __future__ import annotations
+
+from memtop.supervisor import units
+from memtop.supervisor.program import Knobs, name_of
+from memtop.supervisor.wire import Phase, RunState
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, line, spread, width_of
+from memtop.tui.store import Store
+
+PHASE_MARKS = {
+    Phase.CREATED: ("○", MUTED),
+    Phase.STARTING: ("◌", "accent"),
+    Phase.TRAINING: ("●", "good"),
+    Phase.STOPPING: ("◐", "edge"),
+    Phase.RESTARTING: ("↻", "accent"),
+    Phase.FINISHED: ("✓", "good"),
+    Phase.STOPPED: ("■", MUTED),
+    Phase.FAILED: ("✗", "bad"),
+}
+
+
+def draw_header(store: Store, width: int, height: int) -> list[Line]:
+    """Name, attempt, state, preset, batch arithmetic, sequence length, run time; without a run the
+    machine.
+    """
+    head = line((" memtop ", "accent"))
+    if store.run is None:
+        what = _followed(store) or ("this machine" if store.machine is not None else "starting")
+        return [spread(join((head, line((what, STRONG)), _label(store))), _machine_words(store), width)]
+    run = store.run
+    left = join(
+        (
+            head,
+            line((run.name, STRONG)),
+            fact("attempt", str(run.attempt)) if run.attempt else (),
+            _phase(run),
+        )
+    )
+    clock = line((units.duration(run_seconds(store)), STRONG), " ")
+    label, short = _label(store), _short_label(store)
+    # The longest right side that fits. The note that values are not live is dropped last.
+    choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
+    choices += [join((label, clock)), label, join((short, clock)), short]
+    room = width - width_of(left) - 2
+    right = next((choice for choice in choices if width_of(choice) <= room), short)
+    return [spread(fit(left, max(0, width - width_of(right) - 2)), right, width)]
+
+
+def _phase(run: RunState) -> Line:
+    """`● training`.
+
+    A program that works on its first update is still `starting`, so it gets its own words.
+    """
+    sign, role = PHASE_MARKS[run.state]
+    if run.observed and run.state is Phase.STARTING:
+        return line((f"{sign} progress not known", MUTED))
+    first = run.state is Phase.STARTING and run.total_updates is not None
+    return line((f"{sign} {'first update…' if first else run.state.value}", role))
+
+
+def _followed(store: Store) -> str:
+    tree = store.followed
+    if tree is None:
+        return ""
+    if not tree.pids:
+        return f"pid {tree.pid} has ended"
+    return f"pid {tree.pid}: {len(tree.pids)} processes, {units.size(tree.rss_bytes)} resident: {tree.command}"
+
+
+def _label(store: Store) -> Line:
+    words = [store.label] if store.label else []
+    if store.read_only:
+        words.append("read-only")
+    return line((" · ".join(words), "edge")) if words else ()
+
+
+def _short_label(store: Store) -> Line:
+    """`replay 60x` or `read-only`: the shortest note that these values are past, or that nothing
+    can be changed.
+    """
+    words = store.short_label or store.label or ("read-only" if store.read_only else "")
+    return line((f"{words} ", "edge")) if words else ()
+
+
+def _machine_words(store: Store) -> Line:
+    version = store.machine.driver_version if store.machine else None
+    return line((f"driver {version} ", MUTED)) if version else ()
+
+
+def _settings_words(run: RunState, wide: bool) -> Line:
+    settings = run.settings
+    if settings is None:
+        name = fact("", name_of(run.command)) if run.command and wide else ()
+        return join([name, *_knob_words(run)] if name else _knob_words(run))
+    arithmetic = f"{settings.split_text} = {settings.effective_batch}"
+    parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
+    return join([fact("preset", settings.preset), *parts] if wide else parts)
+
+
+def _knob_words(run: RunState) -> list[Line]:
+    """`2 x 4 x 1 = 8` and `T 512` of a program of the user, as far as they are known."""
+    knobs, whole = (run.program.knobs if run.program is not None else Knobs()), run.effective_batch
+    batch, accumulation, length = (knob and knob.value for knob in (knobs.batch, knobs.accumulation, knobs.seq_len))
+    parts = []
+    if whole and batch and accumulation:
+        parts.append(line((f"{batch} x {accumulation} x {whole // (batch * accumulation)} = {whole}", STRONG)))
+    return [*parts, fact("T", str(length))] if length else parts
+
+
+def run_seconds(store: Store) -> float | None:
+    """For how long the current attempt has run, seconds."""
+    run = store.run
+    if run is None or run.started is None:
+        return None
+    until = run.ended if run.ended is not None else store.now
+    return None if until is None else max(0.0, until - run.started)
