@@ -16,6 +16,8 @@ from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
+from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
 
 HISTORY_LENGTH = 600
@@ -64,7 +66,8 @@ class Store:
     """The number of log lines received so far, including those no longer kept."""
     gpu_history: Mapping[str, tuple[Moment, ...]] = field(default_factory=dict)
     gpu_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The highest used bytes since the dashboard started, by GPU."""
+    """The most that was taken since the dashboard started (see `GpuSample.taken_bytes`), by GPU.
+    Includes the peaks within updates, which the run reports."""
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
@@ -116,7 +119,9 @@ def fold(store: Store, message: FeedMessage) -> Store:
     if isinstance(message, wire.StateUpdate):
         # A new state proves that the connection works.
         after = replace(store, run=message.run, quiet_seconds=0.0)
-        return after if message.machine is None else _with_machine(after, message.machine)
+        if message.machine is not None:
+            return _with_machine(after, message.machine)
+        return replace(after, gpu_peak_bytes=_peaks(after, store.gpu_peak_bytes))
     if isinstance(message, MachineSnapshot):
         return _with_machine(replace(store, quiet_seconds=0.0), message)
     if isinstance(message, wire.MetricRows):
@@ -178,22 +183,18 @@ def _filled(row: wire.Metric, before: wire.Metric | None) -> wire.Metric:
 
 def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
     history: dict[str, tuple[Moment, ...]] = {}
-    peaks = dict(store.gpu_peak_bytes)
     for gpu in machine.gpus:
         key = gpu_key(gpu)
         past = store.gpu_history.get(key, ())
         history[key] = _longer(past, Moment(machine.time, gpu.used_fraction))
-        if gpu.used_bytes is not None:
-            peaks[key] = max(peaks.get(key, 0), gpu.used_bytes)
+    store = replace(store, machine=machine, gpu_history=history)
     host = machine.host.used_fraction
     host_peak = store.host_peak_fraction
     if host is not None:
         host_peak = max(host, host_peak or 0.0)
     return replace(
         store,
-        machine=machine,
-        gpu_history=history,
-        gpu_peak_bytes=peaks,
+        gpu_peak_bytes=_peaks(store, store.gpu_peak_bytes),
         host_history=_longer(store.host_history, Moment(machine.time, host)),
         host_peak_fraction=host_peak,
     )
@@ -229,6 +230,42 @@ def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) ->
         return None
     seconds = max(0.0, 1 - known[-1][1]) / slope
     return seconds if seconds < 86400 else None
+
+
+def vram_parts(store: Store, gpu: GpuSample) -> VramParts:
+    """The memory of one GPU in parts that add up; an unknown part is None with a reason."""
+    run, machine = store.run, store.machine
+    return split(
+        gpu,
+        _ranks(store),
+        run=run.name if run is not None else None,
+        base_bytes=run.gpu_base_bytes.get(gpu.uuid or "") if run is not None else None,
+        job_names={job.key: job.name for job in machine.jobs} if machine is not None else {},
+        all_pids_visible=store.all_pids_visible,
+    )
+
+
+def step_peak(store: Store, gpu: GpuSample) -> int | None:
+    """The most that was taken on this GPU during the newest update."""
+    ranks = ranks_on(gpu, _ranks(store))
+    return step_peak_bytes(vram_parts(store, gpu), ranks) if ranks else None
+
+
+def _ranks(store: Store) -> list[RankMemory]:
+    if store.run is None:
+        return []
+    # A rank on the CPU reports no device.
+    on_gpus = [rank for rank in store.run.ranks if rank.device_uuid is not None or rank.reserved_bytes is not None]
+    return placed(on_gpus, store.gpus)
+
+
+def _peaks(store: Store, before: Mapping[str, int]) -> dict[str, int]:
+    peaks = dict(before)
+    for gpu in store.gpus:
+        known = [value for value in (gpu.taken_bytes, step_peak(store, gpu)) if value is not None]
+        if known:
+            peaks[gpu_key(gpu)] = max(peaks.get(gpu_key(gpu), 0), *known)
+    return peaks
 
 
 class Holder(NamedTuple):

@@ -138,6 +138,10 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     unknown: dict[str, str] = {}
 
+    @property
+    def taken_bytes(self) -> int | None:
+        return _taken(self)
+
 
 class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Values that change slowly or never. They are read every 5 s or once."""
@@ -260,6 +264,18 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     """The newest events since memtop started, oldest first. At most eight."""
     details: GpuDetails = GpuDetails()
     unknown: dict[str, str] = {}
+
+    @property
+    def taken_bytes(self) -> int | None:
+        """The bytes behind `used_fraction`: all that is not free. So it includes the driver's
+        reserve, and with unified memory what the rest of the machine holds."""
+        return _taken(self)
+
+
+def _taken(memory: GpuSample | MigInstance) -> int | None:
+    if memory.total_bytes is None or memory.free_bytes is None:
+        return memory.used_bytes
+    return memory.total_bytes - memory.free_bytes
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
