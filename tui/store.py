@@ -5,17 +5,17 @@ Only `fold` makes the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
-from memtop.supervisor import wire
+from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot, held_by
 from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
 from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
@@ -274,6 +274,14 @@ class Holder(NamedTuple):
     process: GpuProcess
     gpu_indices: tuple[int, ...]
     used_bytes: int | None
+    """None if a part of it is not known."""
+    at_least_bytes: int | None
+    """What is known of it."""
+
+    @property
+    def memory(self) -> str:
+        """`2.0 GiB`, or `≥ 2.0 GiB` if not all of it is known."""
+        return units.size(self.used_bytes) if self.used_bytes is not None else units.at_least(self.at_least_bytes)
 
     @property
     def where(self) -> str:
@@ -291,18 +299,9 @@ def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
     for gpu in machine.gpus if machine else ():
         for process in gpu.processes:
             found.setdefault((process.pid, process.started), []).append((gpu.index, process))
-    rows = [
-        Holder(
-            overruled(seen[0][1], reasons),
-            tuple(index for index, _ in seen),
-            _sum_of_known(process.used_bytes for _, process in seen),
-        )
-        for seen in found.values()
-    ]
-    return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))
-
-
-def _sum_of_known(values: Iterable[int | None]) -> int | None:
-    """The sum of the known values; None if none is known."""
-    known = [v for v in values if v is not None]
-    return sum(known) if known else None
+    rows = []
+    for seen in found.values():
+        held = held_by([process for _, process in seen])
+        where = tuple(index for index, _ in seen)
+        rows.append(Holder(overruled(seen[0][1], reasons), where, held.used_bytes, held.at_least_bytes))
+    return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.at_least_bytes or 0), h.process.pid)))

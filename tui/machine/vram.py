@@ -28,6 +28,8 @@ class Part(NamedTuple):
     size: int | None
     glyph: str
     role: str
+    at_least: bool = False
+    """A part of it is not known."""
 
 
 def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
@@ -127,7 +129,7 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
         glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
         role = "alloc" if glyph != "░" else "other"
         # No other process means 0 bytes; processes that do not report their memory mean unknown.
-        found.append(Part(word, sum(known) if known or not rest else None, glyph, role))
+        found.append(Part(word, sum(known) if known or not rest else None, glyph, role, at_least=len(known) < len(rest)))
     return found
 
 
@@ -151,7 +153,8 @@ def _words_of(parts: list[Part]) -> list[Line]:
 
 def _words(part: Part) -> Line:
     alarming = part.role == "gone"
-    value = fact(("! " if alarming else "") + part.word, units.gib(part.size), "edge" if alarming else "strong")
+    size = units.gib(part.size) if part.size is None or not part.at_least else f"≥ {units.gib(part.size)}"
+    value = fact(("! " if alarming else "") + part.word, size, "edge" if alarming else "strong")
     if part.glyph == " ":
         return value
     looks = _JOB_LOOKS[: len(part.glyph)] if len(part.glyph) > 1 else ((part.glyph, part.role),)
