@@ -1,10 +1,13 @@
 """The cost of the agent in programs of each kind: step times with and without it.
 
-    python -m bench.agent_cost [--pairs N] [--styles plain trainer ...] [--recipe ROUNDS]
+    python -m bench.agent_cost [--rounds N] [--styles plain trainer ...] [--recipe ROUNDS]
 
-Three processes of a program take turns by blocks of updates: one with the agent, two without it.
-The difference of these two is the noise of the machine. Lightning is taken from this Python, or
-from the one that MEMTOP_LIGHTNING_PYTHON names.
+In each program blocks of updates take turns: with the agent's hooks, without them, and without them
+once more. The difference of the last two is the noise of the machine, which is larger than the cost
+in an ordinary update. Therefore updates that compute almost nothing show what the agent adds to an
+update, with the writing of its reports; this is compared with an ordinary update of about 30 ms.
+Each process has one thread. Lightning is taken from this Python, or from the one that
+MEMTOP_LIGHTNING_PYTHON names.
 
 The agent's work per step of memtop's own trainer (report, readings, commands) is measured alone,
 because it is too small for a difference of two step times. `--recipe` measures this difference,
@@ -14,11 +17,9 @@ too: trainings of the default recipe with and without the agent, one after anoth
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -33,8 +34,8 @@ from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 
 PROGRAMS = Path(__file__).with_name("agent_programs.py")
 STYLES = ("plain", "trainer", "accelerate", "torchrun", "lightning")
-BLOCK = 4
-"""Updates between two turns."""
+LAYERS = 4
+"""Of the model in an ordinary update."""
 SITE = Path(__file__).resolve().parents[1] / "train" / "agent" / "site"
 UPDATES = 30
 _ALONE = """
@@ -94,75 +95,42 @@ def alone_seconds() -> float:
         return float(json.loads(done.stdout))
 
 
-class Gated:
-    """A program that trains a block of updates on request."""
-
-    def __init__(self, style: str, folder: Path, *, agent: bool) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if style == "torchrun" else []
-        python = (os.environ.get("MEMTOP_LIGHTNING_PYTHON") if style == "lightning" else None) or sys.executable
-        self._process = subprocess.Popen(
-            [python, *launcher, str(PROGRAMS), style, str(BLOCK)],
-            env={**environment(folder, agent=agent), "OMP_NUM_THREADS": "1", "OUTPUT": str(folder)},
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "errors.txt").open("w"),
+def blocks(style: str, layers: int, rounds: int) -> dict[str, list[float]]:
+    """The seconds of an update in each block of a program: see `bench/agent_programs.py`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if style == "torchrun" else []
+    python = (os.environ.get("MEMTOP_LIGHTNING_PYTHON") if style == "lightning" else None) or sys.executable
+    with tempfile.TemporaryDirectory() as name:
+        done = subprocess.run(
+            [python, *launcher, str(PROGRAMS), style, str(layers), str(rounds)],
+            env={**environment(Path(name), agent=True), "OMP_NUM_THREADS": "1", "OUTPUT": name},
+            cwd=name,
+            capture_output=True,
             text=True,
-            start_new_session=True,
         )
-        self._errors = folder / "errors.txt"
-
-    def wait(self, word: str) -> str:
-        """What follows this word in the program's next line with it."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line[len(word) :]
-        raise RuntimeError(f"the program has ended: {self._errors.read_text()[-2000:]}")
-
-    def block(self) -> float:
-        """The seconds of an update in the next block."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return float(self.wait("block ")) / BLOCK
-
-    def end(self) -> None:
-        """It ends at the end of its input. torchrun ends the ranks that wait for it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        self._process.wait()
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise RuntimeError(done.stderr or "the program printed no times")
+    found: dict[str, list[float]] = json.loads(lines[-1])
+    return found
 
 
-def style_cost(style: str, pairs: int) -> dict[str, object]:
-    """The step times of a program, with the agent, without it, and without it once more."""
-    times: dict[str, list[float]] = {"without": [], "with": [], "control": []}
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        programs = {}
-        for arm in times:
-            folder = Path(name) / arm
-            folder.mkdir()
-            programs[arm] = Gated(style, folder, agent=arm == "with")
-            stack.callback(programs[arm].end)
-        for program in programs.values():
-            program.wait("ready")
-        for number in range(pairs):
-            # In changing order, so that a drift of the machine's speed affects all arms.
-            order = [list(times), ["with", "control", "without"], ["control", "without", "with"]][number % 3]
-            for arm in order:
-                times[arm].append(programs[arm].block())
-    added = [one - other for one, other in zip(times["with"], times["without"], strict=True)]
+def style_cost(style: str, rounds: int) -> dict[str, object]:
+    """What the agent adds to an update, and its share of an ordinary update."""
+    small, ordinary = blocks(style, 0, 2 * rounds), blocks(style, LAYERS, rounds)
+    added = statistics.median(_added(small, "with"))
     return {
-        "without_agent": spread(times["without"]),
-        "with_agent": spread(times["with"]),
-        "ratio_of_pairs": ratios(times["with"], times["without"]),
-        "ratio_of_pairs_without_against_without": ratios(times["control"], times["without"]),
-        "median_of_added_microseconds": round(1e6 * statistics.median(added), 1),
+        "added_microseconds": round(1e6 * added, 1),
+        "added_microseconds_without_against_without": round(1e6 * statistics.median(_added(small, "control")), 1),
+        "small_update_seconds": spread(small["without"]),
+        "ordinary_update_seconds": spread(ordinary["without"]),
+        "share_of_ordinary_update": round(added / statistics.median(ordinary["without"]), 5),
+        "ordinary_ratio_of_pairs": ratios(ordinary["with"], ordinary["without"]),
+        "ordinary_ratio_of_pairs_without_against_without": ratios(ordinary["control"], ordinary["without"]),
     }
+
+
+def _added(times: dict[str, list[float]], arm: str) -> list[float]:
+    return [one - other for one, other in zip(times[arm], times["without"], strict=True)]
 
 
 def recipe_cost(rounds: int) -> dict[str, object]:
@@ -181,7 +149,7 @@ def recipe_cost(rounds: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--styles", nargs="*", choices=STYLES, default=STYLES)
     parser.add_argument("--recipe", type=int, default=0, metavar="ROUNDS")
     options = parser.parse_args()
@@ -189,7 +157,7 @@ def main() -> None:
     for style in options.styles:
         print(f"{style} ...", file=sys.stderr, flush=True)
         try:
-            found[style] = style_cost(style, options.pairs)
+            found[style] = style_cost(style, options.rounds)
         except RuntimeError as error:
             found[style] = {"error": str(error).strip().splitlines()[-1]}
     if options.recipe:

@@ -227,6 +227,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the program is known to continue from what it has saved when it starts again."""
         return self.settings is not None or (self.program is not None and self.program.resumes is True)
 
+    @property
+    def checkpoint_words(self) -> str:
+        """Where no checkpoint is known."""
+        reads_only = self.observed or (self.program is not None and self.program.grip in ("optimizer", "output"))
+        return "none seen" if reads_only else "none yet"
+
 
 def saves_when_stopped(settings: Settings | None, offers: Collection[str] | None) -> bool:
     """Whether a program is known to finish its update and save when it is stopped: the built-in

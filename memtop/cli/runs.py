@@ -119,7 +119,7 @@ def _program_lines(state: RunState) -> Iterator[str]:
 def _checkpoint(state: RunState) -> str:
     saved = state.checkpoint
     if saved is None:
-        return "none yet"
+        return state.checkpoint_words
     if not saved.complete:
         return f"incomplete: {saved.problem}"
     where = "" if saved.updates is None else f"update {saved.updates}, "

@@ -209,6 +209,7 @@ class Performer:
             self._outbox,
             pattern=self._spec.step_pattern or (profile.output.step if profile is not None else None),
             settings={} if profile is None else {str(name): text for name, text in profile.output.settings.items()},
+            command=self._spec.command,
             on_steps=self._publisher.add_steps,
             on_own_counter=self._count_by_output,
             on_back=self._publisher.take_back_from,

@@ -235,6 +235,13 @@ def test_the_epochs_that_a_program_prints_name_the_end() -> None:
     assert points(text)[-1] == (300, 300, 2.0)
 
 
+def test_the_epochs_of_the_command_name_the_end() -> None:
+    lines = [f"Train: {e} [{i:4}/100 ({i}%)]  Loss: 1.5 (1.6)" for e in range(2) for i in (25, 50)]
+    assert [(row.step, row.total) for row in Learner().take(lines, 1.0)] == [(25, None), (50, None), (125, None), (150, None)]
+    learner = Learner.of(["python", "train.py", "--epochs", "3"])
+    assert [(row.step, row.total) for row in learner.take(lines, 1.0)] == [(25, 300), (50, 300), (125, 300), (150, 300)]
+
+
 def test_what_was_learned_can_be_stored() -> None:
     lines = trainer_output().replace("\r", "\n").split("\n")
     whole = Learner().take(lines, 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.run.output.lines import read_line
+from memtop.supervisor.run.output.lines import declared_by, read_line
 
 BAR = "|██▏  | 10/1000 [00:05<08:20,  2.00it/s"
 
@@ -63,6 +63,9 @@ BAR = "|██▏  | 10/1000 [00:05<08:20,  2.00it/s"
         ),
         ("100it [00:10, 9.8it/s]", {"step": 100, "total": None, "step_seconds": 1 / 9.8, "is_bar": True}),
         ("train: 1,200it [1:00:10, 1.50s/it, loss=2.5]", {"step": 1200, "loss": 2.5, "step_seconds": 1.5}),
+        ("Train: 2 [  55/100 ( 56%)]  Loss: 1.47 (1.16)", {"step": 55, "total": 100, "epoch": 2.0, "epochs": None}),
+        ("Train: [3/300][10/1251]  eta 0:50:00  loss 6.9 (7.0)", {"step": 10, "total": 1251, "epoch": 3.0, "epochs": 300}),
+        ("INFO - [4][  50/7330]  lr: 1.9e-03  loss: 2.2", {"step": 50, "total": 7330, "epoch": 4.0}),
         ("[1,  2000] loss: 2.173", {"step": 2000, "epoch": 1.0, "loss": 2.173, "is_bar": False}),
         ('{"current_steps": 20, "total_steps": 100, "loss": 4.8, "lr": 5e-05}', {"step": 20, "total": 100, "loss": 4.8}),
         ("step:9/90 train_loss:4.8 train_time:900ms", {"step": 9, "total": 90, "loss": 4.8, "step_seconds": None}),
@@ -77,6 +80,23 @@ def test_the_numbers_of_a_line(text: str, expected: dict[str, Any]) -> None:
     line = read_line(text)
     assert line is not None
     assert {name: getattr(line, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "steps", "epochs"),
+    [
+        ("python train.py --epochs 90", None, 90),
+        ("train.py --num_train_epochs=3", None, 3),
+        ("train.py trainer.max_epochs=10", None, 10),
+        ("train.py --max-steps 500 --epochs 3", 500, None),
+        ("train.py --max_steps -1 --epochs 4", None, 4),
+        ("train.py --train-iters 100", 100, None),
+        ("train.py --num-steps 128 --start-epoch 3 --warmup-epochs 5 --epochs-per-save 2", None, None),
+        ("train.py --epochs", None, None),
+    ],
+)
+def test_the_length_that_a_command_names(command: str, steps: int | None, epochs: int | None) -> None:
+    assert declared_by(command.split()) == (steps, epochs)
 
 
 def test_a_loss_may_be_nan() -> None:

@@ -309,6 +309,7 @@ FAULTS = (
     ("memtop_agent.Agent", "report"),
     ("memtop_agent.Agent", "take_commands"),
     ("hooks.LoaderWatch", "taken"),
+    ("hooks.LoaderWatch", "drawn"),
     ("hooks", "learning_rate"),
     ("memory", "device_uuid"),
 )
@@ -325,3 +326,33 @@ def test_a_fault_anywhere_in_a_step_leaves_the_weights_as_without_the_agent(tmp_
         # A step is reported before its commands are taken.
         assert found.count("step") == (6 if fault is None else 1 if fault[1] == "take_commands" else 0), fault
         assert found.count("warning") == (fault is not None and fault[1] != "report"), fault
+
+
+LOADERS = """
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def draw(batches, batch, per_update):
+    for number, x in enumerate(DataLoader(torch.randn(batches * batch, 4), batch_size=batch), 1):
+        model(x).sum().backward()
+        if number % per_update == 0:
+            optimizer.step()
+            with torch.no_grad():
+                list(DataLoader(torch.randn(6, 4), batch_size=3))
+"""
+
+
+def test_the_batches_of_an_update_are_those_drawn_with_gradients(tmp_path: Path) -> None:
+    run(LOADERS + "draw(9, 2, 2)\ndraw(2, 8, 1)\ndraw(3, 4, 1)", tmp_path)
+    found = [report for report in reports(tmp_path) if report["type"] == "loop"]
+    # After an epoch of four updates and a rest, two updates with another loader are too few.
+    assert [loop["effective_batch"] for loop in found] == [4, 4]
+    settings = [{name: knob["value"] for name, knob in loop["knobs"].items()} for loop in found]
+    assert settings == [{"batch": 2, "accumulation": 2}, {"batch": 4, "accumulation": 1}]
+
+
+def test_what_was_drawn_is_not_known_with_several_optimizers(tmp_path: Path) -> None:
+    code = "other = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer.step()\nother.step()\ndraw(9, 2, 1)"
+    run(LOADERS + code, tmp_path)
+    assert not [report for report in reports(tmp_path) if report["type"] == "loop"]

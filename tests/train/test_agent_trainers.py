@@ -122,40 +122,53 @@ own.step()
     assert all((step.get("loss") is not None) == step["logged"] for step in late)
 
 
-EVENTS = ("train_begin", "step_begin", "step_end", "epoch_end", "log", "evaluate", "save", "train_end")
-FAULTS = """
+EVENTS = ("train_begin", "step_begin", "step_end", "epoch_end", "log", "evaluate", "predict", "save", "train_end")
+FAULT = """
+import sys
 fault = sys.argv[1]
-if fault in EVENTS:
-    import memtop_agent.trainers as agent
-    def fail(*_): raise ValueError("made to fail")
-    setattr(agent.TrainerTraining, fault, fail)
+def fail(*_): raise ValueError("made to fail")
+if fault == "import":
+    import memtop_agent.hooks, memtop_agent.trainers
+    memtop_agent.hooks.LoaderWatch.hook = memtop_agent.trainers.follow = fail
+elif fault in EVENTS:
+    import memtop_agent.trainers
+    setattr(memtop_agent.trainers.TrainerTraining, fault, fail)
+"""
+TRAIN = """
 one = trainer(output_dir="out-" + fault)
 one.train()
+one.predict(Rows())
 with open(fault + ".txt", "w") as file:
     file.write(digest(one.model) + json.dumps([line.get("loss") for line in one.state.log_history]))
 """
 
 
-def test_a_fault_in_any_event_changes_nothing_but_the_reports(tmp_path: Path) -> None:
+def test_a_fault_in_any_hook_changes_nothing_but_the_reports(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
-    path.write_text(SCRIPT + FAULTS.replace("EVENTS", repr(EVENTS)))
+    path.write_text(FAULT.replace("EVENTS", repr(EVENTS)) + SCRIPT + TRAIN)
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("MEMTOP_", "PYTHONPATH"))}
     command = [sys.executable, str(path), "without"]
     done = run_forked(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     wanted = (tmp_path / "without.txt").read_text()
-    for fault in ("none", *EVENTS):
+    for fault in ("none", "import", *EVENTS):
         folder = tmp_path / f"attempt-{fault}"
         folder.mkdir()
         env = {**bare, "PYTHONPATH": str(SITE), "MEMTOP_ATTEMPT_DIR": str(folder), "MEMTOP_ATTEMPT": "1"}
-        done = run_forked([*command[:2], fault], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        # A forked program has imported the libraries already; one with options is not forked.
+        options = ["-X", "utf8"] if fault == "import" else []
+        command = [sys.executable, *options, str(path), fault]
+        done = run_forked(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / f"{fault}.txt").read_text() == wanted, fault
         reports = journals(folder)[0]
         warnings = [report["message"] for report in of_kind(reports, "warning")]
-        assert len(warnings) == (fault != "none"), warnings
+        assert len(warnings) == (0 if fault == "none" else 2 if fault == "import" else 1), warnings
         assert all("made to fail" in message for message in warnings)
         numbers = updates(reports)
+        if fault == "import":
+            assert not numbers
+            continue
         # The optimizer hook counts on from the update after the fault.
         assert numbers[-1] == 10
         assert sorted(set(numbers)) == numbers

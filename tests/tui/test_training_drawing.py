@@ -62,7 +62,8 @@ def test_training_without_any_number_has_dashes() -> None:
 
 def test_the_source_of_the_numbers_of_a_users_program() -> None:
     program = Program(grip="output", why="loss: read from the output, by lines like `step 2 loss 1.0`")
-    text = text_of(draw_training(store_of(running(program=program)), 70, 10))
+    text = text_of(draw_training(store_of(running(program=program, checkpoint=None)), 70, 10))
+    assert "checkpoint none seen" in text, "where such a program saves is not known"
     assert "loss: read from the output, by lines like `step 2 loss 1.0`" in text
 
 

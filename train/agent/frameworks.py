@@ -205,7 +205,7 @@ def number(value: Any) -> float | None:
 def number_on_cpu(value: Any) -> float | None:
     """A number, also in a tensor on the CPU."""
     if getattr(getattr(value, "device", None), "type", "") == "cpu" and value.numel() == 1:
-        return float(value.detach())
+        return float(value.item())
     return number(value)
 
 

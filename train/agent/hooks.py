@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from types import ModuleType
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, NamedTuple, Protocol, Sequence
 
 from . import memory
 
@@ -20,6 +20,8 @@ _LOADERS = "torch.utils.data.dataloader"
 # The base class of torch's loader iterators. It is private; if it disappears, no waits are
 # reported.
 _ITERATOR = "_BaseDataLoaderIter"
+_AGREE = 3
+"""So many updates in a row must draw the same. The last one of an epoch may draw less."""
 
 
 class Reporter(Protocol):
@@ -51,10 +53,12 @@ class StepWatch:
         self._silent = False
         self._last: float | None = None
         self._loaders = LoaderWatch()
+        self._drawn: list[Drawn] = []
+        self._described: Drawn | None = None
         self.has_others = False
         """Whether several optimizers step, so that not every backward pass is of this update."""
         self.details: Callable[[], dict[str, Any]] = dict
-        """What else is known about the update that has just ended. It must not raise."""
+        """What a library knows about the update that has just ended. It must not raise."""
 
     def install(self) -> None:
         """Hook the modules now, or when the program imports them."""
@@ -135,6 +139,7 @@ class StepWatch:
             self.has_others = True
             return
         self._updates += 1
+        drawn = self._loaders.drawn()
         if self._silent:
             return
         now, waited = time.monotonic(), self._loaders.taken()
@@ -148,10 +153,30 @@ class StepWatch:
             dropped=self._agent.dropped,
             device_uuid=memory.device_uuid(),
         )
-        self._agent.report("step", **dict(values, **self.details()))
+        details = self.details()
+        self._agent.report("step", **dict(values, **details))
         self._last = now
+        if not details:
+            self._describe(drawn)
         # Executes the agent's own commands. The program has offered none, so there are no others.
         self._agent.take_commands()
+
+    def _describe(self, drawn: Drawn | None) -> None:
+        """Report how an update's samples are divided, once several updates in a row agree."""
+        self._drawn = [] if drawn is None or self.has_others else [*self._drawn, drawn][-_AGREE:]
+        if drawn is None or drawn == self._described or self._drawn != [drawn] * _AGREE:
+            return
+        self._described = drawn
+        self._agent.report(
+            "loop",
+            framework="torch's DataLoader",
+            effective_batch=None if drawn.ranks is None else drawn.batch * drawn.batches * drawn.ranks,
+            resumed=False,
+            knobs={
+                "batch": {"value": drawn.batch, "name": "batch_size", "source": "DataLoader"},
+                "accumulation": {"value": drawn.batches, "name": None, "source": "batches of an update"},
+            },
+        )
 
 
 def _no_optimizer() -> None:
@@ -172,6 +197,15 @@ def learning_rate(optimizer: Any) -> float | None:
     return float(rate)
 
 
+class Drawn(NamedTuple):
+    """What a process has drawn from one data loader for an update."""
+
+    batch: int
+    batches: int
+    ranks: int | None
+    """Processes that train on different samples; None if not known."""
+
+
 class LoaderWatch:
     """Adds up the main thread's seconds in `next(...)` of torch's data loaders."""
 
@@ -180,6 +214,10 @@ class LoaderWatch:
         self._inside = False
         self.batch: int | None = None
         """The batch size of the loader that was used last; None if it has none."""
+        self._count = 0
+        self._sizes: set[tuple[int | None, int | None]] = set()
+        """Batch size and ranks of each loader that was used with gradients since the last call of
+        `drawn`. An evaluation computes none."""
 
     def taken(self) -> float | None:
         """Seconds since the last call; None if the program has not used a data loader yet."""
@@ -187,6 +225,15 @@ class LoaderWatch:
         if seconds is not None:
             self._seconds = 0.0
         return seconds
+
+    def drawn(self) -> Drawn | None:
+        """What was drawn since the last call; None if that is not known, or from several
+        loaders."""
+        count, sizes, self._count, self._sizes = self._count, self._sizes, 0, set()
+        if len(sizes) != 1:
+            return None
+        batch, ranks = sizes.pop()
+        return None if batch is None else Drawn(batch, count, ranks)
 
     def hook(self, module: ModuleType) -> None:
         """Measure the loaders of this module."""
@@ -204,7 +251,11 @@ class LoaderWatch:
             self._inside, started = True, time.monotonic()
             self.batch = _batch_size(iterator)
             try:
-                return following(iterator)
+                batch = following(iterator)
+                if _computes_gradients():
+                    self._count += 1
+                    self._sizes.add((self.batch, _ranks_of(iterator)))
+                return batch
             finally:
                 self._inside = False
                 self._seconds = (self._seconds or 0.0) + time.monotonic() - started
@@ -218,6 +269,22 @@ def _batch_size(iterator: Any) -> int | None:
         # What it draws from: a sampler of batches has a size.
         size = iterator._index_sampler.batch_size
     return size if isinstance(size, int) and size > 0 else None
+
+
+def _computes_gradients() -> bool:
+    with contextlib.suppress(Exception):
+        return bool(sys.modules["torch"].is_grad_enabled())
+    return False
+
+
+def _ranks_of(iterator: Any) -> int | None:
+    """How many processes share the data of this loader; None if not known."""
+    with contextlib.suppress(Exception):
+        shared = getattr(getattr(iterator._index_sampler, "sampler", None), "num_replicas", None)
+        distributed = sys.modules["torch"].distributed
+        alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+        return int(shared) if isinstance(shared, int) else 1 if alone else None
+    return None
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:

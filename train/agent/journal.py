@@ -104,6 +104,8 @@ def _number(variables: Mapping[str, str], name: str) -> int | None:
 CAPACITY = 4096
 """Reports kept while the file cannot be written; beyond that the oldest are dropped and counted."""
 PERIOD_SECONDS = 0.05
+_AT_ONCE = 1 << 16
+"""Bytes of lines in one write, about."""
 MAX_EXTRA = 1000
 """Journals beyond the ranks; a program with more processes than that is not a training."""
 
@@ -123,7 +125,7 @@ class JournalWriter:
         self._sequence = 0
         self._descriptor: int | None = None
         self._rest = b""
-        """What is still to be written of a line: a full disk cuts it."""
+        """The lines to be written next; a full disk cuts one."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._running = False
@@ -141,7 +143,7 @@ class JournalWriter:
                 descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 if _locked(descriptor):
                     self.number, self._descriptor = number, descriptor
-                    self._rest = _end_of_line(descriptor)
+                    self._rest = _end_of_line(descriptor) + self._rest
                     return True
                 os.close(descriptor)
         except OSError:
@@ -180,14 +182,15 @@ class JournalWriter:
             return
         with self._lock:
             while self._queue or self._rest:
+                while self._queue and len(self._rest) < _AT_ONCE:
+                    line = _encode(self._queue.popleft())
+                    if line is None:
+                        # JSON cannot represent it; the reports after it must not wait forever.
+                        self.dropped += 1
+                    else:
+                        self._rest += line
                 if not self._write_rest():
                     return
-                line = _encode(self._queue.popleft()) if self._queue else b""
-                if line is None:
-                    # JSON cannot represent it; the reports after it must not wait forever.
-                    self.dropped += 1
-                else:
-                    self._rest += line
 
     def _write_rest(self) -> bool:
         """Whether all that was begun is written."""

@@ -7,10 +7,12 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from typing import Any
 
 # Readings between two checks which device is used most.
 _CHECK_EVERY = 50
+_HOST_SECONDS = 0.1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 NAMES = (
     *("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "allocation_retries"),
@@ -86,6 +88,25 @@ class _Device:
 _device = _Device()
 
 
+class _Host:
+    """The resident bytes. Only now and then read, since that takes as long as all other work of the
+    agent in an update."""
+
+    def __init__(self) -> None:
+        self._found: tuple[int | None, int | None] = (None, None)
+        self._until = 0.0
+
+    def resident(self) -> tuple[int | None, int | None]:
+        """As `_resident`, at most `_HOST_SECONDS` old."""
+        now = time.monotonic()
+        if now >= self._until:
+            self._found, self._until = _resident(), now + _HOST_SECONDS
+        return self._found
+
+
+_host = _Host()
+
+
 def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
     """Memory of the most used device (None without CUDA) and of the process, in bytes.
 
@@ -96,7 +117,7 @@ def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
     program that leaves its peaks to the agent gets `reset_peak`.
     """
     found: dict[str, int | None] = dict.fromkeys(NAMES)
-    found["rss_bytes"], found["anonymous_bytes"] = _resident()
+    found["rss_bytes"], found["anonymous_bytes"] = _host.resident()
     cuda = _cuda()
     if cuda is not None:
         index = _device.index(cuda)

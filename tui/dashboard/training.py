@@ -164,7 +164,7 @@ def _bound(run: RunState) -> Line:
 def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
     checkpoint = run.checkpoint
     if checkpoint is None:
-        return line(*fact("checkpoint", "none seen" if run.observed else "none yet", MUTED))
+        return line(*fact("checkpoint", run.checkpoint_words, MUTED))
     if not checkpoint.complete:
         return fit(line(("checkpoint ", MUTED), (f"! not complete: {checkpoint.problem or 'unknown'}", "bad")), width)
     return fit(

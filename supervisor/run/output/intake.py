@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -63,6 +63,7 @@ class OutputIntake:
         *,
         pattern: str | None = None,
         settings: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
         on_steps: Callable[[int, list[Step]], None],
         on_own_counter: Callable[[bool], None],
         on_back: Callable[[int], None],
@@ -79,7 +80,7 @@ class OutputIntake:
         self._outbox = outbox
         self._pattern = re.compile(pattern) if pattern else None
         self._on_steps, self._on_own_counter, self._on_back = on_steps, on_own_counter, on_back
-        self._state = read_derived(self._path, OutputFile) or OutputFile()
+        self._state = read_derived(self._path, OutputFile) or OutputFile(learner=Learner.of(command))
         self._tail = Tail(folder / "output.log", self._state.offset)
         self._own_log: OwnLog | None = None
         self._stored = (self._state.offset, 0)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.run.output.counter import Counter
-from memtop.supervisor.run.output.lines import Line, read_line
+from memtop.supervisor.run.output.lines import Line, declared_by, read_line
 
 _SHAPES = 64
 """Shapes of lines that are remembered."""
@@ -96,10 +96,17 @@ class Learner(msgspec.Struct, kw_only=True):
     """Times and steps of the newest rows."""
     certain: bool = False
     declared: int | None = None
-    """How many steps there will be, by the settings that the program prints at its start."""
+    """How many steps there will be, by the settings that the program prints at its start, or else
+    by the options of its command."""
     declared_epochs: int | None = None
     counted_at: int | None = None
     """The updates that the agent had counted at the newest line that counts."""
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> Learner:
+        """Of a program that was started so."""
+        declared, declared_epochs = declared_by(command)
+        return cls(declared=declared, declared_epochs=declared_epochs)
 
     def take(
         self, lines: Iterable[str], now: float, *, updates: int | None = None, pattern: re.Pattern[str] | None = None

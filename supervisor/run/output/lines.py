@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,8 @@ _NAMED = re.compile(
 )
 _EPOCH_AND_STEP = re.compile(r"\[(\d+), ?(\d+)\](?=[ :|]*(?:[a-z]+[ _])?loss\b)")
 """`[1,  2000] loss: 2.2`."""
+_EPOCH_BEFORE = re.compile(r"(?:\[(\d+)(?:/(\d+))?\]|\btrain(?:ing)?:? (\d+)) ?(?=\[ ?\d+/\d+)")
+"""The epoch before the step: `Train: [0/300][10/1251]`, `Train: 2 [55/100 (56%)]`, `[1][50/73]`."""
 _PAIR = re.compile(r"(?<![\w.,:/-])(\d[\d,]*)\s*/\s*(\d[\d,]*)(?![\d./,]|\s*/)")
 _STEP_UNIT = r"(?:it|iter|step|batch|ba|update)"
 _RATE = re.compile(rf"(?<![\d.])(\d+(?:\.\d+)?|\?)\s*(?:({_STEP_UNIT}(?:e?s)?)/s(?:ec)?\b|(ms|s)/{_STEP_UNIT}\b)")
@@ -55,6 +57,10 @@ _NO_STEP = frozenset(
     }
 )
 _DECLARES = frozenset({"max", "total", "num"})
+_DECLARED_STEPS = _DECLARES - {"num"} | {"train", "training"}
+"""In the name of an option. `--num-steps` may be the length of something else."""
+_DECLARED_EPOCHS = _DECLARED_STEPS | {"num", "n", "nb", "trainer"}
+_OPTION = re.compile(r"-{0,2}([a-z][\w.-]*)=(\d+)|--([a-z][\w.-]*) (\d+)(?![^ ])", re.IGNORECASE)
 _NO_DECLARATION = _NO_STEP - _DECLARES
 _NO_SECONDS = frozenset({"epoch", "train", "training", "total", "eval", "eta", "remaining", "wall", "run"})
 _COUNTERS = frozenset({"num_updates", "iter_num", "step_num", "num_steps_done", "micro_step"})
@@ -110,6 +116,24 @@ def read_line(text: str, pattern: re.Pattern[str] | None = None) -> Line | None:
     # The lines of each rank have a shape of their own, so that the losses of one rank count.
     line = _read(text[rank.end() :])
     return None if line is None else msgspec.structs.replace(line, shape=f"{rank[0].strip()} {line.shape}")
+
+
+def declared_by(command: Sequence[str]) -> tuple[int | None, int | None]:
+    """How many steps and epochs there will be, by the options of the program: `--max-steps 500`,
+    `--epochs=90`. Steps take precedence."""
+    steps = epochs = None
+    for index, word in enumerate(command):
+        following = command[index + 1] if index + 1 < len(command) and "=" not in word else ""
+        option = _OPTION.fullmatch(f"{word} {following}" if following else word)
+        if option is None:
+            continue
+        *words, last = re.split(r"[_.-]+", (option[1] or option[3]).lower())
+        value = whole(option[2] or option[4]) or None
+        if last == "epochs" and _DECLARED_EPOCHS.issuperset(words):
+            epochs = value
+        elif _STEPS.get(last, 9) <= 2 and last.endswith("s") and words and _DECLARED_EPOCHS.issuperset(words):
+            steps = value if _DECLARED_STEPS.intersection(words) else steps
+    return steps, None if steps is not None else epochs
 
 
 def _certain(shape: str, values: Mapping[str, str | None]) -> Line | None:
@@ -248,6 +272,9 @@ class _Found:
         if (both := _EPOCH_AND_STEP.match(text)) is not None:
             self.epoch, self.step = finite(both[1]), whole(both[2])
             return
+        if self.epoch is None and (before := _EPOCH_BEFORE.search(text)) is not None:
+            self.epoch, self.epochs = finite(before[1] or before[3]), whole(before[2])
+            self._spans.append(before.span())
         for match in _PAIR.finditer(text):
             inside = any(start <= match.start() < end for start, end in self._spans)
             count, total = whole(match[1]), whole(match[2])
