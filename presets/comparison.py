@@ -10,7 +10,7 @@ import msgspec
 
 from memtop.presets.checks import SettingsError, check
 from memtop.presets.edits import apply_preset, take_whole
-from memtop.presets.fields import FIELDS, SPLIT, differing, saves_memory, value_of
+from memtop.presets.fields import FIELDS, SPLIT, differing, saves_memory, training_unchanged, value_of
 from memtop.presets.schema import Optimizer, Preset, Settings, nearest_splits
 
 Fit = Literal["resumes", "converts", "new run"]
@@ -59,8 +59,12 @@ def describe_split(before: Settings, after: Settings) -> str:
     """What an edit does to the effective batch, in one line, with the nearest exact splits if it
     changes it."""
     old, new = before.effective_batch, after.effective_batch
+    if before.seq_len != after.seq_len:
+        tokens = effective_change(old * before.seq_len, new * after.seq_len)
+        return f"effective batch {old} -> {new}, tokens per update {tokens}: changes training"
     if old == new:
-        return f"effective batch {old} -> {new}: training is unchanged"
+        effect = "training is unchanged" if training_unchanged(before, after) else "the same samples per update"
+        return f"effective batch {old} -> {new}: {effect}"
     pairs = ", ".join(f"{b} x {a}" for b, a in nearest_splits(old, after.world_size, after.batch))
     hint = f"; exact pairs: {pairs}" if pairs else ""
     return f"effective batch {effective_change(old, new)}: changes training{hint}"

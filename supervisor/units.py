@@ -30,6 +30,11 @@ def size(size_bytes: float | None) -> str:
     return f"{value:.1f} PiB"
 
 
+def at_least(size_bytes: float | None) -> str:
+    """A sum of which a part is not known: `≥ 10.7 GiB`, or a dash if nothing is known."""
+    return UNKNOWN if size_bytes is None else f"≥ {size(size_bytes)}"
+
+
 class Scale(NamedTuple):
     """A common unit for a total and its parts."""
 

@@ -226,7 +226,7 @@ def peak_words(peak: Peak | None) -> str:
     """`17.1 GiB` if measured; `≥ 19.1 GiB` if the allocation failed."""
     if peak is None:
         return units.UNKNOWN
-    return f"≥ {units.size(peak.bytes)}" if peak.failed else units.size(peak.bytes)
+    return units.at_least(peak.bytes) if peak.failed else units.size(peak.bytes)
 
 
 def outcome_words(of: Configuration, *, present: bool) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import mark
-from memtop.supervisor.recovery.forecast import forecast
+from memtop.supervisor.recovery.forecast import forecast, foreseen, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.tui.charts import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
@@ -126,24 +126,29 @@ class MeasuredMemory:
 
     def lines(self, after: Settings, width: int) -> list[Line]:
         """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
-        there is no forecast.
+        there is no forecast. Of the present settings only what was measured.
         """
         what = "VRAM" if self.on_gpu else "RAM"
+        now = self.current
+        if now is not None and not now.failed and now.batch == after.batch and peaks_of(after, [now], on_gpu=self.on_gpu):
+            peak = foreseen(now.bytes, self.total_bytes, "")
+            return [
+                fit(line((f"{what} peak ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)
+            ]
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
             return wrap(f"? {what} peak cannot be predicted: {found}", width, "unknown")
         before = "" if self.current is None else f"{units.size(self.current.bytes)} measured -> "
-        share, band = "", ""
-        if found.fraction is not None:
-            share, band = f" {units.percent(found.fraction)} ", f"{mark(found.band)} {found.band.value}"
-        head = line(
-            (f"{what} peak ", MUTED),
-            (before, STRONG),
-            (f"~{units.size(found.peak_bytes)} predicted", "predicted"),
-            (share, "predicted"),
-            (band, ROLES[found.band]),
-        )
+        predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
+        head = line((f"{what} peak ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
+
+
+def _share(peak: Forecast, role: str) -> Line:
+    """` 70.9 % · safe`; empty if the total is not known."""
+    if peak.fraction is None:
+        return ()
+    return line((f" {units.percent(peak.fraction)} ", role), (f"{mark(peak.band)} {peak.band.value}", ROLES[peak.band]))
 
 
 def outlook_of(store: Store) -> MeasuredMemory:

@@ -5,17 +5,19 @@ Only `fold` makes the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
-from memtop.supervisor import wire
+from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot, held_by
+from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
+from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
 
 HISTORY_LENGTH = 600
@@ -64,7 +66,8 @@ class Store:
     """The number of log lines received so far, including those no longer kept."""
     gpu_history: Mapping[str, tuple[Moment, ...]] = field(default_factory=dict)
     gpu_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The highest used bytes since the dashboard started, by GPU."""
+    """The most that was taken since the dashboard started (see `GpuSample.taken_bytes`), by GPU.
+    Includes the peaks within updates, which the run reports."""
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
@@ -116,7 +119,9 @@ def fold(store: Store, message: FeedMessage) -> Store:
     if isinstance(message, wire.StateUpdate):
         # A new state proves that the connection works.
         after = replace(store, run=message.run, quiet_seconds=0.0)
-        return after if message.machine is None else _with_machine(after, message.machine)
+        if message.machine is not None:
+            return _with_machine(after, message.machine)
+        return replace(after, gpu_peak_bytes=_peaks(after, store.gpu_peak_bytes))
     if isinstance(message, MachineSnapshot):
         return _with_machine(replace(store, quiet_seconds=0.0), message)
     if isinstance(message, wire.MetricRows):
@@ -178,22 +183,18 @@ def _filled(row: wire.Metric, before: wire.Metric | None) -> wire.Metric:
 
 def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
     history: dict[str, tuple[Moment, ...]] = {}
-    peaks = dict(store.gpu_peak_bytes)
     for gpu in machine.gpus:
         key = gpu_key(gpu)
         past = store.gpu_history.get(key, ())
         history[key] = _longer(past, Moment(machine.time, gpu.used_fraction))
-        if gpu.used_bytes is not None:
-            peaks[key] = max(peaks.get(key, 0), gpu.used_bytes)
+    store = replace(store, machine=machine, gpu_history=history)
     host = machine.host.used_fraction
     host_peak = store.host_peak_fraction
     if host is not None:
         host_peak = max(host, host_peak or 0.0)
     return replace(
         store,
-        machine=machine,
-        gpu_history=history,
-        gpu_peak_bytes=peaks,
+        gpu_peak_bytes=_peaks(store, store.gpu_peak_bytes),
         host_history=_longer(store.host_history, Moment(machine.time, host)),
         host_peak_fraction=host_peak,
     )
@@ -231,12 +232,56 @@ def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) ->
     return seconds if seconds < 86400 else None
 
 
+def vram_parts(store: Store, gpu: GpuSample) -> VramParts:
+    """The memory of one GPU in parts that add up; an unknown part is None with a reason."""
+    run, machine = store.run, store.machine
+    return split(
+        gpu,
+        _ranks(store),
+        run=run.name if run is not None else None,
+        base_bytes=run.gpu_base_bytes.get(gpu.uuid or "") if run is not None else None,
+        job_names={job.key: job.name for job in machine.jobs} if machine is not None else {},
+        all_pids_visible=store.all_pids_visible,
+    )
+
+
+def step_peak(store: Store, gpu: GpuSample) -> int | None:
+    """The most that was taken on this GPU during the newest update."""
+    ranks = ranks_on(gpu, _ranks(store))
+    return step_peak_bytes(vram_parts(store, gpu), ranks) if ranks else None
+
+
+def _ranks(store: Store) -> list[RankMemory]:
+    if store.run is None:
+        return []
+    # A rank on the CPU reports no device.
+    on_gpus = [rank for rank in store.run.ranks if rank.device_uuid is not None or rank.reserved_bytes is not None]
+    return placed(on_gpus, store.gpus)
+
+
+def _peaks(store: Store, before: Mapping[str, int]) -> dict[str, int]:
+    peaks = dict(before)
+    for gpu in store.gpus:
+        known = [value for value in (gpu.taken_bytes, step_peak(store, gpu)) if value is not None]
+        if known:
+            peaks[gpu_key(gpu)] = max(peaks.get(gpu_key(gpu), 0), *known)
+    return peaks
+
+
 class Holder(NamedTuple):
     """One process on all the GPUs that it uses."""
 
     process: GpuProcess
     gpu_indices: tuple[int, ...]
     used_bytes: int | None
+    """None if a part of it is not known."""
+    at_least_bytes: int | None
+    """What is known of it."""
+
+    @property
+    def memory(self) -> str:
+        """`2.0 GiB`, or `≥ 2.0 GiB` if not all of it is known."""
+        return units.size(self.used_bytes) if self.used_bytes is not None else units.at_least(self.at_least_bytes)
 
     @property
     def where(self) -> str:
@@ -254,18 +299,9 @@ def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
     for gpu in machine.gpus if machine else ():
         for process in gpu.processes:
             found.setdefault((process.pid, process.started), []).append((gpu.index, process))
-    rows = [
-        Holder(
-            overruled(seen[0][1], reasons),
-            tuple(index for index, _ in seen),
-            _sum_of_known(process.used_bytes for _, process in seen),
-        )
-        for seen in found.values()
-    ]
-    return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))
-
-
-def _sum_of_known(values: Iterable[int | None]) -> int | None:
-    """The sum of the known values; None if none is known."""
-    known = [v for v in values if v is not None]
-    return sum(known) if known else None
+    rows = []
+    for seen in found.values():
+        held = held_by([process for _, process in seen])
+        where = tuple(index for index, _ in seen)
+        rows.append(Holder(overruled(seen[0][1], reasons), where, held.used_bytes, held.at_least_bytes))
+    return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.at_least_bytes or 0), h.process.pid)))

@@ -282,7 +282,7 @@ def _gpu_lines(gpu: GpuSample) -> Iterator[str]:
         return
     temperature = units.UNKNOWN if gpu.temperature_celsius is None else f"{gpu.temperature_celsius:.0f}"
     yield (
-        f"GPU {gpu.index}  {units.gib(gpu.used_bytes)} / {units.size(gpu.total_bytes)}  {_banded(gpu.used_fraction, gpu.band)}"
+        f"GPU {gpu.index}  {units.gib(gpu.taken_bytes)} / {units.size(gpu.total_bytes)}  {_banded(gpu.used_fraction, gpu.band)}"
         f"  util {units.percent(gpu.utilization_fraction, 0)}  {temperature} C  {gpu.name or '?'}"
     )
     for process in gpu.processes:

@@ -28,7 +28,7 @@ from memtop.supervisor.monitor.processes.proc import (
 )
 from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable, resident_bytes
 from memtop.supervisor.monitor.strays import UNFREED_ADVICE, KnownRun, agreed, judge
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, held_by
 
 LOOK_SECONDS = 1.5
 """The process table is walked at most this often, however often the driver's process lists
@@ -172,11 +172,8 @@ class ProcessWatch:
         """
         rows = self._rows
         mine = [pair for pid in draft.pids for pair in on_gpus.get(pid, ())]
-        unknown: dict[str, str] = {}
-        sizes = [row.used_bytes for _, row in mine if row.used_bytes is not None]
-        if len(sizes) < len(mine):
-            reasons = (row.unknown.get("used_bytes") for _, row in mine)
-            unknown["used_bytes"] = next(filter(None, reasons), "the driver does not report all of it")
+        held = held_by([row for _, row in mine])
+        unknown = dict(held.unknown)
         shares = [self._cpu[rows[pid].identity] for pid in draft.pids if rows[pid].identity in self._cpu]
         if not shares:
             unknown["host_cpu_fraction"] = CpuMeter.FIRST_LOOK
@@ -194,7 +191,8 @@ class ProcessWatch:
             pids=draft.pids,
             roles=draft.counts,
             gpu_indices=tuple(sorted({index for index, _ in mine})),
-            used_bytes=None if "used_bytes" in unknown else sum(sizes),
+            used_bytes=held.used_bytes,
+            used_at_least_bytes=held.at_least_bytes,
             host_rss_bytes=rss,
             host_cpu_fraction=sum(shares) if shares else None,
             started=_started(member, rows[draft.leader]),

@@ -7,8 +7,9 @@ questions about a whole snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -94,7 +95,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Number of processes by role: {"launcher": 1, "rank": 2, "loader worker": 8}."""
     gpu_indices: tuple[int, ...] = ()
     used_bytes: int | None = None
-    """GPU memory of all its processes on all GPUs."""
+    """GPU memory of all its processes on all GPUs. None if a part of it is not known."""
+    used_at_least_bytes: int | None = None
+    """The sum of the parts that are known. None if no part is known."""
     host_rss_bytes: int | None = None
     host_cpu_fraction: float | None = None
     started: float | None = None
@@ -137,6 +140,10 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
     band: Band = Band.UNKNOWN
     error: str | None = None
     unknown: dict[str, str] = {}
+
+    @property
+    def taken_bytes(self) -> int | None:
+        return _taken(self)
 
 
 class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +267,18 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     """The newest events since memtop started, oldest first. At most eight."""
     details: GpuDetails = GpuDetails()
     unknown: dict[str, str] = {}
+
+    @property
+    def taken_bytes(self) -> int | None:
+        """The bytes behind `used_fraction`: all that is not free. So it includes the driver's
+        reserve, and with unified memory what the rest of the machine holds."""
+        return _taken(self)
+
+
+def _taken(memory: GpuSample | MigInstance) -> int | None:
+    if memory.total_bytes is None or memory.free_bytes is None:
+        return memory.used_bytes
+    return memory.total_bytes - memory.free_bytes
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,13 +409,30 @@ def _part_of(job: Job, rows: list[GpuProcess], indices: Collection[int]) -> Job:
     here = tuple(index for index in job.gpu_indices if index in indices)
     if here == job.gpu_indices:
         return job
+    held = held_by(rows)
+    unknown = {name: reason for name, reason in job.unknown.items() if name != "used_bytes"} | held.unknown
+    return msgspec.structs.replace(
+        job, gpu_indices=here, used_bytes=held.used_bytes, used_at_least_bytes=held.at_least_bytes, unknown=unknown
+    )
+
+
+class Held(NamedTuple):
+    """The GPU memory of several processes: the sum, the sum of what is known, and why that is not
+    all."""
+
+    used_bytes: int | None
+    at_least_bytes: int | None
+    unknown: dict[str, str]
+
+
+def held_by(rows: Sequence[GpuProcess]) -> Held:
+    """The GPU memory of these processes."""
     sizes = [row.used_bytes for row in rows if row.used_bytes is not None]
-    unknown = {name: reason for name, reason in job.unknown.items() if name != "used_bytes"}
+    known = sum(sizes)
     if len(sizes) == len(rows):
-        return msgspec.structs.replace(job, gpu_indices=here, used_bytes=sum(sizes), unknown=unknown)
-    reasons = (row.unknown.get("used_bytes") for row in rows)
-    unknown["used_bytes"] = next(filter(None, reasons), "the driver does not report all of it")
-    return msgspec.structs.replace(job, gpu_indices=here, used_bytes=None, unknown=unknown)
+        return Held(known, known, {})
+    reason = next(filter(None, (row.unknown.get("used_bytes") for row in rows)), "the driver does not report all of it")
+    return Held(None, known if sizes else None, {"used_bytes": reason})
 
 
 def why_incomplete(machine: MachineSnapshot) -> list[str]:

@@ -211,13 +211,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.plan is None else self.plan.total_updates
 
     @property
-    def longest_aside(self) -> float:
-        """The most seconds that something other than an update has taken so far: a save or an
-        evaluation.
-        """
-        return max(self.longest_pause, self.save_seconds or 0.0)
-
-    @property
     def at_the_end(self) -> bool:
         """Whether no update is left to begin: the last one is in progress or done, but perhaps not
         saved yet.

@@ -36,25 +36,37 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     """Why the program gets more time than others, in words; empty if it does not."""
 
-    def stretched(self, update_seconds: float, aside_seconds: float = 0.0, *, saves_on_sigterm: bool = False) -> Waits:
-        """The waits for a program whose updates take `update_seconds`, and its saves and
-        evaluations `aside_seconds` (at most half an hour counts): it may be in the middle of one
-        when it is asked, and saves afterwards.
+    def stretched(
+        self,
+        update_seconds: float,
+        save_seconds: float = 0.0,
+        silent_seconds: float = 0.0,
+        *,
+        saves_on_sigterm: bool = False,
+    ) -> Waits:
+        """The waits for a program that may be in the middle of an update when it is asked, and
+        saves afterwards. Its updates take `update_seconds`, its newest save took `save_seconds`;
+        `silent_seconds` is its longest time between two reports, for example an evaluation. Of the
+        last two at most half an hour counts.
 
         `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the
         time for it.
         """
-        aside = min(aside_seconds, _MOST_ASIDE_SECONDS)
-        slowest = max(update_seconds, aside)
+        reasons = {
+            "an update takes it {:.0f} s": update_seconds,
+            "its newest save took {:.0f} s": min(save_seconds, _MOST_ASIDE_SECONDS),
+            "it was once silent for {:.0f} s": min(silent_seconds, _MOST_ASIDE_SECONDS),
+        }
+        why = max(reasons, key=lambda words: reasons[words])
+        slowest = reasons[why]
         needed = self.graceful / 2 + 2 * slowest
         if needed <= self.graceful and not saves_on_sigterm:
             return self
-        what = "a save or an evaluation" if aside > update_seconds else "an update"
         return replace(
             self,
             graceful=max(self.graceful, needed),
             terminate=max(self.terminate, needed) if saves_on_sigterm and slowest else self.terminate,
-            why=f"{what} has taken it {slowest:.0f} s" if needed > self.graceful else "",
+            why=why.format(slowest) if needed > self.graceful else "",
         )
 
 

@@ -64,7 +64,10 @@ def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
     assert (external.graceful, external.terminate) == (330.0, plain.terminate)
     ours = plain.stretched(1.0, 150.0, saves_on_sigterm=True)
     assert (ours.graceful, ours.terminate, ours.interrupt, ours.kill) == (330.0, 330.0, plain.interrupt, plain.kill)
-    assert ours.why == "a save or an evaluation has taken it 150 s"
+    assert ours.why == "its newest save took 150 s"
+    assert plain.stretched(100.0, 0.9, 23.0).why == "an update takes it 100 s"
+    silent = plain.stretched(1.0, 0.9, 123.0)
+    assert (silent.graceful, silent.why) == (276.0, "it was once silent for 123 s"), "not the save, which took 0.9 s"
     # A program that hangs is ended, however long it has been silent before.
     assert plain.stretched(1.0, 1e9, saves_on_sigterm=True).terminate == 30.0 + 2 * 1800.0
     assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
@@ -82,7 +85,8 @@ def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: s
     stop(brain)
     assert [ask.name for ask in brain.asked(AskRanks)] == ["stop"]
     assert rungs(brain, 329.0, 1.0, 329.0, 1.0) == ["SIGTERM", "SIGKILL"]
-    assert brain.messages("stop")[0].endswith("SIGTERM follows in 330 s (a save or an evaluation has taken it 150 s)")
+    why = "its newest save took 150 s" if work == "checkpoint" else "it was once silent for 150 s"
+    assert brain.messages("stop")[0].endswith(f"SIGTERM follows in 330 s ({why})")
 
 
 @pytest.mark.parametrize("why", ["external command", "stands still"])

@@ -59,13 +59,14 @@ def process(pid: int, **fields: object) -> GpuProcess:
 def gpu(index: int = 0, fraction: float = 0.5, band: Band = Band.SAFE, **fields: object) -> GpuSample:
     total = 20 * GIB
     used = int(total * fraction)
+    reserved = int(fields.get("reserved_bytes") or 0)  # type: ignore[call-overload]
     known: dict[str, object] = {
         "uuid": f"GPU-{index:04x}-0000",
         "name": "NVIDIA RTX A4500",
         "total_bytes": total,
         "used_bytes": used,
-        "free_bytes": total - used - int(fields.get("reserved_bytes") or 0),  # type: ignore[call-overload]
-        "used_fraction": fraction,
+        "free_bytes": total - used - reserved,
+        "used_fraction": (used + reserved) / total,
         "band": band,
         "utilization_fraction": 0.97,
         "temperature_celsius": 62.0,

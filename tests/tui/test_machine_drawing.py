@@ -49,6 +49,7 @@ def test_a_gpu_is_split_into_what_is_known() -> None:
     store = store_of(running(card, ranks=(rank,)))
     text = text_of(draw_gpu(store, card, 76, 4))
     assert "█ alloc 10.0  ▓ cache 3.0  ▒ context 1.0  ░ pid 8 2.0  ░ driver 1.0" in text
+    assert "17.0 / 20.0 GiB" in text, "with the driver's reserve, so that it divides to the percentage"
     bar = text.splitlines()[0]
     assert [bar.count(glyph) for glyph in "█▓▒░"] == [35, 11, 3, 11]
 

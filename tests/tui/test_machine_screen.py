@@ -75,7 +75,9 @@ def test_every_fact_or_the_reason_why_there_is_none(width: int) -> None:
 
 
 def test_an_unknown_value_is_a_dash_with_its_reason_and_never_a_zero() -> None:
-    card = gpu(used_bytes=None, utilization_fraction=None, unknown={"used_bytes": "the driver does not report it"})
+    card = gpu(
+        used_bytes=None, free_bytes=None, utilization_fraction=None, unknown={"used_bytes": "the driver does not report it"}
+    )
     text = text_of(draw_gpu_details(fold(Store(), machine(card)), card, 80))
     assert "used – the driver does not report it" in text
     assert "utilisation –" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
@@ -57,6 +58,13 @@ def test_a_job_stands_above_its_processes_with_its_sums() -> None:
     assert head.number("vram") == 3 * GIB
     assert head.where == "0,1"
     assert roles_in_words(head.job) == "launcher, 2 ranks, 2 loader workers"
+
+
+def test_a_job_of_which_a_part_is_not_known_shows_what_is_known() -> None:
+    part = msgspec.structs.replace(JOB, used_bytes=None, used_at_least_bytes=int(10.7 * GIB))
+    rows = arranged(rows_of(msgspec.structs.replace(snapshot(), jobs=(part,))), ProcessView.JOBS, Order())
+    assert [row.pid for row in rows][:3] == [90, 101, 100], "sorted by what is known"
+    assert "≥ 10.7 GiB" in plain(draw_row(rows[0], columns_for(120, rows), ticked=False, followed=False, search=""))
 
 
 def test_a_folded_job_keeps_its_row_only() -> None:

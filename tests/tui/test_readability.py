@@ -99,7 +99,7 @@ def test_wide_characters_count_for_their_cells() -> None:
     assert all(cell_len(plain(one)) <= 7 for one in wrap(WIDE.replace(" ", ""), 7))
     assert "".join(plain(one) for one in wrap(WIDE.replace(" ", ""), 7)) == WIDE.replace(" ", "")
     rows = [
-        describe(Holder(process(7, command=command, user=user), (0,), GIB), NOW, command_width=12)
+        describe(Holder(process(7, command=command, user=user), (0,), GIB, GIB), NOW, command_width=12)
         for command, user in ((WIDE, "ada"), ("python train.py --long", WIDE))
     ]
     assert len({cell_len(row) for row in rows}) == 1

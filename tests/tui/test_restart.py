@@ -107,6 +107,10 @@ async def test_the_form_shows_the_expected_peak() -> None:
     async with opened(RecordingFeed(running(gpu()), CONFIGURATIONS), "r", size=(80, 24)) as (app, pilot):
         for size in SIZES:
             await resize(pilot, *size)
+            app.screen.query_one("#batch", Input).value = "8"
+            await settle(pilot)
+            assert "VRAM peak 10.0 GiB measured 50.0 % · safe" in screen_text(app)
+            assert "predicted" not in screen_text(app), "nothing is changed"
             # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
             for batch, expected, basis in (
                 ("2", "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe", "line through peaks at B 4 and B 8"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.tui.feed import LogLines
 from memtop.tui.keymap import BY_ID, obstacle, offered, stray_count
-from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders
+from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders, step_peak
 from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running, store_of
 
 
@@ -52,6 +54,24 @@ def test_history_and_log_are_bounded() -> None:
 def test_the_peak_stays_when_memory_falls() -> None:
     store = fold(fold(Store(), machine(gpu(fraction=0.8))), machine(gpu(fraction=0.3)))
     assert store.gpu_peak_bytes["GPU-0000-0000"] == int(20 * GIB * 0.8)
+
+
+def test_the_peak_is_never_below_the_peak_within_an_update() -> None:
+    card = gpu(fraction=0.5, processes=(process(5, run="tiny", used_bytes=10 * GIB),))
+    rank = RankMemory(
+        rank=0, pid=5, device_uuid=card.uuid, allocated_bytes=6 * GIB, reserved_bytes=8 * GIB, peak_reserved_bytes=14 * GIB
+    )
+    store = fold(Store(), running(card, ranks=(rank,)))
+    assert step_peak(store, store.gpus[0]) == 16 * GIB
+    assert store.gpu_peak_bytes["GPU-0000-0000"] == 16 * GIB
+    smaller = msgspec.structs.replace(rank, peak_reserved_bytes=9 * GIB)
+    assert fold(store, running(card, ranks=(smaller,))).gpu_peak_bytes["GPU-0000-0000"] == 16 * GIB
+
+
+def test_a_holder_of_which_a_part_is_not_known_says_at_least() -> None:
+    both = machine(gpu(0, processes=(process(5, used_bytes=None),)), gpu(1, processes=(process(5),)))
+    (holder,) = holders(both)
+    assert (holder.used_bytes, holder.memory) == (None, "≥ 1.0 GiB")
 
 
 def test_a_process_on_two_gpus_is_one_row() -> None:

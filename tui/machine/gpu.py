@@ -8,8 +8,8 @@ from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
 from memtop.tui.charts import ROLES, banded, history, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
-from memtop.tui.machine.vram import mig_row, step_peak, vram_bar, vram_legend
-from memtop.tui.store import Store, seconds_until_full
+from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
+from memtop.tui.store import Store, seconds_until_full, step_peak
 from memtop.tui.words import age
 
 LABEL = 6
@@ -26,15 +26,6 @@ def short_name(gpu: GpuSample) -> str:
     for word in ("NVIDIA ", "GeForce ", "Tesla "):
         name = name.replace(word, "")
     return name
-
-
-def used_bytes(gpu: GpuSample) -> int | None:
-    """The bytes behind the percentage: the card's used memory; with unified memory everything that
-    is not free.
-    """
-    if gpu.unified:
-        return None if gpu.total_bytes is None or gpu.free_bytes is None else gpu.total_bytes - gpu.free_bytes
-    return gpu.used_bytes
 
 
 def cuda_name(gpu: GpuSample) -> str:
@@ -122,14 +113,14 @@ def trouble_words(trouble: GpuTrouble, now: float | None) -> Line:
 def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
     left = join(
         (
-            line((f"{units.gib(used_bytes(gpu))} / {units.gib(gpu.total_bytes)} GiB", STRONG)),
+            line((f"{units.gib(gpu.taken_bytes)} / {units.gib(gpu.total_bytes)} GiB", STRONG)),
             banded(gpu.used_fraction, gpu.band),
             line(("unified", "accent")) if gpu.unified else (),
         ),
         "   ",
     )
     peak = fact("┆ peak", f"{units.gib(store.gpu_peak_bytes.get(gpu_key(gpu)))} GiB")
-    step = step_peak(gpu, store.run, store.machine)
+    step = step_peak(store, gpu)
     if step is None:
         return spread(left, peak, width)
     # The agent measures within an update, which sampling once a second cannot see.
@@ -192,7 +183,7 @@ def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = F
         util = units.percent(gpu.utilization_fraction, 0)
         tail = (*tail, (f" {util:>5} {celsius(gpu.temperature_celsius):>5}", STRONG))
     if width >= 76 and name_width > 8:
-        tail = (*line((f" {units.gib(used_bytes(gpu)):>5}/{units.gib(gpu.total_bytes, 0)} GiB", STRONG)), *tail)
+        tail = (*line((f" {units.gib(gpu.taken_bytes):>5}/{units.gib(gpu.total_bytes, 0)} GiB", STRONG)), *tail)
     room = width - width_of(head) - width_of(tail)
     row = fit((*head, *vram_bar(store, gpu, room), *tail), width)
     return dimmed([row])[0] if driver_silence(store) else row

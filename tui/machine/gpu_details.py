@@ -9,8 +9,8 @@ from memtop.tui.charts import banded
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fit, join, line, width_of, wrap
 from memtop.tui.machine.facts import LABEL, FactGroup, Group, column_width, flow, laid_out, number, share, size, yes
 from memtop.tui.machine.gpu import cuda_name, driver_silence, trouble_words
-from memtop.tui.machine.vram import all_parts, mig_row, step_peak, vram_bar
-from memtop.tui.store import Store
+from memtop.tui.machine.vram import all_parts, mig_row, vram_bar
+from memtop.tui.store import Store, step_peak
 
 _WARM_BELOW_SLOWDOWN = 5.0
 """The temperature is marked from this many degrees below the slowdown threshold."""
@@ -48,7 +48,7 @@ def _head(store: Store, gpu: GpuSample, width: int) -> Line:
 def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
     facts = FactGroup("Memory", width, gpu.unknown, gpu.details.unknown)
     total = units.gib(gpu.total_bytes)
-    used = None if gpu.used_bytes is None else f"{units.gib(gpu.used_bytes)} of {total} GiB"
+    used = None if gpu.taken_bytes is None else f"{units.gib(gpu.taken_bytes)} of {total} GiB"
     facts.add("used", used, "used_bytes")
     if gpu.unified:
         facts.add_text("unified: GPU and machine share one pool of memory", MUTED)
@@ -59,7 +59,7 @@ def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
     facts.add("free", size(gpu.free_bytes), "free_bytes")
     facts.add("highest seen", size(store.gpu_peak_bytes.get(gpu_key(gpu))))
     if store.run is not None:
-        facts.add("peak of last step", size(step_peak(gpu, store.run, store.machine)))
+        facts.add("peak of last step", size(step_peak(store, gpu)))
     window = gpu.details.bar1_used_bytes
     bar1 = None if window is None else f"{units.size(window)} of {units.size(gpu.details.bar1_total_bytes)}"
     facts.add("BAR1 window", bar1, "bar1_used_bytes")

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from memtop.supervisor import units, wire
+from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
-from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot, MigInstance, why_incomplete_on
-from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
-from memtop.supervisor.monitor.vram import vram_parts as split
+from memtop.supervisor.monitor.values import GpuSample, MigInstance, why_incomplete_on
+from memtop.supervisor.monitor.vram import VramParts
 from memtop.tui.charts import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
-from memtop.tui.store import Store
+from memtop.tui.store import Store, vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
 """Without a run on the screen, the largest jobs have different looks."""
@@ -29,6 +28,8 @@ class Part(NamedTuple):
     size: int | None
     glyph: str
     role: str
+    at_least: bool = False
+    """A part of it is not known."""
 
 
 def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
@@ -37,7 +38,7 @@ def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
     if not total:
         return fit(line(("memory not known", "unknown")), width)
     peak_bytes = store.gpu_peak_bytes.get(gpu_key(gpu))
-    peak = None if peak_bytes is None else (peak_bytes + (gpu.reserved_bytes or 0) + (gpu.other_pool_bytes or 0)) / total
+    peak = None if peak_bytes is None else peak_bytes / total
     shares = [Share((part.size or 0) / total, part.glyph, part.role) for part in bar_parts(store, gpu)]
     return memory_bar(width, shares, peak=peak)
 
@@ -49,7 +50,7 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
     """
     if gpu.unified:
         return join_fitting(_words_of([*_pool(gpu), Part("available", gpu.free_bytes, " ", "text")]), width)
-    parts = _parts(store, gpu)
+    parts = vram_parts(store, gpu)
     own = [] if store.run is None else _own(parts)
     named = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
     if store.run is None and not gpu.processes:
@@ -69,16 +70,16 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
 def bar_parts(store: Store, gpu: GpuSample) -> list[Part]:
     """All used parts from left to right; together they end at the percentage."""
     found = _pool(gpu) if gpu.unified else all_parts(store, gpu, named=_NAMED_JOBS)
-    if gpu.used_bytes is not None:
+    whole = gpu.taken_bytes
+    if whole is not None:
         # If the parts are not known, the bar still ends at the percentage.
-        whole = gpu.used_bytes + (gpu.reserved_bytes or 0) + (gpu.other_pool_bytes or 0)
         found.append(Part("", max(0, whole - sum(part.size or 0 for part in found)), "░", "other"))
     return found
 
 
 def all_parts(store: Store, gpu: GpuSample, *, named: int | None = None) -> list[Part]:
     """All known parts that are large enough; the largest `named` jobs (default: all) by name."""
-    parts = _parts(store, gpu)
+    parts = vram_parts(store, gpu)
     own = [] if store.run is None else _own(parts)
     return [*own, *_jobs(store, parts, len(parts.jobs) if named is None else named), *_rest(parts)]
 
@@ -89,10 +90,6 @@ def _pool(gpu: GpuSample) -> list[Part]:
         Part("GPU processes", gpu.used_bytes, "█", "alloc"),
         Part("rest of the machine", gpu.other_pool_bytes, "░", "other"),
     ]
-
-
-def _parts(store: Store, gpu: GpuSample) -> VramParts:
-    return vram_parts(gpu, store.run, store.machine, all_pids_visible=store.all_pids_visible)
 
 
 def _merged(parts: VramParts) -> VramParts:
@@ -132,7 +129,7 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
         glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
         role = "alloc" if glyph != "░" else "other"
         # No other process means 0 bytes; processes that do not report their memory mean unknown.
-        found.append(Part(word, sum(known) if known or not rest else None, glyph, role))
+        found.append(Part(word, sum(known) if known or not rest else None, glyph, role, at_least=len(known) < len(rest)))
     return found
 
 
@@ -156,7 +153,8 @@ def _words_of(parts: list[Part]) -> list[Line]:
 
 def _words(part: Part) -> Line:
     alarming = part.role == "gone"
-    value = fact(("! " if alarming else "") + part.word, units.gib(part.size), "edge" if alarming else "strong")
+    size = units.gib(part.size) if part.size is None or not part.at_least else f"≥ {units.gib(part.size)}"
+    value = fact(("! " if alarming else "") + part.word, size, "edge" if alarming else "strong")
     if part.glyph == " ":
         return value
     looks = _JOB_LOOKS[: len(part.glyph)] if len(part.glyph) > 1 else ((part.glyph, part.role),)
@@ -167,7 +165,7 @@ def mig_row(instance: MigInstance, width: int) -> Line:
     """One MIG instance on one line: position, profile, bar, numbers, band."""
     head = line((f"{instance.position:>2} ", MUTED), (f"{instance.name or '?':<9} ", STRONG))
     percent = units.percent(instance.used_fraction)
-    numbers = f" {units.gib(instance.used_bytes)}/{units.gib(instance.total_bytes)} GiB "
+    numbers = f" {units.gib(instance.taken_bytes)}/{units.gib(instance.total_bytes)} GiB "
     tail = line((numbers, STRONG), (f"{percent:>7} ", ROLES[instance.band]), *padded_tag(instance.band))
     room = max(4, width - width_of(head) - width_of(tail))
     if instance.total_bytes:
@@ -175,34 +173,3 @@ def mig_row(instance: MigInstance, width: int) -> Line:
     else:
         bar = fit(line((instance.unknown.get("total_bytes", "memory not known"), "unknown")), room)
     return fit((*head, *bar, *tail), width)
-
-
-def vram_parts(
-    gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapshot | None, *, all_pids_visible: bool = False
-) -> VramParts:
-    """The memory of one GPU in parts that add up; an unknown part is None with a reason."""
-    return split(
-        gpu,
-        _ranks(run, machine),
-        run=run.name if run is not None else None,
-        base_bytes=run.gpu_base_bytes.get(gpu.uuid or "") if run is not None else None,
-        job_names={job.key: job.name for job in machine.jobs} if machine is not None else {},
-        all_pids_visible=all_pids_visible,
-    )
-
-
-def step_peak(gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapshot | None) -> int | None:
-    """The peak of used bytes on this GPU during the newest update, without the driver's reserve."""
-    if run is None:
-        return None
-    ranks = ranks_on(gpu, _ranks(run, machine))
-    peak = step_peak_bytes(vram_parts(gpu, run, machine), ranks) if ranks else None
-    return None if peak is None else max(0, peak - (gpu.reserved_bytes or 0))
-
-
-def _ranks(run: wire.RunState | None, machine: MachineSnapshot | None) -> list[RankMemory]:
-    if run is None:
-        return []
-    # A rank on the CPU reports no device.
-    on_gpus = [rank for rank in run.ranks if rank.device_uuid is not None or rank.reserved_bytes is not None]
-    return placed(on_gpus, machine.gpus) if machine is not None else on_gpus

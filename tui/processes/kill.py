@@ -38,7 +38,7 @@ def describe(holder: Holder, now: float | None, *, command_width: int) -> str:
     command = cropped(process.command or process.name or units.UNKNOWN, command_width)
     user = cropped(process.user or units.UNKNOWN, 10)
     where = cropped(holder.where, _GPU_WIDTH)
-    return f"{process.pid:>8}  {user} {old:>7}  {where}  {units.size(holder.used_bytes):>9}  {command}"
+    return f"{process.pid:>8}  {user} {old:>7}  {where}  {holder.memory:>10}  {command}"
 
 
 def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> Text:
@@ -204,8 +204,9 @@ def _named(holder: Holder, now: float | None) -> tuple[str, str]:
 
 def consequences(chosen: Sequence[Holder], store: Store) -> list[str]:
     """What ending these processes frees and what it loses."""
-    known = [holder.used_bytes for holder in chosen if holder.used_bytes is not None]
-    freed = units.size(sum(known)) if known else "an unknown amount"
+    known = [holder.at_least_bytes for holder in chosen if holder.at_least_bytes is not None]
+    all_known = all(holder.used_bytes is not None for holder in chosen)
+    freed = (units.size(sum(known)) if all_known else units.at_least(sum(known))) if known else "an unknown amount"
     lines = [f"{'Its' if len(chosen) == 1 else 'Their'} GPU memory is freed ({freed}); unsaved work is lost."]
     for name in dict.fromkeys(holder.process.run for holder in chosen if not holder.process.stray):
         if name is not None:

@@ -94,6 +94,12 @@ class ProcessRow:
         words = (str(self.pid), self.user, self.command, self.job_name, self.container, self.marks)
         return " ".join((*words, self.process.run or "" if self.process is not None else "")).casefold()
 
+    @property
+    def at_least(self) -> int | None:
+        """What is known of a job's GPU memory, if that is not all of it."""
+        job = self.job if self.process is None else None
+        return job.used_at_least_bytes if job is not None and job.used_bytes is None else None
+
     def number(self, column: str) -> float | None:
         """The value by which a column is sorted and filtered: bytes, fractions or seconds; None if
         unknown.
@@ -107,6 +113,8 @@ class ProcessRow:
         if source is None or name is None:
             return None
         value: float | None = getattr(source, name, None)
+        if value is None and column == "vram":
+            value = self.at_least
         if column == "time" and value is not None:
             return max(0.0, self.now - value)
         return None if value is None else float(value)

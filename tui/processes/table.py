@@ -41,6 +41,11 @@ def _bytes(name: str) -> Callable[[ProcessRow], str]:
     return lambda row: units.size(row.number(name))
 
 
+def _vram(row: ProcessRow) -> str:
+    size = row.number("vram")
+    return units.size(size) if row.at_least is None else units.at_least(size)
+
+
 def _time(row: ProcessRow) -> str:
     seconds = row.number("time")
     return units.UNKNOWN if seconds is None else age(seconds)
@@ -50,7 +55,7 @@ COLUMNS = (
     ProcessColumn("pid", "pid", 8, 0, lambda row: str(row.pid)),
     ProcessColumn("user", "user", 8, 2, lambda row: row.user or units.UNKNOWN, right=False),
     ProcessColumn("gpu", "GPU", 4, 1, lambda row: row.where, right=False),
-    ProcessColumn("vram", "VRAM", 8, 1, _bytes("vram")),
+    ProcessColumn("vram", "VRAM", 10, 1, _vram),
     ProcessColumn("sm", "SM", 5, 3, _share("sm")),
     ProcessColumn("bw", "BW", 5, 6, _share("bw")),
     ProcessColumn("cpu", "CPU", 6, 4, _share("cpu")),

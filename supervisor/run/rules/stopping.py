@@ -60,8 +60,10 @@ def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
     # The built-in trainer also saves on SIGTERM, unless it hangs; so do some of the user's own.
     own = model.grip is not None and model.grip.saves_on_sigterm is True
     saves = (model.settings is not None or own) and model.stalled is None
-    seconds = model.progress.step_seconds or 0.0
-    waits = model.waits.stretched(seconds, model.progress.longest_aside, saves_on_sigterm=saves)
+    progress = model.progress
+    waits = model.waits.stretched(
+        progress.step_seconds or 0.0, progress.save_seconds or 0.0, progress.longest_pause, saves_on_sigterm=saves
+    )
     profile = model.grip.profile if model.grip is not None else None
     # A program that hangs does not save either.
     manner = None if asked or profile is None or model.stalled is not None else profile.stop
