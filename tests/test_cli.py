@@ -28,6 +28,7 @@ CONTRACT = {
     "adopt": {
         *("pid", "--yes", "--from-zero", "--wait", "--name", "--headless", "--detach", "--on-oom", "--runs-dir"),
     },
+    "notify": {"run_name", "--test", "--runs-dir"},
     "free": {"run_name", "--runs-dir"},
     "checkpoint": {"run_name", "--runs-dir"},
     "stop": {"run_name", "--runs-dir"},

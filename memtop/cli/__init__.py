@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": "Check what memtop finds on this machine.",
     "export": "Write the trained model in Hugging Face's format.",
     "free": "Free the cached memory of the training processes.",
+    "notify": "Send the notifications of a run, or a test message.",
     "presets": "List the presets and what each of them would change.",
     "restart": "Restart a run from its saved state, with other settings.",
     "rollback": "Return a run to the settings of an earlier configuration.",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.client import socket_path
+from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
@@ -29,6 +30,7 @@ from memtop.supervisor.run.events import (
     WriteChecked,
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
+from memtop.supervisor.run.notices import Notifier
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
@@ -84,6 +86,7 @@ class Supervisor:
         self._agents = Agents()
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._checkpoints = CheckpointWatch(folder.path, self.handle)
+        self._notifier = Notifier(folder)
         self._ledger_problem: str | None = None
         self._socket_due = 0.0
         self._newest_client = 0
@@ -145,6 +148,8 @@ class Supervisor:
             if effects or self.model.progress is not before.progress or self.model.sample is not before.sample:
                 self._publisher.changed()
             for effect in effects:
+                if isinstance(effect, AddEvent):
+                    self._notifier.heard(effect.event)
                 following = self._performer.perform(effect, self.model)
                 if following is not None:
                     events.append(following)
@@ -195,11 +200,12 @@ class Supervisor:
             await self._keep_socket()
             self._check("place", None)
             self._tick()
+            self._notify()
             if not self.model.phase.final or self.model.launching is not None:
                 linger_until = None
             elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
-            elif self._monotonic() > linger_until + (_UNWRITTEN_SECONDS if self._outbox.waits else 0.0):
+            elif self._monotonic() > linger_until + (_UNWRITTEN_SECONDS if self._outbox.waits or self._notifier.busy else 0.0):
                 return
             if self._leaving and self.model.phase.final:
                 return
@@ -292,6 +298,12 @@ class Supervisor:
             checked = self._performer.save_state(self.model, decided=False)
             if checked is not None:
                 self.handle(checked)
+
+    def _notify(self) -> None:
+        """Tell the user of events. The sender reads them in the ledger."""
+        if not self._outbox.waits:
+            self._notifier.tick()
+        self._check("notify", self._notifier.problem)
 
     # --- reports and samples ----------------------------------------------------------------------
 
