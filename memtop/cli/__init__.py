@@ -29,6 +29,7 @@ COMMANDS = {
     "free": "Free the cached memory of the training processes.",
     "notify": "Send the notifications of a run, or a test message.",
     "presets": "List the presets and what each of them would change.",
+    "report": "Write a run as one HTML page, to keep or to share.",
     "restart": "Restart a run from its saved state, with other settings.",
     "rollback": "Return a run to the settings of an earlier configuration.",
     "runs": "List the runs, the newest last.",

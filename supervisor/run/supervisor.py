@@ -87,6 +87,9 @@ class Supervisor:
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._checkpoints = CheckpointWatch(folder.path, self.handle)
         self._notifier = Notifier(folder)
+        self._reported = 0
+        """The attempt after which the report was written."""
+        self._report: asyncio.Task[str | None] | None = None
         self._ledger_problem: str | None = None
         self._socket_due = 0.0
         self._newest_client = 0
@@ -131,6 +134,8 @@ class Supervisor:
                 await server.close()
                 raise self._performer.failure
             await self._loop()
+            if self._report is not None:
+                await self._report
         finally:
             self._sensors.machine_watch.stop()
             self._performer.save_state(self.model)
@@ -201,6 +206,7 @@ class Supervisor:
             self._check("place", None)
             self._tick()
             self._notify()
+            self._write_report()
             if not self.model.phase.final or self.model.launching is not None:
                 linger_until = None
             elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
@@ -299,6 +305,16 @@ class Supervisor:
             if checked is not None:
                 self.handle(checked)
 
+    def _write_report(self) -> None:
+        """Write the report when the run is over; in a thread, because it reads the whole record."""
+        if self._report is not None and self._report.done():
+            self._check("report", self._report.result())
+            self._report = None
+        over = self.model.phase.final and self.model.launching is None and not self._outbox.waits
+        if over and self._report is None and self._reported != self.model.number:
+            self._reported = self.model.number
+            self._report = asyncio.get_running_loop().create_task(asyncio.to_thread(_report, self.folder))
+
     def _notify(self) -> None:
         """Tell the user of events. The sender reads them in the ledger."""
         if not self._outbox.waits:
@@ -396,3 +412,10 @@ class Supervisor:
         self._performer.clients = {number: known for number, known in self._performer.clients.items() if known is not peer}
         for rank in self._agents.gone(peer):
             self.handle(AgentGone(rank))
+
+
+def _report(folder: RunFolder) -> str | None:
+    # Imported here: only a run that is over needs it.
+    from memtop.supervisor.run.report.page import write_report
+
+    return write_report(folder)
