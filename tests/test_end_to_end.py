@@ -105,9 +105,9 @@ def test_kill_9_of_supervisor_and_trainer_together_loses_nothing_that_was_saved(
     running = runs.wait("a", lambda d: (d["updates"] or 0) >= 12)
     runs.kill(running["supervisor_pid"])
     runs.kill(running["trainer_pid"])
-    gone = runs.wait("a", lambda d: not d["alive"] and d["supervisor_pid"] is None)
+    gone = runs.wait("a", lambda d: not d["alive"] and d["supervisor_pid"] is None and d["ended"] is not None)
     assert gone["state"] == "failed"
-    assert "both gone" in gone["reason"]
+    assert "no supervisor ran (killed by signal 9 (SIGKILL))" in gone["reason"]
     runs.memtop("restart", "a", "--headless")
     assert_same_training(runs.show("a", metrics=True), reference)
 

@@ -16,8 +16,9 @@ from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.program import known
+from memtop.supervisor.run.explain import describe_status
 from memtop.supervisor.run.grip import Grip
-from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
@@ -66,13 +67,27 @@ def read_state(folder: RunFolder) -> RunState:
             "reason": f"a restart is pending, but the supervisor is gone: memtop watch {folder.name} starts a new one",
         }
     elif not supervised and not training and not state.state.final:
-        changes |= {
-            "state": Phase.FAILED,
-            "reason": f"supervisor and trainer are both gone: memtop restart {folder.name}",
-        }
+        changes |= _unrecorded_end(folder, state)
     elif not supervised and training:
         changes["reason"] = f"the supervisor is gone, training continues: memtop watch {folder.name} starts a new one"
     return msgspec.structs.replace(state, **changes)
+
+
+def _unrecorded_end(folder: RunFolder, state: RunState) -> dict[str, Any]:
+    """How the program has ended, if its supervisor was gone by then."""
+    ended = read_derived(folder.attempt(state.attempt) / "exit.json", ExitFile)
+    again = f"memtop restart {folder.name}"
+    if ended is None:
+        return {"state": Phase.FAILED, "reason": f"supervisor and trainer are both gone: {again}"}
+    status = None if ended.status == UNKNOWN_STATUS else ended.status
+    words = "exit status 0" if status == 0 else describe_status(status)
+    reason = f"the program ended while no supervisor ran ({words}): {again} goes on"
+    values = {"reason": reason, "ended": ended.ended}
+    if ended.status != 0:
+        return {"state": Phase.FAILED, **values}
+    # The built-in trainer also ends like this when it is stopped.
+    is_whole = state.settings is None or (state.updates is not None and state.updates == state.total_updates)
+    return {"state": Phase.FINISHED if is_whole else Phase.STOPPED, "exit_status": 0, **values}
 
 
 def _saved(folder: RunFolder, state: RunState, grip: Grip | None) -> dict[str, Any]:

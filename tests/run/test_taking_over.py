@@ -100,6 +100,18 @@ def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs
     assert (document["exit_status"], len(document["attempts"]), len(document["configurations"])) == (0, 1, 1)
 
 
+@pytest.mark.parametrize(("status", "state"), [(0, "finished"), (3, "failed")])
+def test_a_program_that_ended_without_a_supervisor_says_how(runs: Runs, status: int, state: str) -> None:
+    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", f"{UNTIL_GO}\nraise SystemExit({status})")
+    runs.kill(runs.wait("a", lambda d: d["alive"] and d["supervisor_pid"] is not None)["supervisor_pid"])
+    runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    (runs.root / "go").touch()
+    document = runs.wait("a", lambda d: not d["alive"] and d["ended"] is not None)
+    assert document["state"] == state
+    words = f"the program ended while no supervisor ran (exit status {status}): memtop restart a goes on"
+    assert document["reason"] == words
+
+
 DEAD = BEGUN.end("host_oom_killed", 4, 3, died_of_memory=True)
 
 
