@@ -33,6 +33,7 @@ from memtop.train.live_settings import LiveSettings
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import Position, SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
+from memtop.train.spikes import SpikeWatch
 from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 
 
@@ -107,6 +108,9 @@ class Trainer:
             pin_memory=host.pin_memory,
         )
         self._wait_for_disk = wait_for_disk
+        self._spikes = SpikeWatch(channel, state_dir, first=self._accelerator.is_main_process)
+        self._put_off = False
+        """A save is due, and waits until it is clear whether a spike of the loss has begun."""
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
         self._live = LiveSettings(
             settings,
@@ -169,17 +173,18 @@ class Trainer:
         self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
-            best = self._evaluate(plan.number)
+            best = self._evaluate(plan.number) and not self._spikes.suspects
             requests = self._at_boundary(control)
             for number, values in requests.changes:
                 control.answer(number, *self._live.edit(values))
             if not self._at_target:
                 self._live.adapt_batch()
-            due = plan.number % self.settings.save_every == 0 and not self._at_target
+            due = self._due(plan.number)
             if (doubt := self._skipped_steps.doubt) is not None:
                 for number in requests.commands:
                     control.answer(number, False, f"not saved: {doubt}; the last saved checkpoint is unchanged", {})
             elif requests.save or requests.stop or best or due:
+                self._put_off = False
                 self.save(best=best, commands=requests.commands, background=not requests.stop)
             if (plan.number + 1) % self.settings.save_every == 0:
                 self._saver.prepare()
@@ -189,6 +194,12 @@ class Trainer:
                 self._saver.finish()
                 return "stopped"
         return self._finish(control)
+
+    def _due(self, update: int) -> bool:
+        """Whether to save by itself: not while the loss may have begun to spike, but afterwards."""
+        due = self._put_off or (update % self.settings.save_every == 0 and not self._at_target)
+        self._put_off = due and self._spikes.suspects
+        return due and not self._put_off
 
     def _at_boundary(self, control: Control) -> Requests:
         """What is requested; also note on all ranks whether the save in progress has ended."""
@@ -214,7 +225,7 @@ class Trainer:
             self._live.shrink("allocation failure", here=self._guard.failed)
             # The batches start again at this update, with the smaller split.
             self._batches.next_update()
-        end = plan.position + len(plan.keys)
+        end = plan.end
         self._guard.phase = "optimizer"
         with self._stopwatch.part("optimizer_seconds"):
             rate = learning_rate(self.settings, end, self.target_samples)
@@ -229,6 +240,7 @@ class Trainer:
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         more = {"tokens": gradients.tokens, "padding_fraction": gradients.padding}
         self._report(plan, values, skipped=skipped, sample_digest=digest, **more)
+        self._spikes(plan, loss, norm, self.settings, self._saver.finish)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
         """Run forward and backward over all micro-batches; None if memory ran out on any rank.

@@ -23,6 +23,7 @@ from memtop.supervisor.run.reports import (
     Saved,
     SaveFailed,
     SettingsChanged,
+    Spiked,
     Step,
 )
 from memtop.supervisor.wire import StepSplit
@@ -71,6 +72,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     phase: str | None = None
     batch_search: str | None = None
     """What `--batch auto` has tried and found."""
+    spike: Spiked | None = None
+    """The newest spike of the loss."""
     unsaved: str | None = None
     """Why the newest save failed; None if it did not."""
     waits_for_space: bool = False
@@ -154,6 +157,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 return replace(self, batch_search=message)
             case Evaluated(update=update):
                 return replace(self, evaluated=update)
+            case Spiked():
+                return replace(self, spike=report)
             case Saved(seconds=seconds, updates=updates, path=path):
                 named = report if path is not None else self.saved_by_program
                 progress = replace(self, save_seconds=seconds, saved=updates, saved_by_program=named)

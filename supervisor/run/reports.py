@@ -280,6 +280,31 @@ class Evaluated(Timed, frozen=True, kw_only=True, tag="evaluation"):
     peak_reserved_bytes: Count | None = None
 
 
+class Spiked(Timed, frozen=True, kw_only=True, tag="spike"):
+    """The loss has jumped and stayed high. The positions [begin, end) of the samples' order are
+    those of the updates `first_update` to `update`, which going back leaves out."""
+
+    update: Count
+    first_update: Count
+    begin: Count
+    end: Count
+    samples: Count = 0
+    sample_ids: Annotated[tuple[Count, ...], Meta(max_length=10_000)] = ()
+    """The ids of these samples; of very many the first ones."""
+    sample_digest: Word | None = None
+    """SHA-256 of all of their sorted ids."""
+    loss: Number | None = None
+    """None if it is not finite."""
+    usual_loss: Number | None = None
+    state_update: Count | None = None
+    """The update of the newest state from before `first_update`; None without one."""
+    action: Word = "ask"
+    """ask | back | stop"""
+    problem: Text | None = None
+    """Why the run cannot go back; None if it can."""
+    message: Text | None = None
+
+
 class End(Timed, frozen=True, kw_only=True, tag="end"):
     """The program's last report."""
 
@@ -316,6 +341,7 @@ Report = (
     | Warned
     | MemoryRecord
     | Evaluated
+    | Spiked
     | End
     | Unknown
 )

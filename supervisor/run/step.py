@@ -49,6 +49,7 @@ from memtop.supervisor.run.reports import (
     Report,
     Saved,
     SaveFailed,
+    Spiked,
     Step,
     TrainerFound,
     Unknown,
@@ -63,6 +64,7 @@ from memtop.supervisor.run.rules import (
     output,
     prevention,
     restart,
+    spikes,
     stopping,
     survival,
     taking_over,
@@ -314,6 +316,8 @@ def _reported(model: Model, event: Reported) -> Model:
     model = workers.after_report(model, before, rank, report, replayed=event.replayed)
     if isinstance(report, TrainerFound) and rank == 0:
         model = trainer.found(model, report, replayed=event.replayed)
+    if isinstance(report, Spiked) and rank == 0:
+        model = spikes.reported(model, report)
     if event.replayed:
         return model if isinstance(report, Step) else configurations.after_report(model, rank, report)
     if isinstance(report, Step) and model.proposal is not None and rank == 0:
