@@ -26,6 +26,7 @@ from memtop.train.batches import Batch, Batches, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, warn_from_first
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
+from memtop.train.data.tokens import Tokens
 from memtop.train.engine import Engine, SkippedSteps
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
@@ -33,6 +34,7 @@ from memtop.train.live_settings import LiveSettings
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import Position, SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
+from memtop.train.sampling import Sampler
 from memtop.train.spikes import SpikeWatch
 from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 
@@ -68,6 +70,7 @@ class Trainer:
         *,
         host: HostPlan | None = None,
         evaluation: PackedText | RowSamples | None = None,
+        tokens: Tokens | None = None,
         memory: DeviceMemory | None = None,
         patience: int = PATIENCE,
         wait_for_disk: bool = False,
@@ -98,6 +101,11 @@ class Trainer:
         if settings.eval_every and evaluation:
             self._evaluator = Evaluator(settings, engine, evaluation, pad, pin=host.pin_memory)
         self._evaluated: Evaluation | None = None
+        self._sampler: Sampler | None = None
+        if settings.sample.every and tokens is not None:
+            self._sampler = Sampler(settings, engine, tokens, self._ranks)
+            if self._sampler.problem is not None:
+                warn_from_first(channel, self._accelerator, self._sampler.problem)
         self._saver = StateSaver(
             state_dir,
             engine,
@@ -174,6 +182,7 @@ class Trainer:
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number) and not self._spikes.suspects
+            self._sample(plan.number)
             requests = self._at_boundary(control)
             for number, values in requests.changes:
                 control.answer(number, *self._live.edit(values))
@@ -345,6 +354,19 @@ class Trainer:
             print(f"update {update}  evaluation loss {found.loss:.4f} over {found.samples} samples", flush=True)
         # Summed over all ranks, so every rank decides alike.
         return found.loss < (math.inf if self.best_loss is None else self.best_loss)
+
+    def _sample(self, update: int) -> None:
+        """Write samples if they are due after this update."""
+        if self._sampler is None or self._sampler.is_off or update % self.settings.sample.every:
+            return
+        self._guard.phase = "sampling"
+        with self._sizer.outside_updates():
+            found = self._sampler(self.settings.sample)
+            read = self._channel.readings()
+        self._guard.phase = "unknown"
+        if self._accelerator.is_main_process:
+            peaks = {name: read.get(name) for name in ("peak_bytes", "peak_reserved_bytes")}
+            self._channel.report("sample", update=update, **msgspec.to_builtins(found), **peaks)
 
     @property
     def _evaluation_batch(self) -> int:

@@ -32,7 +32,7 @@ from memtop.supervisor.run.grip import POSITION, consequences
 from memtop.supervisor.run.record import grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.ledger import EVENTS_STORED, reading_ledger
+from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.rules.spikes import change_for
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
 from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
@@ -235,8 +235,8 @@ def before_spike_of(folder: RunFolder) -> Change:
     """The change that returns to before the newest spike of the loss; UsageError without one."""
     settings = read_state(folder).settings
     with readable_ledger(folder), reading_ledger(folder) as ledger:
-        events = ledger.events(EVENTS_STORED) if ledger is not None else []
-    spike = next((event.data for event in reversed(events) if event.kind == "spike"), None)
+        events = ledger.events(1, kind="spike") if ledger is not None else []
+    spike = events[0].data if events else None
     if spike is None or settings is None:
         raise UsageError(f"--before-spike: the loss of run {folder.name!r} had no spike")
     if any(first <= spike["begin"] and spike["end"] <= end for first, end in settings.leave_out):

@@ -280,6 +280,26 @@ class Evaluated(Timed, frozen=True, kw_only=True, tag="evaluation"):
     peak_reserved_bytes: Count | None = None
 
 
+Sample = Annotated[str, Meta(max_length=8000)]
+
+
+class Written(Timed, frozen=True, kw_only=True, tag="sample"):
+    """What the model has written for the prompts after this update."""
+
+    update: Count
+    prompts: Annotated[tuple[Sample, ...], Meta(max_length=16)] = ()
+    texts: Annotated[tuple[Sample, ...], Meta(max_length=16)] = ()
+    """Of the first prompts; fewer than prompts if there was a problem."""
+    tokens: Count = 0
+    max_new_tokens: Count = 0
+    seconds: Seconds | None = None
+    peak_bytes: Count | None = None
+    """The most that was allocated meanwhile; None on the CPU."""
+    peak_reserved_bytes: Count | None = None
+    problem: Text | None = None
+    """Why texts are missing."""
+
+
 class Spiked(Timed, frozen=True, kw_only=True, tag="spike"):
     """The loss has jumped and stayed high. The positions [begin, end) of the samples' order are
     those of the updates `first_update` to `update`, which going back leaves out."""
@@ -342,6 +362,7 @@ Report = (
     | MemoryRecord
     | Evaluated
     | Spiked
+    | Written
     | End
     | Unknown
 )
