@@ -388,6 +388,8 @@ def _less_host_memory(diagnosis: Diagnosis, command: ExternalCommand | None) -> 
     if command is None and of_torch and not on_gpu and diagnosis.phase in ("forward", "backward", "optimizer", "evaluation"):
         why = "a program that computes on the CPU has its activations in host memory"
         yield _option_of("smaller_batch", "a smaller batch, if it runs on the CPU", why)
+    if command is not None and of_torch and not on_gpu and diagnosis.phase in ("forward", "backward"):
+        yield _smaller_batch(diagnosis, command.command)
     if on_gpu and (of_torch or not _is(diagnosis, *FRAMEWORKS, *PROGRAMS)) and not _is(diagnosis, Place.INFERENCE):
         yield _option_of("pin_memory", "pin_memory off", "page-locked buffers use host memory that cannot be swapped")
     if _is(diagnosis, Place.DEEPSPEED) if command is None else command.mentions("offload", "deepspeed", "zero"):

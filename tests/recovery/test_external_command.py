@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Kind, Logits
 from memtop.supervisor.recovery.configuration import change_for, changes_nothing
 from memtop.supervisor.recovery.external import (
@@ -92,6 +93,21 @@ def test_phases_and_other_processes() -> None:
 )
 def test_other_kinds_of_failure(kind: Kind, expected: list[str]) -> None:
     assert ids(remedies_for_command(died(kind))) == expected
+
+
+def test_activations_that_do_not_fit_into_host_memory_mean_a_smaller_batch() -> None:
+    words = ("python", "t.py", "--batch_size=4", "--gradient_accumulation_steps=2")
+    command = ExternalCommand(run="mine", command=words)
+    refused = died(Kind.HOST_OOM_ALLOC, phase="backward", environment=(Place.PYTORCH,))
+    first = remedies_for_command(refused, command)[0]
+    typed = "memtop train --name NEW -- python t.py --batch_size=2 --gradient_accumulation_steps=4"
+    assert (first.id, first.command, first.resumable) == ("smaller_batch", typed, "none")
+    for diagnosis, other in (
+        (replace(refused, phase="load"), command),
+        (replace(refused, environment=()), command),
+        (refused, replace(command, on_gpu=True)),
+    ):
+        assert "smaller_batch" not in ids(remedies_for_command(diagnosis, other))
 
 
 def test_an_unproven_kill_is_to_be_investigated() -> None:
