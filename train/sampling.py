@@ -172,7 +172,9 @@ class Sampler:
         if self._sharded or self._engine.accelerator.is_main_process:
             try:
                 with unchanged(self._engine.objective), torch.no_grad():
-                    found.extend(self._write(prompt, sample) for prompt in self._prompts)
+                    for number, prompt in enumerate(self._prompts):
+                        # Each prompt has its own random choices.
+                        found.append(self._write(prompt, msgspec.structs.replace(sample, seed=sample.seed + number)))
             except Exception as error:
                 # A rank that left alone would block the others in their next pass.
                 if self._sharded:

@@ -60,7 +60,9 @@ def show(run_name: str, as_json: bool, metrics: bool, samples: bool, runs_dir: P
             return 0
     if samples:
         if not events:
-            print_message(f"{folder.name}: no samples were written; --set sample.prompts=FILE --set sample.every=N writes them")
+            print_message(
+                f"{folder.name}: no samples are written yet; they need --set sample.prompts=FILE --set sample.every=N"
+            )
         for event in events:
             print_lines(*_sample_lines(event.data))
         return 0
