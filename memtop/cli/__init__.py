@@ -29,7 +29,7 @@ COMMANDS = {
     "free": "Free the cached memory of the training processes.",
     "presets": "List the presets and what each of them would change.",
     "restart": "Restart a run from its saved state, with other settings.",
-    "rollback": "Return a run to the settings of an earlier configuration.",
+    "rollback": "Return a run to the settings of an earlier configuration, or to before a spike of its loss.",
     "runs": "List the runs, the newest last.",
     "sample": "Print what the model of a run writes after a prompt.",
     "show": "Show one run: attempts, settings, progress, saved state.",
