@@ -29,9 +29,11 @@ CONTRACT = {
     "adopt": {
         *("pid", "--yes", "--from-zero", "--wait", "--name", "--headless", "--detach", "--on-oom", "--runs-dir"),
     },
+    "notify": {"run_name", "--test", "--runs-dir"},
     "free": {"run_name", "--runs-dir"},
     "checkpoint": {"run_name", "--runs-dir"},
     "stop": {"run_name", "--runs-dir"},
+    "report": {"run_name", "--output", "--markdown", "--runs-dir"},
     "restart": {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
         *("--live", "--gpus", "--runs-dir"),

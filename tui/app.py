@@ -28,8 +28,10 @@ from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
 from memtop.tui.line import ROLES
+from memtop.tui.notices import TerminalNotices
 from memtop.tui.pace import Pace, counting, pace_of_terminal
 from memtop.tui.processes.actions import ProcessActions, RealProcessActions
+from memtop.tui.store import Store
 
 SMALLEST = (60, 15)
 """Columns and rows below which nothing useful fits."""
@@ -102,9 +104,16 @@ class DashboardApp(App[DashboardResult]):
     ]
 
     def __init__(
-        self, feed: Feed, *, title: str | None = None, interval: float = 1.0, process_actions: ProcessActions | None = None
+        self,
+        feed: Feed,
+        *,
+        title: str | None = None,
+        interval: float = 1.0,
+        process_actions: ProcessActions | None = None,
+        notices: TerminalNotices | None = None,
     ) -> None:
         super().__init__()
+        self._notices = notices
         self.pace: Pace = pace_of_terminal()
         """How fast it may draw."""
         self._own_filters = (CleanFilter(), AsciiFilter()) if ascii_wanted() else (CleanFilter(),)
@@ -131,9 +140,15 @@ class DashboardApp(App[DashboardResult]):
 
     def on_mount(self) -> None:
         self.title = "memtop"
+        if self._notices is not None:
+            self.watch(self._dashboard, "store", self._notify, init=False)
         if not self.is_headless:
             loop = asyncio.get_running_loop()
             threading.Thread(target=self._leave_a_lost_terminal, args=(loop,), daemon=True).start()
+
+    def _notify(self, store: Store) -> None:
+        if self._notices is not None and self._driver is not None and (text := self._notices.of(store)):
+            self._driver.write(text)
 
     def on_unmount(self) -> None:
         self._ended.set()
@@ -199,9 +214,9 @@ def terminal_gone(descriptor: int) -> bool:
     return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poller.poll(0))
 
 
-def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0) -> DashboardResult:
+def run_dashboard(feed: Feed, *, interval: float = 1.0, notices: TerminalNotices | None = None) -> DashboardResult:
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
-    app = DashboardApp(feed, title=title, interval=interval)
+    app = DashboardApp(feed, interval=interval, notices=notices)
     result = app.run()
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"

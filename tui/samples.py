@@ -55,7 +55,7 @@ class SamplesScreen(FullScreen):
 
     def hint(self, store: Store, width: int) -> Line:
         order = "each prompt, its newest text first" if self._by_prompt else "the newest update first"
-        return line((f"{order}; `memtop show RUN --samples` prints all that are kept", MUTED))
+        return line((f"{order}; all: memtop show RUN --samples", MUTED))
 
     def _draw_page(self, width: int) -> ListContent:
         found = samplings(self.dashboard.store.events)

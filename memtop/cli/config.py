@@ -7,7 +7,7 @@ import os
 import click
 import msgspec
 
-from memtop.cli.configuration import KEYS, read_layers, unknown_keys, value_of, variable_of
+from memtop.cli.configuration import KEYS, Value, read_layers, unknown_keys, value_of, variable_of
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets.files import user_config
@@ -22,7 +22,7 @@ def config(as_json: bool) -> int:
     memtop.toml or table [tool.memtop] of pyproject.toml, or with an environment variable.
     """
     layers = read_layers()
-    values = {key: value_of(key, layers, os.environ) for key in KEYS}
+    values = {key: _shown(key, value_of(key, layers, os.environ)) for key in KEYS}
     problems = list(unknown_keys(layers))
     if as_json:
         files = [{"source": layer.source, "path": str(layer.path)} for layer in layers]
@@ -36,3 +36,8 @@ def config(as_json: bool) -> int:
             print_lines(f"{folder / 'config.toml'}: no such file yet")
         print_message(*(f"memtop: {line}" for line in problems))
     return 0
+
+
+def _shown(key: str, found: Value) -> Value:
+    is_secret = KEYS[key].is_private and found.value is not None
+    return msgspec.structs.replace(found, value="(set)") if is_secret else found

@@ -19,6 +19,7 @@ from memtop.presets.checks import did_you_mean
 from memtop.presets.files import PresetFileError, parse, project_file, user_config
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import expanded
+from memtop.supervisor.run.notices import TOPICS
 
 Source = Literal["default", "user", "project", "environment"]
 _TABLES = ("presets", "levels", "recipes", "programs")
@@ -37,6 +38,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     is_number: bool = False
     needs_folder: bool = True
     """Whether a path without a slash is a path, too, and not a command's name."""
+    is_private: bool = False
+    """A project's file cannot set it, and its value is not shown: it may be secret, or start a
+    command."""
 
 
 KEYS = {
@@ -48,6 +52,11 @@ KEYS = {
     "on-spike": Key(what="what to do when the loss of a recipe jumps and stays high"),
     "program-profile": Key(what="the profile of your own programs: its name, auto or none", default="auto"),
     "save-every": Key(what="updates between two saves", is_number=True),
+    "notify-on": Key(what="what you are notified of", default="end,failure,stall,survived,leak"),
+    "notify-desktop": Key(what="how a dashboard's terminal notifies you: bell, osc9 or osc777"),
+    "notify-ntfy": Key(what="the address of an ntfy topic", is_private=True),
+    "notify-webhook": Key(what="the address of a webhook: Slack, Discord or your own", is_private=True),
+    "notify-command": Key(what="a shell command that notifies you", is_private=True),
 }
 
 
@@ -115,12 +124,22 @@ def value_of(key: str, layers: list[Layer], environment: Mapping[str, str]) -> V
     if environment.get(name) and not (name == _OF_A_RUN and "MEMTOP_RUN" in environment):
         return Value(value=_text(key, environment[name], name), source="environment", where=name)
     for layer in reversed(layers):
-        if key in layer.table:
+        if key in layer.table and not (KEYS[key].is_private and layer.source == "project"):
             text = _text(key, layer.table[key], layer.where)
             if layer.source == "project" and _is_relative(key, text):
                 text = str(layer.path.parent / text)
             return Value(value=text, source=layer.source, where=layer.where)
     return Value(value=KEYS[key].default, source="default")
+
+
+def notify_topics() -> set[str]:
+    """What the user is notified of. UsageError for an unknown topic."""
+    value = value_of("notify-on", read_layers(), os.environ)
+    topics = {topic.strip() for topic in (value.value or "").split(",") if topic.strip()}
+    for topic in sorted(topics - set(TOPICS)):
+        hint = did_you_mean(topic, TOPICS) or f"; there are {', '.join(TOPICS)}"
+        raise UsageError(f"{value.where}: notify-on {topic!r}: unknown{hint}")
+    return topics
 
 
 def _text(key: str, value: Any, where: str) -> str:
@@ -133,6 +152,8 @@ def _text(key: str, value: Any, where: str) -> str:
         numbers = value if isinstance(value, list) else [value]
         if all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             return ",".join(map(str, numbers))
+    if key == "notify-on" and isinstance(value, list) and all(isinstance(topic, str) for topic in value):
+        return ",".join(value)
     if not isinstance(value, str) or not value:
         raise UsageError(f"{where}: {key} {value!r}: give text in quotes")
     return str(expanded(value)) if KEYS[key].is_path else value
@@ -150,3 +171,5 @@ def unknown_keys(layers: list[Layer]) -> Iterator[str]:
             if name not in KEYS:
                 hint = did_you_mean(name, KEYS) or f"; there are {', '.join(KEYS)}"
                 yield f"{layer.where}: {name}: unknown, and ignored{hint}"
+            elif KEYS[name].is_private and layer.source == "project":
+                yield f"{layer.where}: {name}: ignored here; only your own file or the environment can set it"

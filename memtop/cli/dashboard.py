@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from memtop.cli.common import find_run, living_runs
+from memtop.cli.configuration import configured, notify_topics
 from memtop.cli.output import print_message
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
@@ -22,6 +23,7 @@ from memtop.supervisor.run.record.ownership import require_own, why_not_own
 if TYPE_CHECKING:
     from memtop.cli.prometheus import Endpoint
     from memtop.tui.feed import Feed, Turn
+    from memtop.tui.notices import TerminalNotices
 
 
 class WatchOptions(NamedTuple):
@@ -141,11 +143,24 @@ def _turns(look: WatchOptions, endpoint: Endpoint | None) -> list[Turn]:
 def _show(feed: Feed, interval: float, *, started_here: bool = False, silent: bool = False) -> int:
     from memtop.tui import run_dashboard
 
+    notices = None if silent else _terminal_notices()
     with _closes_on_sigterm():
-        result = run_dashboard(feed, interval=interval)
+        result = run_dashboard(feed, interval=interval, notices=notices)
     if result.message and not silent:
         print_message(f"memtop: {result.message}")
     return 0 if result.action == "ended" and not started_here else result.exit_status
+
+
+def _terminal_notices() -> TerminalNotices | None:
+    """Notifications by this terminal, if the user wants them."""
+    way = configured("notify-desktop")
+    if way.value is None:
+        return None
+    from memtop.tui.notices import WAYS, TerminalNotices
+
+    if way.value not in WAYS:
+        raise UsageError(f"{way.where}: notify-desktop {way.value!r}: there are {', '.join(WAYS)}")
+    return TerminalNotices(way.value, notify_topics())
 
 
 @contextlib.contextmanager

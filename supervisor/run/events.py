@@ -358,7 +358,7 @@ class WriteChecked(msgspec.Struct, frozen=True, kw_only=True, tag="write_checked
     is whole and can be written."""
 
     topic: str
-    """ledger | state | log"""
+    """ledger | state | log | notify, ..."""
     problem: str | None = None
 
 

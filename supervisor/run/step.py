@@ -109,6 +109,8 @@ def _after(model: Model, event: Occurrence) -> Model:
             return replace(model, states=states)
         case SavedChecked(found=found):
             return stopping.save_seen(_saved(model, found), found)
+        case WriteChecked(topic="notify", problem=str(problem)) if model.warnings.get("notify") != problem:
+            return note(warn(model, "notify", problem), "warning", problem)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
         case SupervisorStarted():

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.client import socket_path
+from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
@@ -29,6 +30,7 @@ from memtop.supervisor.run.events import (
     WriteChecked,
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
+from memtop.supervisor.run.notices import Notifier
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
@@ -84,6 +86,10 @@ class Supervisor:
         self._agents = Agents()
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._checkpoints = CheckpointWatch(folder.path, self.handle)
+        self._notifier = Notifier(folder)
+        self._reported = 0
+        """The attempt after which the report was written."""
+        self._report: asyncio.Task[str | None] | None = None
         self._ledger_problem: str | None = None
         self._socket_due = 0.0
         self._newest_client = 0
@@ -128,6 +134,8 @@ class Supervisor:
                 await server.close()
                 raise self._performer.failure
             await self._loop()
+            if self._report is not None:
+                await self._report
         finally:
             self._sensors.machine_watch.stop()
             self._performer.save_state(self.model)
@@ -145,6 +153,8 @@ class Supervisor:
             if effects or self.model.progress is not before.progress or self.model.sample is not before.sample:
                 self._publisher.changed()
             for effect in effects:
+                if isinstance(effect, AddEvent):
+                    self._notifier.heard(effect.event)
                 following = self._performer.perform(effect, self.model)
                 if following is not None:
                     events.append(following)
@@ -195,11 +205,13 @@ class Supervisor:
             await self._keep_socket()
             self._check("place", None)
             self._tick()
+            self._notify()
+            self._write_report()
             if not self.model.phase.final or self.model.launching is not None:
                 linger_until = None
             elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
-            elif self._monotonic() > linger_until + (_UNWRITTEN_SECONDS if self._outbox.waits else 0.0):
+            elif self._monotonic() > linger_until + (_UNWRITTEN_SECONDS if self._outbox.waits or self._notifier.busy else 0.0):
                 return
             if self._leaving and self.model.phase.final:
                 return
@@ -293,6 +305,22 @@ class Supervisor:
             if checked is not None:
                 self.handle(checked)
 
+    def _write_report(self) -> None:
+        """Write the report when the run is over; in a thread, because it reads the whole record."""
+        if self._report is not None and self._report.done():
+            self._check("report", self._report.result())
+            self._report = None
+        over = self.model.phase.final and self.model.launching is None and not self._outbox.waits
+        if over and self._report is None and self._reported != self.model.number:
+            self._reported = self.model.number
+            self._report = asyncio.get_running_loop().create_task(asyncio.to_thread(_report, self.folder))
+
+    def _notify(self) -> None:
+        """Tell the user of events. The sender reads them in the ledger."""
+        if not self._outbox.waits:
+            self._notifier.tick()
+        self._check("notify", self._notifier.problem)
+
     # --- reports and samples ----------------------------------------------------------------------
 
     def _read_reports(self, *, to_the_end: bool = False) -> None:
@@ -384,3 +412,10 @@ class Supervisor:
         self._performer.clients = {number: known for number, known in self._performer.clients.items() if known is not peer}
         for rank in self._agents.gone(peer):
             self.handle(AgentGone(rank))
+
+
+def _report(folder: RunFolder) -> str | None:
+    # Imported here: only a run that is over needs it.
+    from memtop.supervisor.run.report.page import write_report
+
+    return write_report(folder)

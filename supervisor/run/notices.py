@@ -1,0 +1,178 @@
+"""Notifications: which events of a run a person is told, in which words, and the process that sends
+them (`memtop notify`).
+
+The sender is a process of its own: it outlives a supervisor that is killed, and a slow address
+delays nothing. Before it sends a notice, it writes a claim into `notices.jsonl`, under a lock, so
+that no notice is sent twice. A notice whose sender is killed in between is not sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import msgspec
+
+from memtop.presets.files import user_config
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.wire import Event
+
+FILE = "notices.jsonl"
+TOPICS = ("end", "failure", "stall", "survived", "danger", "leak")
+_FRESH_SECONDS = 3600.0
+"""Older events are no news, for example when notifications are configured later."""
+_REPEATED_SECONDS = 600.0
+"""A run may survive many allocation failures: one notice in so many seconds."""
+_PREFIX = "notify-"
+"""Of the configuration's keys. The variables in the environment begin with MEMTOP_NOTIFY_."""
+
+
+class _Told(NamedTuple):
+    topic: str
+    words: str
+    repeats: bool = False
+
+
+_KINDS = {
+    "finished": _Told("end", "has finished"),
+    "stopped": _Told("end", "has stopped"),
+    "failed": _Told("failure", "has failed"),
+    "stalled": _Told("stall", "makes no progress"),
+    "survived": _Told("survived", "ran out of memory and goes on", repeats=True),
+    "danger": _Told("danger", "is close to the end of its memory", repeats=True),
+    "leak": _Told("leak", "leaks memory", repeats=True),
+}
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """One message to a person."""
+
+    key: str
+    """Identifies the event, also in a ledger that was built again."""
+    topic: str
+    event: str
+    """The event's kind."""
+    time: float
+    title: str
+    text: str
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `notices.jsonl`: one before a notice is sent, and one with the outcome."""
+
+    key: str
+    channel: str
+    time: float
+    outcome: str | None = None
+    """None before it is sent; "sent"; or why it could not be sent."""
+
+
+def notices(run: str, events: Sequence[Event], topics: Collection[str], now: float) -> list[Notice]:
+    """What a person who has asked for these topics is told, the oldest first."""
+    found = []
+    newest: dict[str, float] = {}
+    for event, following in zip_longest(events, events[1:]):
+        told = _KINDS.get(event.kind)
+        if told is None or told.topic not in topics:
+            continue
+        if told.repeats and event.time - newest.get(told.topic, 0.0) < _REPEATED_SECONDS:
+            continue
+        newest[told.topic] = event.time
+        if now - event.time > _FRESH_SECONDS:
+            continue
+        # What memtop does about a failure.
+        decided = following is not None and following.kind == "remedy" and event.kind == "failed"
+        text = f"{event.message}\n{following.message}" if following is not None and decided else event.message
+        found.append(
+            Notice(
+                key=f"{event.time:.6f} {event.kind}",
+                topic=told.topic,
+                event=event.kind,
+                time=event.time,
+                title=f"{run} {told.words}",
+                text=text,
+            )
+        )
+    return found
+
+
+def claims(content: bytes) -> Iterator[Claim]:
+    """The lines of `notices.jsonl`. A line that was cut is left out."""
+    for line in content.splitlines():
+        try:
+            yield msgspec.json.decode(line, type=Claim)
+        except msgspec.DecodeError:
+            continue
+
+
+def is_configured(environment: Mapping[str, str]) -> bool:
+    """Whether the user may want notifications; the sender finds out exactly."""
+    if any(name.startswith("MEMTOP_NOTIFY_") for name in environment):
+        return True
+    folder = user_config()
+    try:
+        return folder is not None and _PREFIX in (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+class Notifier:
+    """Starts the sender of one run when there is something to tell."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._due = True  # What the supervisor before may not have told.
+        self._process: int | None = None
+        """A pidfd, while a sender works."""
+        self.problem: str | None = None
+        """Why the newest notice could not be sent."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sender works or is about to."""
+        return self._due or self._process is not None
+
+    def heard(self, event: Event) -> None:
+        """An event has been added to the run."""
+        self._due = self._due or event.kind in _KINDS
+
+    def tick(self) -> None:
+        """Start a sender if one is due; look how one has ended. The ledger has all events."""
+        if self._process is not None:
+            if not select.select([self._process], [], [], 0)[0]:
+                return
+            os.close(self._process)
+            self._process = None
+            self.problem = self._outcome()
+        if self._due:
+            self._due = False
+            if is_configured(os.environ):
+                self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "memtop", "notify", str(self._folder.path)]
+        try:
+            with self._folder.open_supervisor_log() as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+                )
+            self._process = os.pidfd_open(process.pid)
+        except OSError as error:
+            self.problem = f"notifications cannot be sent: {error.strerror}"
+            return
+        # The supervisor reaps all its children, so Popen must not do it in its finaliser.
+        process.returncode = 0
+
+    def _outcome(self) -> str | None:
+        try:
+            content = (self._folder.path / FILE).read_bytes()
+        except OSError:
+            return None
+        newest = {claim.channel: claim.outcome for claim in claims(content)}
+        failed = [f"{channel}: {outcome}" for channel, outcome in newest.items() if outcome not in (None, "sent")]
+        return f"a notification could not be sent: {'; '.join(failed)}" if failed else None

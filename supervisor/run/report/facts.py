@@ -1,0 +1,194 @@
+"""What a report of a run contains, read from its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from memtop.presets.comparison import changes
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import OUTCOMES
+from memtop.supervisor.monitor.history import HOST, Bucket, label_of
+from memtop.supervisor.run import view
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.ledger import Attempt, Ledger, reading_ledger
+from memtop.supervisor.wire import Configuration, Event, Metric, RunState
+
+POINTS = 800
+"""Of a curve. More updates are averaged."""
+_EVENTS = 300
+
+
+class Curve(NamedTuple):
+    """Points from left to right. Without a value there is a gap."""
+
+    title: str
+    points: tuple[tuple[float, float | None], ...]
+
+
+class Source(NamedTuple):
+    """A GPU or the host over time."""
+
+    label: str
+    used: Curve
+    """Fractions of its memory."""
+    peak: float | None
+    """The highest fraction."""
+    joules: float | None
+    """From the power that the driver reports; None for the host."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything in a report."""
+
+    written: float
+    state: RunState
+    attempts: tuple[Attempt, ...]
+    configurations: tuple[Configuration, ...]
+    events: tuple[Event, ...]
+    sources: tuple[Source, ...]
+    curves: tuple[Curve, ...]
+    """Over updates: loss, ..."""
+    version: str
+    cwd: str
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The most important values, with their names."""
+        return [(name, value) for name, value in _rows(self) if value]
+
+
+def read_facts(folder: RunFolder) -> Facts:
+    """Read a run. MemtopError if its files cannot be read."""
+    state, spec, now = view.read_state(folder), folder.spec(), time.time()
+    with reading_ledger(folder) as ledger:
+        return Facts(
+            written=now,
+            state=state,
+            attempts=() if ledger is None else tuple(ledger.attempts()),
+            configurations=() if ledger is None else tuple(record.configuration for record in ledger.configurations()),
+            events=() if ledger is None else tuple(ledger.events(_EVENTS)),
+            sources=() if ledger is None else tuple(_sources(ledger, now)),
+            curves=() if ledger is None else _curves(list(ledger.final_history())),
+            version=spec.memtop_version,
+            cwd=spec.cwd,
+            gpus=() if ledger is None else _gpu_names(ledger, now),
+        )
+
+
+def outcome_words(attempt: Attempt) -> str:
+    """How an attempt ended."""
+    if attempt.outcome is None:
+        return "running" if attempt.ended is None else "ended"
+    kind = (attempt.diagnosis or {}).get("kind")
+    words = OUTCOMES.get(str(kind), attempt.outcome) if attempt.outcome == "failed" else attempt.outcome
+    return words if attempt.exit_status is None else f"{words}, exit status {attempt.exit_status}"
+
+
+def configuration_words(rows: Sequence[Configuration]) -> list[tuple[Configuration, str]]:
+    """Each configuration with what it changed."""
+    found = []
+    for before, row in zip([None, *rows], rows, strict=False):
+        if row.settings is None:
+            words = ", ".join(f"{name} {value}" for name, value in row.knobs.items())
+        elif before is None or before.settings is None:
+            words = f"{row.settings.split_text}, T {row.settings.seq_len}, preset {row.settings.preset}"
+        else:
+            words = ", ".join(changes(before.settings, row.settings))
+        found.append((row, words))
+    return found
+
+
+def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
+    state = facts.state
+    yield "state", state.state.value + (f": {state.reason}" if state.reason else "")
+    total = "" if state.total_updates is None else f" of {units.count(state.total_updates)}"
+    yield "updates", "" if state.updates is None else units.count(state.updates) + total
+    yield "samples", "" if state.samples_seen is None else units.count(state.samples_seen)
+    best = "" if state.best_loss is None else f" (best {state.best_loss:.4g})"
+    yield "loss", "" if state.loss is None else f"{state.loss:.4g}{best}"
+    ends = [attempt.ended for attempt in facts.attempts if attempt.ended is not None]
+    yield "time", units.duration(max(ends) - state.created) if ends and state.state.final else ""
+    yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
+    for source in facts.sources:
+        yield f"highest memory, {source.label}", "" if source.peak is None else units.percent(source.peak)
+    joules = [source.joules for source in facts.sources if source.joules is not None]
+    yield "energy of the GPUs", f"{sum(joules) / 3.6e6:.3f} kWh, by the power that the driver reports" if joules else ""
+    if state.settings is not None:
+        s = state.settings
+        yield "recipe", f"{s.recipe}, preset {s.preset}, {s.split_text} = {s.effective_batch}, T {s.seq_len}"
+    yield "command", " ".join(state.command)
+    yield "folder", state.folder
+    yield "GPUs", ", ".join(facts.gpus)
+    yield "memtop", facts.version
+
+
+def _sources(ledger: Ledger, now: float) -> Iterable[Source]:
+    extent = ledger.extent()
+    if extent is None:
+        return
+    for key, index in ledger.sources().items():
+        series = ledger.history(key, extent[0] - 1, now)
+        used = series["used_fraction"]
+        points = tuple(_with_gaps(_thinned(used)))
+        joules = None if key == HOST else _joules(series["power_watts"])
+        peak = max((bucket.high for bucket in used), default=None)
+        yield Source(label_of(index), Curve(f"{label_of(index)}: memory in use", points), peak, joules)
+
+
+def _joules(power: Sequence[Bucket]) -> float | None:
+    return sum(bucket.mean * bucket.seconds for bucket in power) if power else None
+
+
+def _thinned(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """At most about POINTS: the highest value of neighbours counts."""
+    size = max(1, -(-len(buckets) // POINTS))
+    groups = (buckets[at : at + size] for at in range(0, len(buckets), size))
+    return [
+        Bucket(group[0].time, group[-1].time + group[-1].seconds - group[0].time, 0.0, 0.0, max(one.high for one in group))
+        for group in groups
+    ]
+
+
+def _with_gaps(buckets: Sequence[Bucket]) -> Iterable[tuple[float, float | None]]:
+    end = None
+    for bucket in buckets:
+        if end is not None and bucket.time > end + 2 * bucket.seconds:
+            yield end, None
+        yield bucket.time, bucket.high
+        end = bucket.time + bucket.seconds
+
+
+_CURVES = (
+    ("loss", "loss"),
+    ("learning rate", "learning_rate"),
+    ("seconds of an update", "step_seconds"),
+    ("peak memory of an update, GiB", "peak_bytes"),
+)
+
+
+def _curves(rows: Sequence[Metric]) -> tuple[Curve, ...]:
+    size = max(1, -(-len(rows) // POINTS))
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    found = []
+    for title, name in _CURVES:
+        points = []
+        for group in groups:
+            known = [value for row in group if (value := getattr(row, name)) is not None]
+            if known:
+                value = max(known) / units.GIB if name == "peak_bytes" else sum(known) / len(known)
+                points.append((float(group[0].update), value))
+        if len(points) > 1:
+            found.append(Curve(title, tuple(points)))
+    return tuple(found)
+
+
+def _gpu_names(ledger: Ledger, now: float) -> tuple[str, ...]:
+    machine = ledger.snapshot(now, 0.0)
+    if machine is None:
+        return ()
+    return tuple(f"{gpu.index}: {gpu.name or 'unknown'}, {units.size(gpu.total_bytes)}" for gpu in machine.gpus)

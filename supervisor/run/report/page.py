@@ -1,0 +1,150 @@
+"""A report as HTML and as Markdown."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from memtop.supervisor import units
+from memtop.supervisor.clean import clean
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.report.charts import curve_svg, memory_svg
+from memtop.supervisor.run.report.facts import Facts, configuration_words, outcome_words, read_facts
+from memtop.supervisor.wire import Event
+
+_NEWEST_EVENTS = 15
+"""In Markdown."""
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2933; --paper: #fff; --quiet: #5d6b7a; --line: #d8dee6; --curve: #2f6fb3;
+  --edge: #f2d45c; --danger: #e0564d }
+@media (prefers-color-scheme: dark) { :root { --ink: #cdd9e5; --paper: #12171d; --quiet: #8896a5; --line: #2d3742;
+  --curve: #6cb6ff } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 900px;
+  margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100%; font-size: 14px }
+td, th { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere }
+th { color: var(--quiet); font-weight: 500 } figure { margin: 1rem 0 } figcaption { color: var(--quiet) }
+svg { width: 100%; height: auto } text { fill: var(--quiet); font-size: 11px } .y { text-anchor: end }
+polyline { fill: none; stroke: var(--curve); stroke-width: 1.6 } .grid { stroke: var(--line) }
+.mark { stroke: var(--quiet); stroke-dasharray: 3 3 } .edge { fill: var(--edge); opacity: .25 }
+.danger { fill: var(--danger); opacity: .25 } pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px }
+"""
+
+
+def html(facts: Facts) -> str:
+    """One page without links to anything else."""
+    state = facts.state
+    parts = [f"<h1>{_safe(state.name)}</h1>", _table([], facts.rows)]
+    diagnosis = _diagnosis(facts)
+    if diagnosis:
+        summary, evidence = diagnosis
+        parts += [
+            "<h2>Why it failed</h2>",
+            f"<p>{_safe(summary)}</p>",
+            f"<pre>{_safe_lines(evidence)}</pre>" if evidence else "",
+        ]
+    starts = [attempt.started for attempt in facts.attempts[1:]]
+    memory = [memory_svg(source.used, _clock, marks=starts) for source in facts.sources if len(source.used.points) > 1]
+    parts += ["<h2>Memory</h2>", *memory] if memory else []
+    begun = [float(attempt.start_updates) for attempt in facts.attempts[1:] if attempt.start_updates is not None]
+    curves = [curve_svg(curve, lambda x: f"update {units.count(x)}", marks=begun) for curve in facts.curves]
+    parts += ["<h2>Training</h2>", *curves] if curves else []
+    parts += ["<h2>Attempts</h2>", _table(("", "began", "lasted", "why", "end"), _attempts(facts))]
+    if facts.configurations:
+        parts += ["<h2>Settings</h2>", _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
+    if facts.events:
+        rows = [(_clock(event.time), str(event.attempt), event.kind, event.message) for event in facts.events]
+        parts += ["<h2>Events</h2>", _table(("", "attempt", "event", ""), rows)]
+    parts.append(f"<p>Written {_safe(_clock(facts.written))} by memtop. Dashed lines: a new attempt began.</p>")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_safe(state.name)}</title>'
+    return (
+        f"<!doctype html>\n<html><head>{head}<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def markdown(facts: Facts) -> str:
+    """A summary for an issue or a chat."""
+    lines = [f"## {_cell(facts.state.name)}", "", *_markdown_table(("", ""), facts.rows)]
+    diagnosis = _diagnosis(facts)
+    if diagnosis:
+        summary, evidence = diagnosis
+        lines += ["", f"**Why it failed**: {clean(summary)}"]
+        lines += ["", "```", *(clean(line).replace("```", "'''") for line in evidence), "```"] if evidence else []
+    lines += ["", "**Attempts**", "", *_markdown_table(("", "began", "lasted", "why", "end"), _attempts(facts))]
+    if len(facts.configurations) > 1:
+        lines += ["", "**Settings**", ""]
+        lines += _markdown_table(("", "from update", "settings", "peak", "why"), _configurations(facts))
+    if facts.events:
+        newest: Sequence[Event] = facts.events[-_NEWEST_EVENTS:]
+        rows = [(_clock(event.time), event.kind, event.message) for event in newest]
+        lines += ["", "**Newest events**", "", *_markdown_table(("", "", ""), rows)]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(folder: RunFolder) -> str | None:
+    """Write `report.html` and `report.md` into the run's folder; why not, in one line, if that is
+    impossible."""
+    try:
+        facts = read_facts(folder)
+        for name, text in (("report.html", html(facts)), ("report.md", markdown(facts))):
+            new = folder.path / f".{name}"
+            new.write_text(text, encoding="utf-8", errors="replace")
+            new.replace(folder.path / name)
+    except OSError as error:
+        return f"the report cannot be written: {error.strerror}"
+    except (MemtopError, sqlite3.Error) as error:
+        return f"the report cannot be written: {error}"
+    return None
+
+
+def _diagnosis(facts: Facts) -> tuple[str, Sequence[str]] | None:
+    """Of the newest attempt that failed, if the run has failed."""
+    newest = facts.attempts[-1] if facts.attempts else None
+    found = newest.diagnosis if newest is not None and newest.outcome == "failed" else None
+    return None if not found else (str(found.get("summary", "")), [str(line) for line in found.get("evidence", ())])
+
+
+def _attempts(facts: Facts) -> Iterable[tuple[str, ...]]:
+    for attempt in facts.attempts:
+        lasted = "" if attempt.ended is None else units.duration(attempt.ended - attempt.started)
+        yield str(attempt.number), _clock(attempt.started), lasted, attempt.reason, outcome_words(attempt)
+
+
+def _configurations(facts: Facts) -> Iterable[tuple[str, ...]]:
+    for row, words in configuration_words(facts.configurations):
+        since = units.UNKNOWN if row.since_update is None else units.count(row.since_update)
+        yield str(row.number), since, words, units.UNKNOWN if row.peak is None else units.size(row.peak.bytes), row.reason
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = f"<tr>{''.join(f'<th>{_safe(word)}</th>' for word in heads)}</tr>" if heads else ""
+    body = "".join(f"<tr><th>{_safe(row[0])}</th>{''.join(f'<td>{_safe(cell)}</td>' for cell in row[1:])}</tr>" for row in rows)
+    return f"<table>{head}{body}</table>"
+
+
+def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for row in rows:
+        yield f"| {' | '.join(map(_cell, row))} |"
+
+
+def _cell(text: str) -> str:
+    return escape(clean(text), quote=False).replace("|", "\\|")
+
+
+def _safe(text: str) -> str:
+    return escape(clean(text))
+
+
+def _safe_lines(lines: Iterable[str]) -> str:
+    return "\n".join(map(_safe, lines))

@@ -1,0 +1,189 @@
+"""The report of a run: what is in it, and that it can be shared."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memtop.cli import run
+from memtop.supervisor.monitor.history import Bucket
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
+from memtop.supervisor.run.record.ledger import Attempt, Ledger
+from memtop.supervisor.run.report.charts import curve_svg, memory_svg
+from memtop.supervisor.run.report.facts import POINTS, Curve, Facts, Source, _curves, _joules, _thinned, _with_gaps, read_facts
+from memtop.supervisor.run.report.page import html, markdown, write_report
+from memtop.supervisor.units import GIB
+from memtop.supervisor.wire import Event, Metric, Phase, RunState
+from tests.conftest import Runs
+
+NOW = 1_790_000_000.0
+STATE = RunState(name="qwen", folder="/runs/qwen", state=Phase.FAILED, created=NOW, updates=1240, total_updates=5100, loss=1.84)
+DIAGNOSIS = {
+    "kind": "gpu_oom",
+    "summary": "GPU 0 ran out of memory",
+    "evidence": ["<script>alert(1)</script> | \x1b[31mred", "```"],
+}
+ATTEMPTS = (
+    Attempt(number=1, reason="start", settings=None, started=NOW, ended=NOW + 60, outcome="restarted", start_updates=0),
+    Attempt(
+        number=2,
+        reason="batch 8 -> 4",
+        settings=None,
+        started=NOW + 70,
+        ended=NOW + 200,
+        outcome="failed",
+        exit_status=1,
+        diagnosis=DIAGNOSIS,
+        start_updates=500,
+    ),
+)
+USED = Curve("GPU 0: memory in use", ((NOW, 0.5), (NOW + 10, 0.92), (NOW + 20, None), (NOW + 60, 0.6), (NOW + 200, 0.7)))
+FACTS = Facts(
+    written=NOW + 300,
+    state=STATE,
+    attempts=ATTEMPTS,
+    configurations=(),
+    events=(Event(id=1, time=NOW, attempt=1, kind="attempt", message="a | b <i>"),),
+    sources=(Source("GPU 0", USED, 0.92, 7.2e6),),
+    curves=(Curve("loss", tuple((float(n), 3.0 - n / 1000) for n in range(0, 1200, 100))),),
+    version="0.1.0",
+    cwd="/",
+)
+
+
+class Balanced(HTMLParser):
+    """Checks that every element is closed, and collects what the page would load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.loads: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_loads_nothing_and_runs_nothing() -> None:
+    page = html(FACTS)
+    found = Balanced(page)
+    assert not found.open
+    assert not found.loads
+    assert "script" not in found.seen
+    assert "http" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "\x1b" not in page
+    for words in (
+        "1 240 of 5 100",
+        "GPU 0 ran out of memory",
+        "batch 8 -&gt; 4",
+        "ran out of GPU memory, exit status 1",
+        "92.0 %",
+    ):
+        assert words in page
+    assert "2.000 kWh" in page
+
+
+def test_markdown_has_whole_tables_and_no_markup_of_others() -> None:
+    text = markdown(FACTS)
+    for block in text.split("\n\n"):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) <= 1, block
+    assert "<i>" not in text
+    assert text.count("```") == 2, "the evidence cannot end its block"
+    assert "**Why it failed**: GPU 0 ran out of memory" in text
+
+
+def test_a_run_that_has_not_failed_shows_no_diagnosis() -> None:
+    fine = msgspec.structs.replace(ATTEMPTS[1], outcome="finished")
+    assert "Why it failed" not in html(msgspec.structs.replace(FACTS, attempts=(ATTEMPTS[0], fine)))
+
+
+def points_of(svg: str) -> list[list[tuple[float, float]]]:
+    pieces = re.findall(r'points="([^"]*)"', svg)
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in piece.split())] for piece in pieces]
+
+
+def test_a_curve_stays_inside_its_chart_and_keeps_its_gaps() -> None:
+    for svg in (
+        memory_svg(USED, str, marks=(NOW + 70,)),
+        curve_svg(USED, str),
+        curve_svg(Curve("flat", ((0, 2.0), (9, 2.0))), str),
+    ):
+        for piece in points_of(svg):
+            assert all(0 <= x <= 860 and 0 <= y <= 170 for x, y in piece)
+    first, second = points_of(memory_svg(USED, str))
+    assert (len(first), len(second)) == (2, 2)
+    assert first[0][1] > first[1][1], "more memory is higher up"
+    assert memory_svg(USED, str, marks=(NOW + 70, NOW - 5)).count('class="mark"') == 1
+
+
+def test_long_runs_are_thinned_and_peaks_survive() -> None:
+    rows = [Metric(update=n, attempt=1, loss=1.0, peak_bytes=(9 if n == 7000 else 5) * GIB) for n in range(50_000)]
+    loss, peak = _curves(rows)
+    assert (loss.title, peak.title) == ("loss", "peak memory of an update, GiB")
+    assert len(loss.points) <= POINTS
+    assert max(value or 0 for _, value in peak.points) == 9
+    buckets = [Bucket(NOW + 10 * n, 10, 0.1, 0.2, 0.9 if n == 1234 else 0.3) for n in range(5000)]
+    thinned = _thinned(buckets)
+    assert len(thinned) <= POINTS
+    assert max(bucket.high for bucket in thinned) == 0.9
+    assert None not in [value for _, value in _with_gaps(thinned)]
+    assert None in [value for _, value in _with_gaps([buckets[0], buckets[9]])]
+    assert _joules([Bucket(NOW, 10, 0, 200, 0), Bucket(NOW + 10, 10, 0, 100, 0)]) == 3000
+    assert _joules([]) is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    spec = RunSpec(name="qwen", created=NOW, settings=None, cwd="/", command=("python", "t.py"), memtop_version="0")
+    return create_run(tmp_path / "runs", spec, fresh=False)
+
+
+def test_a_run_that_never_started_has_a_report(folder: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run(["report", str(folder.path), "--output", str(page)]) == 0
+    assert capsys.readouterr().err == f"memtop: written to {page}\n"
+    assert "python t.py" in page.read_text()
+    assert run(["report", str(folder.path), "--markdown"]) == 0
+    assert "| command | python t.py |" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_or_written_is_one_line(folder: RunFolder) -> None:
+    (folder.path / "report.html").mkdir()
+    assert write_report(folder) == "the report cannot be written: Is a directory"
+    folder.ledger_path.write_bytes(b"no database, but long enough to be taken for one" * 40)
+    assert "cannot be read" in str(write_report(folder))
+
+
+def test_the_facts_of_a_ledger(folder: RunFolder) -> None:
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_event(Event(time=NOW, attempt=1, kind="attempt", message="attempt 1"))
+    ledger.close()
+    facts = read_facts(folder)
+    assert [event.kind for event in facts.events] == ["attempt"]
+    assert (facts.attempts, facts.sources, facts.curves) == ((), (), ())
+
+
+def test_a_run_writes_its_report_at_each_end(runs: Runs) -> None:
+    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", "raise SystemExit(3)")
+    runs.wait("a", lambda run: run["state"] == "failed" and run["supervisor_pid"] is None)
+    page = (runs.path / "a/report.html").read_text()
+    assert "exit status 3" in page
+    assert not Balanced(page).open
+    assert "| state | failed" in (runs.path / "a/report.md").read_text()
