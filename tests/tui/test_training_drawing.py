@@ -227,6 +227,46 @@ def test_the_notice_words_every_state_of_the_link() -> None:
     assert notice(store_of(running(gpu(), warnings=("disk is nearly full",)))) == "! disk is nearly full"
 
 
+SAVED = wire.Checkpoint(path="/runs/tiny/train_latest_state", updates=20, samples_seen=640, complete=True)
+OVER: dict[str, object] = {"alive": False, "updates": 24, "created": NOW - 190, "ended": NOW, "checkpoint": SAVED}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"state": wire.Phase.FINISHED},
+            "✓ finished at update 24 after 00:03:10; memtop export tiny DIR writes the model",
+        ),
+        ({"state": wire.Phase.STOPPED}, "■ stopped at update 24 after 00:03:10; r resumes at update 20"),
+        (
+            {"state": wire.Phase.FAILED, "reason": "python_error: no such file"},
+            "✗ failed at update 24 after 00:03:10: python_error: no such file; r resumes at update 20",
+        ),
+        (
+            {"state": wire.Phase.STOPPED, "checkpoint": None, "updates": None},
+            "■ stopped after 00:03:10; r starts it again from the beginning",
+        ),
+        (
+            {"state": wire.Phase.FINISHED, "settings": None, "command": ("python", "t.py")},
+            "✓ finished at update 24 after 00:03:10; memtop report tiny writes a page about it",
+        ),
+    ],
+)
+def test_every_end_says_what_when_and_what_to_do_next(fields: dict[str, object], words: str) -> None:
+    live = store_of(running(gpu(), **{**OVER, **fields}))
+    assert notice(live) == words
+    # The same for a dashboard that is opened later.
+    assert notice(fold(live, Disconnected("the run is over", ended=True))) == words
+    assert notice(dataclasses.replace(live, replaying=True)) == ""
+
+
+def test_the_key_that_goes_on_is_shown_on_a_narrow_terminal_too() -> None:
+    store = store_of(running(gpu(), **{**OVER, "state": wire.Phase.FAILED, "reason": "x" * 200}))
+    assert cell_len(notice(store, 79)) <= 79
+    assert notice(store, 79).endswith("…; r resumes at update 20")
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 @pytest.mark.parametrize("name", ["tiny", "a-run-with-a-name-that-takes-the-whole-line-of-a-small-terminal"])
 def test_a_replay_never_looks_live(width: int, name: str) -> None:

@@ -13,6 +13,7 @@ from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar
+from memtop.tui.dashboard.header import PHASE_MARKS
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.gpu import driver_silence
 from memtop.tui.store import ConnectionState, Store
@@ -324,9 +325,10 @@ def _thousands(value: float | None) -> str:
 
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
-    """Problems of the connection, old values, and warnings of the run."""
+    """The end of the run, problems of the connection, old values, and warnings of the run."""
     words = notice(store, width - 1)
-    return [fit(line((f" {words}", "edge")), width)] if words else []
+    role = "good" if words.startswith(PHASE_MARKS[Phase.FINISHED][0]) else "edge"
+    return [fit(line((f" {words}", role)), width)] if words else []
 
 
 def notice(store: Store, width: int = 160) -> str:
@@ -339,6 +341,9 @@ def notice(store: Store, width: int = 160) -> str:
         # The key is more important than the end of the summary.
         room = max(0, width - len(key) - 2)
         return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
+    answers = store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED)
+    if run is not None and run.state.final and run.unsaved is None and answers and not store.replaying:
+        return _end(run, width)
     if store.link in (ConnectionState.GONE, ConnectionState.ENDED):
         return f"! {store.link_reason}" if store.link is ConnectionState.GONE else store.link_reason
     if store.link is ConnectionState.WAITING:
@@ -351,6 +356,29 @@ def notice(store: Store, width: int = 160) -> str:
         more = f"  (and {len(store.others) - 1} more)" if len(store.others) > 1 else ""
         return f"{store.others[0]}{more}" if store.others else ""
     return _notice_of_run(store, run, width)
+
+
+def _end(run: RunState, width: int) -> str:
+    """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
+    after 00:03:10; r resumes at update 40`."""
+    at = "" if run.updates is None else f" at update {units.count(run.updates)}"
+    lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
+    why = f": {run.reason}" if run.reason and run.state is Phase.FAILED else ""
+    what = f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}{lasted}{why}"
+    key = f"; {_next_step(run)}"
+    # The key is more important than the end of the reason.
+    room = max(0, width - cell_len(key))
+    return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
+
+
+def _next_step(run: RunState) -> str:
+    if run.state is Phase.FINISHED:
+        own = run.settings is None
+        return f"memtop report {run.name} writes a page about it" if own else f"memtop export {run.name} DIR writes the model"
+    saved = run.checkpoint if run.resumes else None
+    if saved is not None and saved.complete and saved.updates is not None:
+        return f"r resumes at update {units.count(saved.updates)}"
+    return "r starts it again from the beginning"
 
 
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:
