@@ -31,7 +31,7 @@ COMMANDS = {
     "presets": "List the presets and what each of them would change.",
     "report": "Write a run as one HTML page, to keep or to share.",
     "restart": "Restart a run from its saved state, with other settings.",
-    "rollback": "Return a run to the settings of an earlier configuration, or to before a spike of its loss.",
+    "rollback": "Return a run to earlier settings, or to before a loss spike.",
     "runs": "List the runs, the newest last.",
     "sample": "Print what the model of a run writes after a prompt.",
     "show": "Show one run: attempts, settings, progress, saved state.",

@@ -219,7 +219,7 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
 def rollback(
     run_name: str, number: int | None, state: bool, before_spike: bool, headless: bool, detach: bool, runs_dir: Path | None
 ) -> int:
-    """Return a run to the settings of an earlier configuration, or to before a spike of its loss.
+    """Return a run to earlier settings, or to before a loss spike.
 
     `memtop show RUN` lists the configurations. Without N, it is the one before the present one.
     """
