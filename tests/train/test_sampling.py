@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from memtop.presets import Settings, SettingsError, edit_settings
-from memtop.presets.schema import Lora, Sampling
+from memtop.presets.schema import Lora, Sampling, Zero
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.sampling import Writer, prompt_ids, unchanged
+from tests.train.launching import run_trainer
 from tests.train.support import TINY, Training, edited
 
 T5 = {
@@ -57,6 +59,24 @@ def test_weights_and_moments_are_bitwise_those_of_a_training_without_samples(
         for kind in sampled.optimizer.state.get(ours, {}):
             assert torch.equal(sampled.optimizer.state[ours][kind], plain.optimizer.state[theirs][kind]), kind
     assert plain.channel.of("sample") == []
+
+
+def test_two_processes_with_sharded_parameters_write_together_and_save_the_same(tmp_path: Path) -> None:
+    """Under ZeRO-3 a process that wrote alone would wait forever for the other one's parameters."""
+    shared = {"world_size": 2, "batch": 2, "zero": Zero(stage=3), "target_samples": 24}
+    sample = sampling(tmp_path, every=1, temperature=0.7)
+    plain = run_trainer(tmp_path / "plain", edited(**shared))
+    sampled = run_trainer(tmp_path / "sampled", edited(**shared, sample=sample))
+    assert sampled.losses == plain.losses
+    (ours, theirs) = (sorted(one.state_dir.glob("*.safetensors")) for one in (sampled, plain))
+    assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs] != []
+    lines = (tmp_path / "sampled" / "attempt" / "rank-0.jsonl").read_text().splitlines()
+    reports = [report for line in lines if (report := json.loads(line))["type"] == "sample"]
+    assert [(report["update"], len(report["texts"]), report["problem"]) for report in reports] == [
+        (1, 2, None),
+        (2, 2, None),
+        (3, 2, None),
+    ]
 
 
 def test_a_sampling_has_a_text_for_each_prompt_and_the_same_ones_with_the_same_seed(tmp_path: Path) -> None:
