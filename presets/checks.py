@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, value_of
-from memtop.presets.schema import Lora, Settings
+from memtop.presets.schema import Lora, Sampling, Settings
 
 
 class SettingsError(ValueError):
@@ -32,6 +32,8 @@ def check(settings: Settings) -> Settings:
     _check_shares(settings)
     _check_method(settings)
     _check_memory_strategy(settings)
+    _check_sampling(settings.sample)
+    _check_left_out(settings.leave_out)
     if settings.python and not settings.python.startswith("/"):
         raise SettingsError("python", settings.python, "give its whole path, which begins with /")
     longest = max_seq_len(settings)
@@ -52,6 +54,7 @@ _EFFECTIVE = 1 << 24
 _MOST_BYTES = 1 << 53
 _MOST_TOKENS = (1 << 31) - 1
 _MOST_EPOCHS = 1_000_000
+_HOTTEST = 100.0
 
 
 def check_bounds(field: str, value: int, least: int, most: int) -> None:
@@ -139,6 +142,24 @@ def _check_lora(lora: Lora) -> None:
         raise SettingsError("lora.dropout", lora.dropout, "must be at least 0 and below 1")
     if not lora.targets or not all(lora.targets):
         raise SettingsError("lora.targets", repr(",".join(lora.targets)), "name the layers, or all-linear")
+
+
+def _check_sampling(sample: Sampling) -> None:
+    if not 0 <= sample.temperature <= _HOTTEST:
+        raise SettingsError("sample.temperature", sample.temperature, f"must lie between 0 and {_HOTTEST}")
+    if sample.every and not sample.prompts:
+        raise SettingsError("sample.every", sample.every, "there are no prompts; add --set sample.prompts=FILE")
+    if sample.prompts and not sample.every:
+        raise SettingsError("sample.prompts", sample.prompts, "nothing is sampled; add --set sample.every=N")
+
+
+def _check_left_out(ranges: Sequence[tuple[int, int]]) -> None:
+    before = 0
+    for first, end in ranges:
+        text = f"{first}-{end}"
+        if not before <= first < end <= _MOST_BYTES:
+            raise SettingsError("leave_out", text, "must begin before it ends, and not overlap with another; write FIRST-END")
+        before = end
 
 
 def _check_search(settings: Settings) -> None:

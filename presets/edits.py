@@ -18,7 +18,19 @@ from msgspec.structs import replace
 from memtop.presets.checks import SettingsError, check, check_bounds, check_one_for_each, did_you_mean
 from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
-from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Split, Zero, capped, split_below, with_splits
+from memtop.presets.schema import (
+    Guide,
+    Lora,
+    Preset,
+    Recipe,
+    Sampling,
+    Settings,
+    Split,
+    Zero,
+    capped,
+    split_below,
+    with_splits,
+)
 
 # --- a new run ------------------------------------------------------------------------------------
 
@@ -227,10 +239,11 @@ def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[
 
 # --- single settings as text ----------------------------------------------------------------------
 
-_PARTS: dict[str, type[Lora] | type[Zero]] = {"lora": Lora, "zero": Zero}
+_Part = Lora | Zero | Sampling
+_PARTS: dict[str, type[_Part]] = {"lora": Lora, "zero": Zero, "sample": Sampling}
 _DATA: dict[str, type] = {"source": str, "max_bytes": int, "train": str, "eval": str, "tokenizer": str, "text": str}
 _COLUMNS = ("prompt", "response", "text")
-_DOTTED = ("lora", "zero", "model", "data")
+_DOTTED = (*_PARTS, "model", "data")
 
 
 def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
@@ -256,6 +269,8 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
             raise SettingsError("--set", key, f"unknown key; {head} has no parts")
         elif head in SPLIT:
             split[head] = text
+        elif head == "leave_out":
+            changes[head] = _ranges(text)
         else:
             changes[key] = typed(key, get_type_hints(Settings, include_extras=True)[key], text)
     for head, values in parts.items():
@@ -323,6 +338,17 @@ def _numbers(text: str, part: str, separator: str, count: int) -> list[int]:
     return [int(word) for word in words]
 
 
+def _ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """`1200-1264,1500-1516`; empty for none."""
+    found = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        first, _, last = word.partition("-")
+        if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
+            raise SettingsError("leave_out", repr(text), "gives no positions; write FIRST-END or FIRST-END,FIRST-END")
+        found.append((int(first), int(last)))
+    return tuple(sorted(found))
+
+
 def typed(key: str, kind: Any, text: str) -> Any:
     """The text as a value of that type; lists are separated by commas."""
     choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
@@ -368,7 +394,7 @@ def _part_value(head: str, rest: str, text: str) -> Any:
     return typed(f"{head}.{rest}", hints[rest], text)
 
 
-def _part(head: str, present: Lora | Zero | None, values: dict[str, Any]) -> Lora | Zero:
+def _part(head: str, present: _Part | None, values: dict[str, Any]) -> _Part:
     try:
         return msgspec.convert({**({} if present is None else msgspec.to_builtins(present)), **values}, _PARTS[head])
     except msgspec.ValidationError as error:

@@ -230,6 +230,14 @@ FIELDS: dict[str, Field] = {
     ),
     "save_total_limit": Field(label="save_total_limit", unit="states", shapes="disk", bounds=(1, _COUNT)),
     "load_best_at_end": Field(label="load_best_at_end"),
+    # A sampling frees its memory, and an OOM in it ends nothing.
+    "sample.prompts": Field(label="prompts"),
+    "sample.every": Field(label="sample.every", unit="updates", bounds=(0, _COUNT)),
+    "sample.max_new_tokens": Field(label="sample.max_new_tokens", unit="tokens", bounds=(1, 1 << 16)),
+    "sample.temperature": Field(label="sample.temperature"),
+    "sample.seed": Field(label="sample.seed", bounds=(0, _COUNT)),
+    "on_spike": Field(label="on a spike of the loss", option="--on-spike"),
+    "leave_out": Field(label="left out", unit="positions in the order of the samples", changes_training=True),
     "log_every": Field(label="log_every", unit="updates", bounds=(1, _COUNT)),
     "trackers": Field(label="trackers"),
 }

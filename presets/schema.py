@@ -23,6 +23,7 @@ Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "cpu_adam"]
 HostLevel = Literal["standard", "low", "extreme"]
 Family = Literal["level", "ladder", "t5", "qlora"]
+OnSpike = Literal["ask", "back", "stop"]
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
@@ -73,6 +74,20 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     head."""
 
 
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the model writes for given prompts while it trains."""
+
+    prompts: str = ""
+    """A text file with one prompt in each line."""
+    every: int = 0
+    """Updates between two samplings; 0: none."""
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    """0: always the most probable token."""
+    seed: int = 0
+    """Of the random choices; the same at every sampling."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the built-in trainer needs. It reads them from `attempts/NNNN/settings.json`;
     `fields.py` gives their meaning."""
@@ -113,6 +128,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Samples per evaluation micro-batch and process; 0: the smallest batch of any process."""
     load_best_at_end: bool = False
     """Export the state with the best evaluation loss instead of the last one."""
+    sample: Sampling = Sampling()
+    on_spike: OnSpike = "ask"
+    """When the loss jumps and stays high: say how to go back, go back without those samples, or
+    stop before the state is saved."""
+    leave_out: tuple[tuple[int, int], ...] = ()
+    """Positions in the order of the samples that are left out on purpose: each from the first up
+    to, but not including, the second."""
     log_every: int = 1
     """Updates between two progress lines in the log."""
     learning_rate: float

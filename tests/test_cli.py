@@ -20,6 +20,7 @@ CONTRACT = {
     "train": {
         *("recipe", "--preset", "--batch", "--accum", "--seq-len", "--set", "--gpus", "--name", "--runs-dir"),
         *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh", "--python", "--program-profile"),
+        "--on-spike",
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),
@@ -37,10 +38,11 @@ CONTRACT = {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
         *("--live", "--gpus", "--runs-dir"),
     },
-    "rollback": {"run_name", "number", "--state", "--headless", "--detach", "--runs-dir"},
+    "rollback": {"run_name", "number", "--state", "--before-spike", "--headless", "--detach", "--runs-dir"},
     "runs": {"--json", "--runs-dir"},
-    "show": {"run_name", "--json", "--metrics", "--runs-dir"},
+    "show": {"run_name", "--json", "--metrics", "--samples", "--runs-dir"},
     "export": {"run_name", "out", "--adapter", "--merge", "--runs-dir"},
+    "sample": {"run_name", "prompt", "--max-new-tokens", "--temperature", "--seed", "--runs-dir"},
     "advise": {"run_name", "--json", "--try", "--runs-dir"},
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},

@@ -1,5 +1,5 @@
-"""`memtop export` on the command line: the folder on stdout, everything else on stderr in one line
-each."""
+"""`memtop export` and `memtop sample` on the command line: the result on stdout, everything else on
+stderr in one line each."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ def test_a_run_is_exported_once_into_a_folder(runs: Runs) -> None:
     assert both.stderr == "memtop: --adapter and --merge: give one of them\n"
 
 
+def test_a_saved_state_writes_what_the_training_wrote_after_its_update(runs: Runs) -> None:
+    (runs.root / "prompts.txt").write_text("def f(\nclass A", encoding="utf-8")
+    given = {"device": "cpu", "sample.prompts": "prompts.txt", "sample.every": 1, "sample.max_new_tokens": 12}
+    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    runs.memtop("train", "--headless", "--name", "a", "--max-updates", "2", *settings, *TINY)
+    shown = json.loads(runs.memtop("show", "a", "--samples", "--json").stdout)
+    assert [(row["update"], row["attempt"], row["prompts"]) for row in shown["samples"]] == [
+        (1, 1, ["def f(", "class A"]),
+        (2, 1, ["def f(", "class A"]),
+    ]
+    text = shown["samples"][-1]["texts"][0]
+    lines = runs.memtop("show", "a", "--samples").stdout.splitlines()
+    assert [line for line in lines if line.startswith("update ")] == ["update 1", "update 2"]
+    done = runs.memtop("sample", "a", "def f(", "--max-new-tokens", "12")
+    assert done.stderr == "memtop: update 2 (train_latest_state)\n"
+    assert done.stdout.split() == text.split()
+    refused = runs.memtop("train", "--name", "b", "--set", "sample.prompts=none.txt", "--set", "sample.every=1", status=2)
+    assert refused.stderr.startswith("memtop: sample.prompts none.txt: no such file; looked for ")
+
+
 def test_an_adapter_is_exported_alone_or_merged(runs: Runs, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "pairs.jsonl", pairs())
     base = write_llama(tmp_path / "llama")
@@ -47,7 +67,8 @@ def test_a_run_of_an_external_command_cannot_be_exported(runs: Runs) -> None:
         "memtop: RUN own: is your own program: memtop does not know how it saves its model\n"
     )
     runs.memtop("train", "--headless", "--name", "broken", "--set", "trackers=nobody", status=2)
-    assert "train_latest_state: no state was saved yet; `memtop checkpoint` saves one" in (
-        runs.memtop("export", "broken", "model", status=2).stderr
-    )
+    for command in (("export", "broken", "model"), ("sample", "broken", "prompt")):
+        assert "train_latest_state: no state was saved yet; `memtop checkpoint` saves one" in (
+            runs.memtop(*command, status=2).stderr
+        )
     assert not (runs.root / "model").exists()

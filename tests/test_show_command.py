@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
-from memtop.cli.requests import change_to, risk_of
+from memtop.cli.requests import before_spike_of, change_to, risk_of
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
@@ -29,7 +29,7 @@ from memtop.supervisor.run.record.configurations import ConfigurationRecord, Con
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.view import read_configurations
-from memtop.supervisor.wire import Change, Configuration, Phase, Proposal, RunState
+from memtop.supervisor.wire import Change, Configuration, Event, Phase, Proposal, RunState
 from tests.conftest import Runs
 from tests.tui.support import SETTINGS
 
@@ -321,3 +321,32 @@ def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: R
     assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
     # The supervisor refuses invalid settings.
     assert risk_of(dead, Change(assignments={"batch": "0"})) is None
+
+
+def test_rollback_before_a_spike_names_the_state_and_the_samples(dead: RunFolder) -> None:
+    with pytest.raises(UsageError, match="the loss of run 'a' had no spike"):
+        before_spike_of(dead)
+
+    def spike(begin: int, end: int, state: int | None) -> None:
+        data = {"begin": begin, "end": end, "state_update": state, "first_update": 4}
+        with closing(Ledger(dead.ledger_path)) as ledger:
+            ledger.add_event(Event(time=1.0, attempt=1, kind="spike", message="spike", data=data))
+            ledger.add_event(Event(time=1.0, attempt=1, kind="plan", message="plan"))
+
+    spike(0, 32, 1)
+    spike(96, 224, 3)
+    assert before_spike_of(dead) == Change(assignments={"leave_out": "96-224"}, state_before=3)
+    spike(96, 224, None)
+    with pytest.raises(UsageError, match="no state from before update 4 was saved"):
+        before_spike_of(dead)
+    assert run(["rollback", "a", "2", "--before-spike", "--runs-dir", str(dead.path.parent)]) == 2
+
+
+def test_only_the_newest_samplings_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtop.supervisor.run.record.ledger.SAMPLINGS_STORED", 3)
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        for number in range(6):
+            for kind in ("sample", "plan"):
+                ledger.add_event(Event(time=1.0, attempt=1, kind=kind, message=str(number)))
+        assert [event.message for event in ledger.events(kind="sample")] == ["3", "4", "5"]
+        assert len(ledger.events()) == 9

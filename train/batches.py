@@ -243,4 +243,5 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
         position=position.samples_seen,
         target=target,
         effective_batch=settings.effective_batch,
+        left_out=settings.leave_out,
     )

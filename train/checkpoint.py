@@ -211,24 +211,33 @@ def best_loss(state_dir: Path) -> float | None:
 
 
 def keep_best(state_dir: Path) -> None:
-    """Keep the newest state as the best one, by hard links, which need hardly any space. File
-    systems without hard links get a copy.
-
-    NoSpaceError if it does not fit; the former best state remains.
+    """Keep the newest state as the best one. NoSpaceError if it does not fit; the former best state
+    remains.
     """
-    target = best_state(state_dir)
+    _keep(state_dir, best_state(state_dir))
+
+
+def keep_before_spike(state_dir: Path, found: Path) -> None:
+    """Keep the state in the folder `found` while it is open whether the run goes back to it."""
+    _keep(found, state_dir.with_name(f"{state_dir.name}.before_spike"))
+
+
+def _keep(source: Path, target: Path) -> None:
+    """Keep a state in another folder too, by hard links, which need hardly any space. File systems
+    without hard links get a copy. NoSpaceError leaves the target as it was.
+    """
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     _remove_leftovers(target)
     try:
         temporary.mkdir()
-        for file in state_dir.iterdir():
+        for file in source.iterdir():
             link_or_copy(file, temporary / file.name)
         sync(temporary)
     except OSError as error:
-        needed = _MARGIN_BYTES + _copied_bytes(state_dir, temporary)
+        needed = _MARGIN_BYTES + _copied_bytes(source, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
         if error.errno in DISK_FULL:
-            raise NoSpaceError(target.parent, needed, "cannot make links to the best state, or copies of it") from None
+            raise NoSpaceError(target.parent, needed, f"cannot make links or copies in {target.name}") from None
         raise
     if target.exists():
         shutil.rmtree(target)

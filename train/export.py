@@ -46,7 +46,7 @@ SHARD_SIZE = "5GB"
 
 
 class ExportSource(msgspec.Struct, frozen=True):
-    """The state to export: a private folder with links to it or copies, and where it was found."""
+    """The state to read: a private folder with links to it or copies, and where it was found."""
 
     links: Path
     found: Path
@@ -90,7 +90,7 @@ def export(settings: Settings, state_dir: Path, out: Path, *, form: str | None =
     out = _checked_target(out)
     # On the CPU, without what only training needs.
     settings = msgspec.structs.replace(settings, device="cpu", zero=Zero(), gradient_checkpointing=False, compile=False)
-    with _held(state_dir, best=settings.load_best_at_end) as source:
+    with held_state(state_dir, best=settings.load_best_at_end) as source:
         tokens, config = tokens_and_config(settings)
         kind = _kind(source.manifest)
         temporary = out.with_name(f"{out.name}.tmp-{os.getpid()}")
@@ -135,7 +135,7 @@ def _checked_target(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _held(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
+def held_state(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
     """The best or newest complete state, kept by links or copies if a trainer replaces it."""
     order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
     if best:
@@ -162,7 +162,7 @@ def _held(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
             return
     if problem is None:
         raise BadInputError(f"{state_dir}: no state was saved yet; `memtop checkpoint` saves one")
-    raise BadInputError(f"{problem}; no complete state is left to export")
+    raise BadInputError(f"{problem}; no complete state is left")
 
 
 def _kind(manifest: Manifest) -> torch.dtype:

@@ -22,7 +22,7 @@ from memtop.train.engine import Engine
 from memtop.train.exchange import Ranks
 from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import set_checkpointing
-from memtop.train.order import Position
+from memtop.train.order import Position, count_kept
 
 
 class LiveSettings:
@@ -66,7 +66,7 @@ class LiveSettings:
     @property
     def total_updates(self) -> int:
         """Updates of the whole run with the settings in effect now."""
-        left = max(0, self._target_samples - self._position.samples_seen)
+        left = count_kept(self.now.leave_out, self._position.samples_seen, self._target_samples)
         return self._position.updates + math.ceil(left / self.now.effective_batch)
 
     def begin(self) -> None:

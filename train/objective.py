@@ -85,7 +85,7 @@ class Objective(torch.nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        labels: torch.Tensor,
+        labels: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         counted: torch.Tensor | None = None,
         **row: Any,
@@ -94,8 +94,15 @@ class Objective(torch.nn.Module):
 
         `counted` [n] are the `counted_positions`. With it, the others (masked prompts) get no
         logits. `row` is what `packed_row` gives for a row of several samples.
+
+        Without labels there is no loss: the result is the logits [b, v] of the last position. `row`
+        has the decoder's ids then, if there is a decoder.
         """
         inputs: dict[str, Any] = {"input_ids": input_ids, **row}
+        if labels is None:
+            with without_mask_checks():
+                logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
+            return logits[:, -1]
         if self.seq2seq:
             model: Any = self.model
             inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)

@@ -161,11 +161,16 @@ class SampleOrder:
 
 
 class UpdatePlan(msgspec.Struct, frozen=True):
-    """One update: its number (from 1), its first position, and the samples of all ranks."""
+    """One update: its number (from 1), its first position, and the samples of all ranks.
+
+    Between its positions, some may be left out.
+    """
 
     number: int
     position: int
     keys: list[Key]
+    end: int
+    """The position after its last sample."""
 
     @property
     def ids(self) -> list[int]:
@@ -218,16 +223,41 @@ def grouped(keys: Sequence[Key], lengths: Sequence[int], sizes: Sequence[int], *
     return groups
 
 
-def plan_updates(order: SampleOrder, *, updates: int, position: int, target: int, effective_batch: int) -> Iterator[UpdatePlan]:
-    """The updates from here to the target.
+Ranges = Sequence[tuple[int, int]]
+"""Positions, each from the first up to the second, which is not included; in order, apart."""
 
-    The last one is short if the target is not a multiple of the effective batch.
+
+def plan_updates(
+    order: SampleOrder, *, updates: int, position: int, target: int, effective_batch: int, left_out: Ranges = ()
+) -> Iterator[UpdatePlan]:
+    """The updates from here to the target, without the positions that are `left_out`.
+
+    The last one is short if the target is not reached with a whole effective batch.
     """
-    while position < target:
+    pieces = list(_kept(left_out, position, target))
+    while pieces:
         updates += 1
-        keys = order.take(position, min(effective_batch, target - position))
-        yield UpdatePlan(updates, position, keys)
-        position += len(keys)
+        keys: list[Key] = []
+        begin = position = pieces[0][0]
+        while pieces and len(keys) < effective_batch:
+            first, end = pieces.pop(0)
+            position = min(end, first + effective_batch - len(keys))
+            keys += order.take(first, position - first)
+            if position < end:
+                pieces.insert(0, (position, end))
+        yield UpdatePlan(updates, begin, keys, position)
+
+
+def count_kept(left_out: Ranges, position: int, target: int) -> int:
+    """How many positions from here to the target are not left out."""
+    return sum(end - first for first, end in _kept(left_out, position, target))
+
+
+def _kept(left_out: Ranges, position: int, target: int) -> Iterator[tuple[int, int]]:
+    for first, end in (*left_out, (target, target)):
+        if position < min(first, target):
+            yield position, min(first, target)
+        position = max(position, end)
 
 
 def sample_digest(ids: Sequence[int]) -> str:

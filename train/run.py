@@ -108,6 +108,7 @@ def _train(
         tokens.pad,
         host=host,
         evaluation=data.evaluation,
+        tokens=tokens,
         wait_for_disk=os.environ.get("MEMTOP_ON_OOM") != "stop",
     )
     if found is not None:

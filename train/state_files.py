@@ -227,6 +227,19 @@ def newest_update(state_dir: Path) -> int | None:
     return None
 
 
+def saved_before(state_dir: Path, update: int) -> tuple[Path, int] | None:
+    """The newest saved state from before this update, by its manifest alone, and its update."""
+    found = []
+    for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
+        try:
+            saved = _decode(folder / MANIFEST_NAME).updates
+        except BrokenStateError:
+            continue  # A resume does not use it either.
+        if saved < update:
+            found.append((folder, saved))
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
 class Stored(msgspec.Struct, frozen=True):
     """A tensor as it is written: its bytes in order, in one or more pieces of host memory."""
 

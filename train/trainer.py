@@ -26,6 +26,7 @@ from memtop.train.batches import Batch, Batches, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, warn_from_first
 from memtop.train.checkpoint import SavedProgress
 from memtop.train.data.samples import PackedText, RowSamples
+from memtop.train.data.tokens import Tokens
 from memtop.train.engine import Engine, SkippedSteps
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
@@ -33,6 +34,8 @@ from memtop.train.live_settings import LiveSettings
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import Position, SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
+from memtop.train.sampling import Sampler
+from memtop.train.spikes import SpikeWatch
 from memtop.train.state_saver import ROUND_SECONDS, DiskWait, StateSaver
 
 
@@ -67,6 +70,7 @@ class Trainer:
         *,
         host: HostPlan | None = None,
         evaluation: PackedText | RowSamples | None = None,
+        tokens: Tokens | None = None,
         memory: DeviceMemory | None = None,
         patience: int = PATIENCE,
         wait_for_disk: bool = False,
@@ -97,6 +101,11 @@ class Trainer:
         if settings.eval_every and evaluation:
             self._evaluator = Evaluator(settings, engine, evaluation, pad, pin=host.pin_memory)
         self._evaluated: Evaluation | None = None
+        self._sampler: Sampler | None = None
+        if settings.sample.every and tokens is not None:
+            self._sampler = Sampler(settings, engine, tokens, self._ranks)
+            if self._sampler.problem is not None:
+                warn_from_first(channel, self._accelerator, self._sampler.problem)
         self._saver = StateSaver(
             state_dir,
             engine,
@@ -107,6 +116,9 @@ class Trainer:
             pin_memory=host.pin_memory,
         )
         self._wait_for_disk = wait_for_disk
+        self._spikes = SpikeWatch(channel, state_dir, first=self._accelerator.is_main_process)
+        self._put_off = False
+        """A save is due, and waits until it is clear whether a spike of the loss has begun."""
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
         self._live = LiveSettings(
             settings,
@@ -169,17 +181,19 @@ class Trainer:
         self._stopwatch.lap()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
-            best = self._evaluate(plan.number)
+            best = self._evaluate(plan.number) and not self._spikes.suspects
+            self._sample(plan.number)
             requests = self._at_boundary(control)
             for number, values in requests.changes:
                 control.answer(number, *self._live.edit(values))
             if not self._at_target:
                 self._live.adapt_batch()
-            due = plan.number % self.settings.save_every == 0 and not self._at_target
+            due = self._due(plan.number)
             if (doubt := self._skipped_steps.doubt) is not None:
                 for number in requests.commands:
                     control.answer(number, False, f"not saved: {doubt}; the last saved checkpoint is unchanged", {})
             elif requests.save or requests.stop or best or due:
+                self._put_off = False
                 self.save(best=best, commands=requests.commands, background=not requests.stop)
             if (plan.number + 1) % self.settings.save_every == 0:
                 self._saver.prepare()
@@ -189,6 +203,12 @@ class Trainer:
                 self._saver.finish()
                 return "stopped"
         return self._finish(control)
+
+    def _due(self, update: int) -> bool:
+        """Whether to save by itself: not while the loss may have begun to spike, but afterwards."""
+        due = self._put_off or (update % self.settings.save_every == 0 and not self._at_target)
+        self._put_off = due and self._spikes.suspects
+        return due and not self._put_off
 
     def _at_boundary(self, control: Control) -> Requests:
         """What is requested; also note on all ranks whether the save in progress has ended."""
@@ -214,7 +234,7 @@ class Trainer:
             self._live.shrink("allocation failure", here=self._guard.failed)
             # The batches start again at this update, with the smaller split.
             self._batches.next_update()
-        end = plan.position + len(plan.keys)
+        end = plan.end
         self._guard.phase = "optimizer"
         with self._stopwatch.part("optimizer_seconds"):
             rate = learning_rate(self.settings, end, self.target_samples)
@@ -229,6 +249,7 @@ class Trainer:
         values = {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
         more = {"tokens": gradients.tokens, "padding_fraction": gradients.padding}
         self._report(plan, values, skipped=skipped, sample_digest=digest, **more)
+        self._spikes(plan, loss, norm, self.settings, self._saver.finish)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
         """Run forward and backward over all micro-batches; None if memory ran out on any rank.
@@ -333,6 +354,19 @@ class Trainer:
             print(f"update {update}  evaluation loss {found.loss:.4f} over {found.samples} samples", flush=True)
         # Summed over all ranks, so every rank decides alike.
         return found.loss < (math.inf if self.best_loss is None else self.best_loss)
+
+    def _sample(self, update: int) -> None:
+        """Write samples if they are due after this update."""
+        if self._sampler is None or self._sampler.is_off or update % self.settings.sample.every:
+            return
+        self._guard.phase = "sampling"
+        with self._sizer.outside_updates():
+            found = self._sampler(self.settings.sample)
+            read = self._channel.readings()
+        self._guard.phase = "unknown"
+        if self._accelerator.is_main_process:
+            peaks = {name: read.get(name) for name in ("peak_bytes", "peak_reserved_bytes")}
+            self._channel.report("sample", update=update, **msgspec.to_builtins(found), **peaks)
 
     @property
     def _evaluation_batch(self) -> int:

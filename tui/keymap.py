@@ -137,6 +137,16 @@ ACTIONS = (
         "What limits the run's speed, and how to raise it; Enter tries a proposal and keeps it only if it helps",
         "screen",
     ),
+    Action(
+        "samples",
+        ("t",),
+        "t",
+        "Samples",
+        "Samples",
+        "What the model writes for the prompts (sample.prompts): the newest first, or each prompt over the updates",
+        "screen",
+        gives_way=True,
+    ),
     Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run continues (also q)", "session"),
     Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
     Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the end of the log, or stop following", "view"),
@@ -167,7 +177,7 @@ ACTIONS = (
 BY_ID = {action.id: action for action in ACTIONS}
 BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay"))
 """The actions with a button. Screens and actions that give way have one only if there is room."""
-_OF_A_RUN = ("recovery", "configurations", "speed")
+_OF_A_RUN = ("recovery", "configurations", "speed", "samples")
 
 
 def offered(action: Action, store: Store) -> bool:
@@ -236,9 +246,20 @@ def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
         return "the run has not run out of memory" if store.proposal is None else None
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
+    if action.id == "samples":
+        return None if any(event.kind == "sample" for event in store.events) else _no_samples(run)
     if run.advice is None and run.trial is None:
         return "what limits the speed is not known yet: it is computed from measured updates"
     return None
+
+
+def _no_samples(run: RunState) -> str:
+    settings = run.settings
+    if settings is None:
+        return "samples need a built-in recipe: memtop does not know how this program's model is used"
+    if not settings.sample.every:
+        return "no samples are written: restart with --set sample.prompts=FILE --set sample.every=N"
+    return f"no samples are written yet: they come every {settings.sample.every} updates"
 
 
 def stray_count(store: Store) -> int:

@@ -31,8 +31,9 @@ COMMANDS = {
     "presets": "List the presets and what each of them would change.",
     "report": "Write a run as one HTML page, to keep or to share.",
     "restart": "Restart a run from its saved state, with other settings.",
-    "rollback": "Return a run to the settings of an earlier configuration.",
+    "rollback": "Return a run to earlier settings, or to before a loss spike.",
     "runs": "List the runs, the newest last.",
+    "sample": "Print what the model of a run writes after a prompt.",
     "show": "Show one run: attempts, settings, progress, saved state.",
     "stop": "Stop a run after the current update and save its state.",
     "strays": "List the processes that hold GPU memory, and end your own.",
@@ -40,7 +41,11 @@ COMMANDS = {
     "watch": "Open the dashboard on a run or on the machine.",
 }
 """Each command and the first sentence of its help, which `memtop --help` shows."""
-_MODULES = {"show": "runs", **dict.fromkeys(("checkpoint", "free", "restart", "rollback", "stop"), "requests")}
+_MODULES = {
+    "show": "runs",
+    "sample": "export",
+    **dict.fromkeys(("checkpoint", "free", "restart", "rollback", "stop"), "requests"),
+}
 """The module of a command, if it does not have the command's name."""
 
 

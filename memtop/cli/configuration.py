@@ -49,6 +49,7 @@ KEYS = {
     "preset": Key(what="the preset of new runs of a recipe"),
     "gpus": Key(what="the GPUs of new runs"),
     "on-oom": Key(what="what to do when memory runs out"),
+    "on-spike": Key(what="what to do when the loss of a recipe jumps and stays high"),
     "program-profile": Key(what="the profile of your own programs: its name, auto or none", default="auto"),
     "save-every": Key(what="updates between two saves", is_number=True),
     "notify-on": Key(what="what you are notified of", default="end,failure,stall,survived,leak"),

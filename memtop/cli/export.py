@@ -1,5 +1,5 @@
-"""`memtop export`: writes the trained model. A child process does the work, because it loads
-torch."""
+"""`memtop export` and `memtop sample`: the trained model as files, and what it writes. A child
+process does the work, because it loads torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.interpreters import TRAINER_PATH, is_own
 from memtop.supervisor.run.processes.attempt import require_python
-from memtop.supervisor.run.record.folder import read_json
+from memtop.supervisor.run.record.folder import RunFolder, read_json
 
 
 @click.command(epilog=RUN_HELP)
@@ -35,21 +35,44 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
     """
     if adapter and merge:
         raise UsageError("--adapter and --merge: give one of them")
-    folder = find_run(run_name, runs_dir)
+    form = [*(["--adapter"] if adapter else []), *(["--merge"] if merge else [])]
+    return _from_state(find_run(run_name, runs_dir), "export", "memtop.train.export", ["--out", str(out), *form])
+
+
+@click.command(epilog=RUN_HELP)
+@run_argument
+@click.argument("prompt", metavar="PROMPT")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1, 1 << 16), default=64, metavar="N", help="the longest text, in tokens [64]"
+)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, metavar="T", help="0: the most probable tokens [0]")
+@click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, metavar="S", help="of the random choices [0]")
+@runs_dir_option
+def sample(run_name: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, runs_dir: Path | None) -> int:
+    """Print what the model of a run writes after a prompt.
+
+    It reads the run's newest complete state, while the run goes on or after it, and computes on the
+    CPU.
+    """
+    numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}", f"--seed={seed}"]
+    return _from_state(find_run(run_name, runs_dir), "sample", "memtop.train.write", [f"--prompt={prompt}", *numbers])
+
+
+def _from_state(folder: RunFolder, what: str, module: str, arguments: Sequence[str]) -> int:
+    """Run a module of the trainer that reads a run's saved state; return its exit status."""
     if folder.spec().settings is None:
         raise UsageError(f"RUN {folder.name}: is your own program: memtop does not know how it saves its model")
     written = sorted(folder.path.glob("attempts/*/settings.json"))
     if not written:
-        raise UsageError(f"RUN {folder.name}: was never started: there is nothing to export")
+        raise UsageError(f"RUN {folder.name}: was never started: there is nothing to {what}")
     settings = read_json(written[-1], Settings)
     require_python(folder, settings)
-    where = ("--settings", str(written[-1]), "--state-dir", str(folder.latest_state), "--out", str(out))
-    form = [*(["--adapter"] if adapter else []), *(["--merge"] if merge else [])]
-    command = [settings.python or sys.executable, "-m", "memtop.train.export", *where, *form]
+    where = ("--settings", str(written[-1]), "--state-dir", str(folder.latest_state))
+    command = [settings.python or sys.executable, "-m", module, *where, *arguments]
     status = _printed(command, [] if is_own(settings.python) else [str(TRAINER_PATH)])
     if status < 0:
         raise MemtopError(
-            f"export of {folder.name}: killed by signal {-status}; 9 means that host memory ran out: the model needs "
+            f"{what} of {folder.name}: killed by signal {-status}; 9 means that host memory ran out: the model needs "
             "4 bytes per parameter"
         )
     return status

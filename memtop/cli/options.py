@@ -5,6 +5,7 @@ A module of its own, so that `--help` and wrong usage do not load what finding r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,8 +97,16 @@ def assignments_of(texts: Sequence[str], **numbers: int | str | None) -> dict[st
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise UsageError(f"--set {text!r}: give KEY=VALUE")
-        pairs[key] = value
+        pairs[key] = _prompts(value) if key == "sample.prompts" and value else value
     return {**options, **pairs, **options}
+
+
+def _prompts(text: str) -> str:
+    """The whole path of a file with prompts; UsageError if there is none."""
+    path = Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path's raises without a home folder
+    if not path.is_file():
+        raise UsageError(f"sample.prompts {text}: no such file; looked for {path}; write one prompt in each line")
+    return str(path)
 
 
 def refuse_both(headless: bool, detach: bool) -> None:

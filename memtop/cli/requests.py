@@ -32,6 +32,8 @@ from memtop.supervisor.run.grip import POSITION, consequences
 from memtop.supervisor.run.record import grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.ledger import reading_ledger
+from memtop.supervisor.run.rules.spikes import change_for
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
 from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
 
@@ -210,17 +212,39 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
 @run_argument
 @click.argument("number", required=False, type=WHOLE, metavar="[N]")
 @click.option("--state", is_flag=True, help="return to its newest saved state too; later states are moved aside, not deleted")
+@click.option("--before-spike", is_flag=True, help="return to before the newest spike of the loss, without its samples")
 @headless_option
 @detach_option
 @runs_dir_option
-def rollback(run_name: str, number: int | None, state: bool, headless: bool, detach: bool, runs_dir: Path | None) -> int:
-    """Return a run to the settings of an earlier configuration.
+def rollback(
+    run_name: str, number: int | None, state: bool, before_spike: bool, headless: bool, detach: bool, runs_dir: Path | None
+) -> int:
+    """Return a run to earlier settings, or to before a loss spike.
 
     `memtop show RUN` lists the configurations. Without N, it is the one before the present one.
     """
     refuse_both(headless, detach)
+    if before_spike and (state or number is not None):
+        raise UsageError("--before-spike: keeps the present settings; leave out N and --state")
     folder = find_run(run_name, runs_dir)
-    return restart_with(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
+    change = before_spike_of(folder) if before_spike else change_to(folder, number, with_state=state)
+    return restart_with(folder, change, headless=headless, detach=detach)
+
+
+def before_spike_of(folder: RunFolder) -> Change:
+    """The change that returns to before the newest spike of the loss; UsageError without one."""
+    settings = read_state(folder).settings
+    with readable_ledger(folder), reading_ledger(folder) as ledger:
+        events = ledger.events(1, kind="spike") if ledger is not None else []
+    spike = events[0].data if events else None
+    if spike is None or settings is None:
+        raise UsageError(f"--before-spike: the loss of run {folder.name!r} had no spike")
+    if any(first <= spike["begin"] and spike["end"] <= end for first, end in settings.leave_out):
+        raise UsageError(f"--before-spike: run {folder.name!r} leaves out the samples of its newest spike already")
+    change = change_for(spike, settings.leave_out)
+    if change is None:
+        raise UsageError(f"--before-spike: no state from before update {spike['first_update']} was saved")
+    return change
 
 
 _OWN = "this run's program is your own: memtop cannot change its settings"

@@ -19,7 +19,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.program import known
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.ledger import reading_ledger
+from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
 from memtop.supervisor.wire import Phase, RunState
 
 
@@ -43,17 +43,28 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
 @run_argument
 @json_option
 @click.option("--metrics", is_flag=True, help="with --json: one row per update of the final history")
+@click.option("--samples", is_flag=True, help="what the model has written for the prompts, instead; with --json, also")
 @runs_dir_option
-def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> int:
+def show(run_name: str, as_json: bool, metrics: bool, samples: bool, runs_dir: Path | None) -> int:
     """Show one run: attempts, settings, progress, saved state."""
     if metrics and not as_json:
         raise UsageError("--metrics: goes with --json")
     folder = find_run(run_name, runs_dir)
-    if as_json:
-        with readable_ledger(folder), reading_ledger(folder) as ledger:
+    with readable_ledger(folder), reading_ledger(folder) as ledger:
+        events = ledger.events(SAMPLINGS_STORED, kind="sample") if ledger is not None and samples else []
+        if as_json:
             # Row by row: a long run has very many.
             rows = map(msgspec.to_builtins, ledger.final_history() if ledger is not None else ())
-            print_json(document(folder), **({"metrics": rows} if metrics else {}))
+            written = ({"attempt": event.attempt, **event.data} for event in events)
+            print_json(document(folder), **({"metrics": rows} if metrics else {}), **({"samples": written} if samples else {}))
+            return 0
+    if samples:
+        if not events:
+            print_message(
+                f"{folder.name}: no samples are written yet; they need --set sample.prompts=FILE --set sample.every=N"
+            )
+        for event in events:
+            print_lines(*_sample_lines(event.data))
         return 0
     state = view.read_state(folder)  # before the ledger, which gets the end of an attempt first
     with readable_ledger(folder):
@@ -102,6 +113,16 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield "  what can be done"
         for line in proposal_lines(state.proposal, resumes=state.resumes):
             yield f"    {line}"
+
+
+def _sample_lines(sampled: dict[str, Any]) -> Iterator[str]:
+    """One sampling: each prompt, and what was written for it."""
+    yield f"update {sampled['update']}"
+    for prompt, text in zip(sampled["prompts"], sampled["texts"], strict=False):
+        yield f"  {prompt}"
+        yield from (f"    {part}" for part in text.splitlines() or ("",))
+    if sampled["problem"] is not None:
+        yield f"  {sampled['problem']}"
 
 
 def _program_lines(state: RunState) -> Iterator[str]:

@@ -72,6 +72,7 @@ def _known_on_oom(value: str, given: str) -> str:
 @headless_option
 @detach_option
 @click.option("--on-oom", metavar="auto|ask|stop", help="what to do when memory runs out [auto; your own program: ask]")
+@click.option("--on-spike", metavar="ask|back|stop", help="what to do when the loss of a recipe jumps and stays high [ask]")
 @click.option("--program-profile", metavar="NAME", help="the profile of your own program, or none [the one that fits]")
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
 @runs_dir_option
@@ -92,6 +93,7 @@ def train(
     headless: bool,
     detach: bool,
     on_oom: str | None,
+    on_spike: str | None,
     fresh: bool,
     program_profile: str | None,
     runs_dir: Path | None,
@@ -108,15 +110,17 @@ def train(
     refuse_both(headless, detach)
     when_short = _on_oom(on_oom, program=bool(program))
     gpu_list = gpu_choice.wanted(gpus if gpus is not None else configured("gpus").value)
-    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, save_every=save_every, python=python)
+    options = {"save_every": save_every, "python": python, "on_spike": on_spike}
+    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, **options)
     edits = Change(assignments=values, max_updates=max_updates)
     recipe_name = recipe or "first-run"
     if program:
         refuse_for_program(recipe, preset, edits)
     else:
         preset = preset or configured("preset").value
-        every = configured("save-every").value
-        edits = replace(edits, assignments={**({"save_every": every} if every else {}), **values})
+        defaults = {name.replace("-", "_"): configured(name).value for name in ("save-every", "on-spike")}
+        given = {name: text for name, text in defaults.items() if text}
+        edits = replace(edits, assignments={**given, **values})
     chosen = _profile(program, program_profile) if program else None
     if program_profile is not None and not program:
         raise UsageError(f"--program-profile {program_profile}: it is for your own program, after `--`")

@@ -20,7 +20,7 @@ from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
+from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged, Written
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 
 
@@ -205,6 +205,14 @@ def report_text(report: MemoryRecord | Evaluated) -> str:
         over = "" if report.samples is None else f" over {report.samples} samples"
         return f"evaluation at update {report.update}: loss {loss}{over}"
     return f"{report.stage}: host {units.size(report.used_bytes)} of {units.size(report.total_bytes)} used"
+
+
+def written_text(report: Written) -> str:
+    """A sampling of the trainer in one line."""
+    text = f"samples at update {report.update}: {len(report.texts)} of {len(report.prompts)} prompts, {report.tokens} tokens"
+    text += "" if report.seconds is None else f" in {report.seconds:.1f} s"
+    text += "" if report.peak_bytes is None else f", peak {units.size(report.peak_bytes)}"
+    return text if report.problem is None else f"{text}; {report.problem}"
 
 
 def restart_reason(change: Change) -> str:

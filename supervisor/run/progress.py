@@ -23,7 +23,9 @@ from memtop.supervisor.run.reports import (
     Saved,
     SaveFailed,
     SettingsChanged,
+    Spiked,
     Step,
+    Written,
 )
 from memtop.supervisor.wire import StepSplit
 
@@ -71,6 +73,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     phase: str | None = None
     batch_search: str | None = None
     """What `--batch auto` has tried and found."""
+    spike: Spiked | None = None
+    """The newest spike of the loss."""
     unsaved: str | None = None
     """Why the newest save failed; None if it did not."""
     waits_for_space: bool = False
@@ -90,6 +94,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """When rank 0 wrote its newest report, in seconds since the epoch."""
     evaluated: int | None = None
     """The update of the newest evaluation."""
+    sampled: int | None = None
+    """The update of the newest sampling."""
     saved: int | None = None
     """The update of the newest save, failed or not."""
     saved_by_program: Saved | None = None
@@ -154,6 +160,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
                 return replace(self, batch_search=message)
             case Evaluated(update=update):
                 return replace(self, evaluated=update)
+            case Spiked():
+                return replace(self, spike=report)
+            case Written(update=update):
+                return replace(self, sampled=update)
             case Saved(seconds=seconds, updates=updates, path=path):
                 named = report if path is not None else self.saved_by_program
                 progress = replace(self, save_seconds=seconds, saved=updates, saved_by_program=named)
@@ -220,8 +230,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_aside(self, settings: Settings) -> bool:
         """Whether the built-in trainer may be busy with something longer than an update: according
-        to its settings it evaluates or saves after the newest update, and has not reported that it
-        did.
+        to its settings it evaluates, samples or saves after the newest update, and has not reported
+        that it did.
         """
         update = self.update
         if update is None:
@@ -229,7 +239,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         if update == self.total_updates:
             return True
         evaluates = settings.eval_every > 0 and update % settings.eval_every == 0 and (self.evaluated or 0) < update
-        return evaluates or (update % settings.save_every == 0 and (self.saved or 0) < update)
+        every = settings.sample.every
+        samples = every > 0 and update % every == 0 and (self.sampled or 0) < update
+        return evaluates or samples or (update % settings.save_every == 0 and (self.saved or 0) < update)
 
     def rates(self) -> tuple[float | None, float | None]:
         """Samples and tokens per second over the newest updates; None before there are two."""

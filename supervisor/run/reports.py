@@ -280,6 +280,51 @@ class Evaluated(Timed, frozen=True, kw_only=True, tag="evaluation"):
     peak_reserved_bytes: Count | None = None
 
 
+Sample = Annotated[str, Meta(max_length=8000)]
+
+
+class Written(Timed, frozen=True, kw_only=True, tag="sample"):
+    """What the model has written for the prompts after this update."""
+
+    update: Count
+    prompts: Annotated[tuple[Sample, ...], Meta(max_length=16)] = ()
+    texts: Annotated[tuple[Sample, ...], Meta(max_length=16)] = ()
+    """Of the first prompts; fewer than prompts if there was a problem."""
+    tokens: Count = 0
+    max_new_tokens: Count = 0
+    seconds: Seconds | None = None
+    peak_bytes: Count | None = None
+    """The most that was allocated meanwhile; None on the CPU."""
+    peak_reserved_bytes: Count | None = None
+    problem: Text | None = None
+    """Why texts are missing."""
+
+
+class Spiked(Timed, frozen=True, kw_only=True, tag="spike"):
+    """The loss has jumped and stayed high. The positions [begin, end) of the samples' order are
+    those of the updates `first_update` to `update`, which going back leaves out."""
+
+    update: Count
+    first_update: Count
+    begin: Count
+    end: Count
+    samples: Count = 0
+    sample_ids: Annotated[tuple[Count, ...], Meta(max_length=10_000)] = ()
+    """The ids of these samples; of very many the first ones."""
+    sample_digest: Word | None = None
+    """SHA-256 of all of their sorted ids."""
+    loss: Number | None = None
+    """None if it is not finite."""
+    usual_loss: Number | None = None
+    state_update: Count | None = None
+    """The update of the newest state from before `first_update`; None without one."""
+    action: Word = "ask"
+    """ask | back | stop"""
+    problem: Text | None = None
+    """Why the run cannot go back; None if it can."""
+    message: Text | None = None
+
+
 class End(Timed, frozen=True, kw_only=True, tag="end"):
     """The program's last report."""
 
@@ -316,6 +361,8 @@ Report = (
     | Warned
     | MemoryRecord
     | Evaluated
+    | Spiked
+    | Written
     | End
     | Unknown
 )

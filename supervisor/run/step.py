@@ -49,10 +49,12 @@ from memtop.supervisor.run.reports import (
     Report,
     Saved,
     SaveFailed,
+    Spiked,
     Step,
     TrainerFound,
     Unknown,
     Warned,
+    Written,
     values,
 )
 from memtop.supervisor.run.rules import (
@@ -63,6 +65,7 @@ from memtop.supervisor.run.rules import (
     output,
     prevention,
     restart,
+    spikes,
     stopping,
     survival,
     taking_over,
@@ -316,6 +319,10 @@ def _reported(model: Model, event: Reported) -> Model:
     model = workers.after_report(model, before, rank, report, replayed=event.replayed)
     if isinstance(report, TrainerFound) and rank == 0:
         model = trainer.found(model, report, replayed=event.replayed)
+    if isinstance(report, Spiked) and rank == 0:
+        model = spikes.reported(model, report)
+    if isinstance(report, Written) and rank == 0:
+        model = configurations.announce(model, "sample", explain.written_text(report), report)
     if event.replayed:
         return model if isinstance(report, Step) else configurations.after_report(model, rank, report)
     if isinstance(report, Step) and model.proposal is not None and rank == 0:

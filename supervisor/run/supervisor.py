@@ -54,7 +54,7 @@ _UNWRITTEN_SECONDS = 30.0
 """How much longer, while the end of the run cannot be written to the ledger."""
 _SOCKET_SECONDS = 5.0
 """How long to wait after the socket could not be made again."""
-_ANNOUNCED = ("oom", "survived", "settings")
+_ANNOUNCED = ("oom", "survived", "settings", "spike", "sample")
 """Events that come of a report, each once."""
 
 

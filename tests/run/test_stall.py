@@ -7,6 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
+from memtop.presets.schema import Sampling
 from memtop.supervisor.run.post_mortem.examine import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from memtop.supervisor.run.progress import Progress
 from tests.run.reported import reported
@@ -136,6 +137,9 @@ def test_when_our_own_trainer_is_at_something_else(tmp_path: Path) -> None:
     assert not hear("step", 125.0, update=5)
     assert hear("step", 126.0, update=6)
     assert not hear("checkpoint", 127.0, updates=6)
+    settings = replace(settings, sample=Sampling(prompts="p", every=7))
+    assert hear("step", 127.5, update=7)
+    assert not hear("sample", 127.7, update=7)
     assert hear("step", 128.0, update=13), "the last state"
     # Loading may take any time: only pauses after the first update count.
     assert progress.longest_pause == 20.0

@@ -72,6 +72,12 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   and version), effective_batch, knobs: {batch | accumulation | seq_len | eval_batch |
   gradient_checkpointing | optimizer: {value, name, source}}}. Trainings one after another in one
   process have one count of updates; each begins with a plan.
+* `sample`: {update, prompts, texts (of the first prompts), tokens, max_new_tokens, seconds,
+  peak_bytes, peak_reserved_bytes, problem (why texts are missing)}: what the model has written.
+* `spike`: {update, first_update, begin, end (positions in the order of the samples), samples,
+  sample_ids (the first 10,000), sample_digest, loss, usual_loss, state_update (of the newest state
+  from before first_update, or null), action (ask | back | stop), problem, message}: the loss has
+  jumped and stayed high.
 * `phase`, `memory`, `evaluation`, `warning`, `end`: see `train/run.py` and
   `train/trainer.py`.
 """

@@ -47,6 +47,10 @@ class Tokens(Protocol):
         """The ids of the text alone, without begin and end."""
         ...
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, without special tokens."""
+        ...
+
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
         """The ids before the response and of the response; None without a chat template."""
         ...
@@ -68,6 +72,9 @@ class ByteTokens:
     def encode(self, text: str) -> list[int]:
         # JSON strings may contain half a surrogate pair.
         return list(text.encode("utf-8", "surrogatepass"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(number for number in ids if number < BEGIN).decode("utf-8", "replace")
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
         return None
@@ -102,6 +109,10 @@ class LibraryTokens:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
         if not self._tokenizer.chat_template:

@@ -223,6 +223,12 @@ async def speed(dashboard: Dashboard, key: str) -> None:
         await dashboard.ask_supervisor(lambda number: wire.Try(id=number, change=change))
 
 
+async def samples(dashboard: Dashboard, key: str) -> None:
+    from memtop.tui.samples import SamplesScreen
+
+    await dashboard.app.push_screen_wait(SamplesScreen(dashboard))
+
+
 async def show_help(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.help import HelpDialog
 
@@ -244,5 +250,6 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "configurations": configurations,
     "undo": undo,
     "speed": speed,
+    "samples": samples,
     "help": show_help,
 }

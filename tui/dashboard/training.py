@@ -283,6 +283,7 @@ def _event(event: Event, width: int) -> list[Line]:
 
 _EVENT_LOOKS = {
     "oom": ("✗", "bad"),
+    "spike": ("✗", "bad"),
     "failed": ("✗", "bad"),
     "error": ("✗", "bad"),
     "survived": ("✓", "good"),

@@ -47,6 +47,8 @@ LARGE_TABLES = ("metrics", "history", "samples")
 """Updates and the machine's history: nearly all of the file after a long run."""
 # Older events are deleted.
 EVENTS_STORED = 100_000
+SAMPLINGS_STORED = 500
+"""Their events have texts, so fewer of them are kept."""
 _KEPT_OF_A_KIND = 50
 _OPEN_SECONDS = 5.0
 """How long a write waits for another program's lock when the ledger is opened or an attempt is
@@ -376,6 +378,12 @@ class Ledger:
             number = cursor.lastrowid or 0
             if number % 1000 == 0:
                 self._db.execute("DELETE FROM events WHERE id <= ?", (number - EVENTS_STORED,))
+            if event.kind == "sample":
+                self._db.execute(
+                    "DELETE FROM events WHERE id IN (SELECT id FROM events WHERE kind = 'sample'"
+                    " ORDER BY id DESC LIMIT -1 OFFSET ?)",
+                    (SAMPLINGS_STORED,),
+                )
         return msgspec.structs.replace(event, id=number)
 
     def announced(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
@@ -388,9 +396,11 @@ class Ledger:
         found = ((kind, msgspec.json.decode(data).get("time")) for kind, data in rows)
         return {(kind, reported) for kind, reported in found if reported is not None}
 
-    def events(self, newest: int = 500) -> list[Event]:
+    def events(self, newest: int = 500, *, kind: str | None = None) -> list[Event]:
+        """The newest events, all or of one kind; the oldest first."""
         rows = self._db.execute(
-            "SELECT id, time, attempt, kind, message, data FROM events ORDER BY id DESC LIMIT ?", (newest,)
+            "SELECT id, time, attempt, kind, message, data FROM events WHERE ? IN (kind, '') ORDER BY id DESC LIMIT ?",
+            (kind or "", newest),
         ).fetchall()
         return [
             Event(id=i, time=t, attempt=a, kind=k, message=m, data=msgspec.json.decode(d))

@@ -108,7 +108,8 @@ def launched(model: Model, event: Launched) -> Model:
     )
     model = configurations.put(model, begun)
     newest = event.states.newest
-    model = warn(warn(model, "report", None), "log", None)
+    for topic in ("report", "log", "spike"):
+        model = warn(model, topic, None)
     model = warn(model, "checkpoint", newest.problem if newest is not None else None)
     model = move(emit(model, ReleaseState()), Phase.STARTING)
     if settings is None:

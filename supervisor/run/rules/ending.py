@@ -11,7 +11,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import ClearLeftovers, Examine, SaveState, UpdateAttempt
 from memtop.supervisor.run.events import Examined, LeftoversCleared, LeftoversFound, ProgramEnded, RemedyFacts
 from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, note, warn
-from memtop.supervisor.run.rules import attempts, survival, verification
+from memtop.supervisor.run.rules import attempts, spikes, survival, verification
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 from memtop.supervisor.wire import Phase
 
@@ -117,7 +117,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     outcome = "restarted" if model.pending is not None else verdict.phase.value
     model = survival.ended(model, outcome, found)
     model = verification.after_end(model)
-    if _died_by_itself(model, verdict) and (back := verification.going_back(model)) is not None:
+    if _died_by_itself(model, verdict) and (back := verification.going_back(model) or spikes.going_back(model)) is not None:
         model = replace(model, pending=back)
     decision: Decision | None = None
     if found is not None and facts is not None and _died_by_itself(model, verdict):

@@ -1,0 +1,74 @@
+"""Writes what a run's model says to a prompt.
+
+python -m memtop.train.write --settings FILE --state-dir FOLDER --prompt TEXT ...
+
+It reads the newest complete state, computes on the CPU, so that it takes no GPU memory from the
+run, and prints the text to stdout and everything else to stderr. Exit status: 0 done, 2 wrong usage
+or bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers.utils import logging as transformers_logging
+
+from memtop.presets import Settings
+from memtop.presets.schema import Sampling, Zero
+from memtop.train import TrainingError
+from memtop.train.checkpoint import load_weights
+from memtop.train.export import held_state
+from memtop.train.model import build_model, tokens_and_config
+from memtop.train.objective import Objective
+from memtop.train.run import read_settings
+from memtop.train.sampling import Writer
+from memtop.train.state_files import ShardReader
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="memtop.train.write")
+    parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser.add_argument("--temperature", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    given = parser.parse_args()
+    # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    sample = Sampling(max_new_tokens=given.max_new_tokens, temperature=given.temperature, seed=given.seed)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            text = written(read_settings(given.settings), given.state_dir, given.prompt, sample)
+    except TrainingError as error:
+        print(f"memtop: {error}", file=sys.stderr)
+        return error.exit_status
+    print(text, flush=True)
+    return 0
+
+
+def written(settings: Settings, state_dir: Path, prompt: str, sample: Sampling) -> str:
+    """What the model of the newest complete state writes; TrainingError if the user can solve the
+    problem."""
+    settings = msgspec.structs.replace(settings, device="cpu", zero=Zero(), gradient_checkpointing=False, compile=False)
+    with held_state(state_dir, best=False) as source:
+        tokens, config = tokens_and_config(settings)
+        model = build_model(settings, config)
+        load_weights(ShardReader(source.links, source.manifest.files), model, source.found)
+        print(f"memtop: update {source.manifest.updates} ({source.found.name})", file=sys.stderr)
+    objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=0).eval()
+    write = Writer(objective, tokens, settings, config, torch.device("cpu"))
+    with torch.no_grad():
+        return tokens.decode(write(prompt, sample))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
