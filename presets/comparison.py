@@ -59,15 +59,17 @@ def describe_split(before: Settings, after: Settings) -> str:
     """What an edit does to the effective batch, in one line, with the nearest exact splits if it
     changes it."""
     old, new = before.effective_batch, after.effective_batch
+    tokens = ""
     if before.seq_len != after.seq_len:
-        tokens = effective_change(old * before.seq_len, new * after.seq_len)
-        return f"effective batch {old} -> {new}, tokens per update {tokens}: changes training"
+        tokens = f", tokens per update {effective_change(old * before.seq_len, new * after.seq_len)}"
+    if old == new and tokens:
+        return f"effective batch {old} -> {new}{tokens}: changes training"
     if old == new:
         effect = "training is unchanged" if training_unchanged(before, after) else "the same samples per update"
         return f"effective batch {old} -> {new}: {effect}"
     pairs = ", ".join(f"{b} x {a}" for b, a in nearest_splits(old, after.world_size, after.batch))
     hint = f"; exact pairs: {pairs}" if pairs else ""
-    return f"effective batch {effective_change(old, new)}: changes training{hint}"
+    return f"effective batch {effective_change(old, new)}{tokens}: changes training{hint}"
 
 
 def changes(before: Settings, after: Settings) -> list[str]:

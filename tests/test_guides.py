@@ -200,7 +200,9 @@ def test_three_times_six_is_flagged() -> None:
     whole = take_whole(LORA, PRESETS["stage2_offload"])
     assert (whole.batch, whole.accumulation, whole.effective_batch) == (3, 6, 18)
     assert effective_change(16, 18) == "16 -> 18 (+12.5 %)"
-    assert describe_split(LORA, whole).startswith("effective batch 16 -> 18 (+12.5 %): changes training; exact pairs: ")
+    words = describe_split(LORA, whole)
+    assert words.startswith("effective batch 16 -> 18 (+12.5 %), tokens per update ")
+    assert ": changes training; exact pairs: " in words
     look = outlook(LORA, PRESETS["stage2_offload"])
     assert "effective batch 16 -> 18 (+12.5 %)" in look.whole_changes
     assert (look.kept.batch, look.kept.accumulation) == (2, 8)

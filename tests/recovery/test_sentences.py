@@ -68,11 +68,11 @@ def test_a_leaking_program_is_offered_fewer_workers_only_if_they_leak() -> None:
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (ExternalCommand(command=("python", "t.py")), ["host_level", "swap"]),
-        (ExternalCommand(command=("python", "t.py"), loader_workers=True), ["workers", "host_level", "swap"]),
-        (ExternalCommand(command=("python", "t.py", "--num_workers=4")), ["workers", "host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py")), ["smaller_batch", "host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py"), loader_workers=True), ["workers", "smaller_batch", "host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py", "--num_workers=4")), ["workers", "smaller_batch", "host_level", "swap"]),
         (ExternalCommand(command=("python", "t.py"), on_gpu=True), ["pin_memory", "host_level", "swap"]),
-        (ExternalCommand(command=("deepspeed", "t.py")), ["offload_off", "host_level", "swap"]),
+        (ExternalCommand(command=("deepspeed", "t.py")), ["smaller_batch", "offload_off", "host_level", "swap"]),
     ],
 )
 def test_a_command_is_offered_only_what_it_has(seen: ExternalCommand, expected: list[str]) -> None:
@@ -93,7 +93,7 @@ def test_a_limit_of_address_space_is_raised_and_no_swap_is_added() -> None:
     assert not {"swap", "memory_limit", "workers"} & set(ids(found))
     # The fraction of host memory in use does not matter for a full address space.
     assert all(one.forecast is None or one.forecast.fraction is None for one in found.remedies)
-    assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["host_level", "address_space"]
+    assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["smaller_batch", "host_level", "address_space"]
 
 
 @pytest.mark.parametrize(("requested", "expected"), [(26 * GIB, False), (26 * GIB + 1, True), (None, False)])
