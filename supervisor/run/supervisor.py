@@ -38,7 +38,7 @@ from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.ownership import require_own
-from memtop.supervisor.run.reports import Report
+from memtop.supervisor.run.reports import Hello, Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, FromAgent, Peer, Publisher
@@ -346,6 +346,11 @@ class Supervisor:
         self._check("output", output.problem)
 
     def _on_report(self, rank: int, report: Report, *, replayed: bool = False) -> None:
+        if isinstance(report, Hello) and report.restarts > self.model.progress.restarts and not replayed:
+            # The log says which worker had died.
+            event = self._sensors.workers_started()
+            if event is not None:
+                self.handle(event)
         self.handle(Reported(rank=rank, report=report, replayed=replayed))
         if not replayed:
             self._sensors.reported(rank, report)

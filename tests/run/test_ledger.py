@@ -21,7 +21,7 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.journal import Intake, JournalReader
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.reports import Report, Step
+from memtop.supervisor.run.reports import Hello, Report, Step
 from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Event
@@ -39,6 +39,16 @@ def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) 
     with path.open("a") as file:
         file.write("}\n")
     assert journal.read_new()[0] == [Step(update=3)]
+
+
+def test_workers_that_begin_again_are_noticed_before_what_they_report(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    hello = '{"type": "hello", "restarts": 1}\n'
+    path.write_text('{"type": "step", "update": 1}\n' + hello + '{"type": "step", "update": 2}\n')
+    journal = JournalReader(path)
+    reports, journal.offset = journal.read_new()
+    assert reports == [Step(update=1), Hello(restarts=1)]
+    assert journal.read_new()[0] == [Step(update=2)]
 
 
 def steps(update: int, loss: float = 1.0) -> Step:

@@ -167,6 +167,8 @@ for update in range(4 * again + 1, 9):  # its checkpoint is of update 4
     optimizer.zero_grad()
     if rank == 0:
         print(f"step {update}/8 loss {loss.item():.3f} try {again}", flush=True)
+    if again:
+        threading.Event().wait(0.3)  # longer than the time between two looks at what is new
     if update == 6 and not again:
         ready = pathlib.Path("ready")
         ready.touch() if rank == 0 else None

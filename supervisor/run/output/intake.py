@@ -89,6 +89,7 @@ class OutputIntake:
         self._settings = {name: re.compile(text.encode(), re.MULTILINE) for name, text in (settings or {}).items()}
         self._printed: dict[str, int] | None = None
         self._per_update = 1
+        self._updates: int | None = None
         self._again = self._state.learner.newest is not None
         if self._state.relation.agrees is False or self._state.by_workers:
             on_own_counter(False)
@@ -96,6 +97,8 @@ class OutputIntake:
     def begin_again(self) -> None:
         """The program's workers have begun again. What was learned of their lines stays."""
         state = self._state
+        self._relate(self._updates, 0.0, last=True)
+        self._store(self._updates)
         state.by_workers = state.goes_back = state.learner.newest is not None or state.by_workers
         if state.by_workers:
             self._on_own_counter(False)
@@ -122,7 +125,7 @@ class OutputIntake:
         without. `own_log`: where the program writes a log of its own. `steps_per_update`: by its
         profile; it counts if the agent's updates do not.
         """
-        self._per_update = max(1, steps_per_update)
+        self._per_update, self._updates = max(1, steps_per_update), updates
         if own_log is not None and self._own_log is None:
             self._own_log = OwnLog(own_log, self._state.own_log)
             self._stored = self._offsets

@@ -17,7 +17,7 @@ from pathlib import Path
 from memtop.supervisor import holes
 from memtop.supervisor.run.record.folder import open_to_read
 from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.reports import Report, Step, Unknown, decode
+from memtop.supervisor.run.reports import Hello, Report, Step, Unknown, decode
 
 _NAME = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.jsonl")
 _CHUNK_BYTES = 4 << 20
@@ -46,15 +46,14 @@ class JournalReader:
     def read_new(self) -> tuple[list[Report], int]:
         """The reports in the complete lines after `offset`, and the offset behind them.
 
-        Reads at most 4 MiB.
-
         Does not change `offset`.
         """
         return self.read(self.offset)
 
     def read(self, start: int, until: int | None = None) -> tuple[list[Report], int]:
         """The reports in the complete lines between `start` and `until`, and the offset behind
-        them. Reads at most 4 MiB.
+        them. Reads at most 4 MiB, and at most up to the hello of a process that was started again:
+        it decides what the reports behind it count for.
 
         Lines that are not valid JSON are skipped; a full disk can cut a line. What is longer than
         4 MiB is no report: it is skipped, too, and what is left of its line is not valid JSON.
@@ -82,8 +81,15 @@ class JournalReader:
         end = block.rfind(b"\n") + 1
         if not end and len(block) == _CHUNK_BYTES:
             return [Unknown(kind="unknown", problem=f"longer than {_CHUNK_BYTES} bytes")], start + len(block)
-        reports = (decode(line) for line in block[:end].splitlines())
-        return [report for report in reports if report is not None], start + end
+        reports: list[Report] = []
+        for line in block[:end].splitlines(keepends=True):
+            start += len(line)
+            report = decode(line)
+            if report is not None:
+                reports.append(report)
+            if isinstance(report, Hello) and report.restarts:
+                break
+        return reports, start
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:
