@@ -247,8 +247,8 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """The first, if it stands for several."""
     attempt: int
     updates: int = 1
-    """How many updates it stands for. If several, loss and seconds are means, and `peak_bytes` is
-    the highest."""
+    """How many updates it stands for. If several, loss, gradient norm, tokens and seconds are
+    means, and `peak_bytes` is the highest."""
     loss: float | None = None
     learning_rate: float | None = None
     samples_seen: int | None = None
@@ -257,6 +257,11 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None
     data_wait_seconds: float | None = None
     peak_bytes: int | None = None
+    time: float | None = None
+    """When it was done, seconds since the epoch."""
+    gradient_norm: float | None = None
+    tokens: int | None = None
+    """Of this update alone; if it stands for several, their mean."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from memtop.tui.line import MUTED, Line, fit, line
 
 _HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
 _LABEL_WIDTH = 8
-_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The dots of a braille cell: rows from the top, columns from the left."""
 
 
@@ -93,9 +93,11 @@ def curve(width: int, height: int, points: Sequence[Point], *, x_end: int | None
     return [*lines, _x_axis(margin, plot_width, first, last, len(breaks))]
 
 
-def nice_bounds(low: float, high: float) -> tuple[float, float]:
-    """The range rounded outwards to steps of 1, 2 or 5 times a power of ten."""
-    span = max(high - low, abs(high) * 0.05, 1e-3)
+def nice_bounds(low: float, high: float, least: float = 1e-3) -> tuple[float, float]:
+    """The range rounded outwards to steps of 1, 2 or 5 times a power of ten; it spans `least` or
+    more.
+    """
+    span = max(high - low, abs(high) * 0.05, least)
     raw = span / 4
     magnitude = 10 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)
@@ -120,13 +122,14 @@ def _dots(points: Sequence[Point], width: int, height: int, first: int, last: in
         total, count = sums[column]
         level = round((high - total / count) / (high - low) * top)
         level = min(top, max(0, level))
-        for x, y in _stroke(before, (column, level)):
-            cells[y // 4][x // 2] |= _BITS[y % 4][x % 2]
+        for x, y in stroke(before, (column, level)):
+            cells[y // 4][x // 2] |= BITS[y % 4][x % 2]
         before = (column, level)
     return cells
 
 
-def _stroke(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int]]:
+def stroke(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots (column, row) from `start`, which is left out, to `end`."""
     if start is None:
         return [end]
     (x0, y0), (x1, y1) = start, end
@@ -186,7 +189,7 @@ def _filled(pair: tuple[float | None, float | None], height: int, row: int) -> i
     for column, value in enumerate(pair):
         level = 0 if value is None else round(value * height * 4) - row * 4
         for dot in range(min(4, max(0, level))):
-            bits |= _BITS[3 - dot][column]
+            bits |= BITS[3 - dot][column]
     return bits
 
 

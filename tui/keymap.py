@@ -111,6 +111,16 @@ ACTIONS = (
     Action("host", ("m",), "m", "Host details", "Host", "Host memory, swap, pressure and limits in full", "screen"),
     Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "screen"),
     Action(
+        "metrics",
+        ("v",),
+        "v",
+        "Metrics",
+        "Metrics",
+        "Loss, learning rate, speed and peak memory as curves; other runs of the folder can be laid over them",
+        "screen",
+        gives_way=True,
+    ),
+    Action(
         "recovery",
         ("w",),
         "w",
@@ -187,6 +197,8 @@ def offered(action: Action, store: Store) -> bool:
     if action.group == "replay":
         return store.replaying
     has_run = store.run is not None and not store.run.observed
+    if action.id == "metrics":
+        return store.run is not None
     return has_run or (action.group != "run" and action.id not in _OF_A_RUN)
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "adopt": "Restart a training that memtop did not start, as a run of memtop.",
     "advise": "Show what limits a run's speed and what would make it faster.",
     "checkpoint": "Save the training state after the current update.",
+    "compare": "Compare runs: results, speed, memory, settings that differ.",
     "config": "Show each value of the configuration and where it comes from.",
     "diagnose": "Find out from its log what ended a training program.",
     "doctor": "Check what memtop finds on this machine.",

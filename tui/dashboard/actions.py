@@ -155,6 +155,12 @@ async def history(dashboard: Dashboard, key: str) -> None:
     await dashboard.app.push_screen_wait(HistoryScreen(dashboard))
 
 
+async def metrics(dashboard: Dashboard, key: str) -> None:
+    from memtop.tui.metrics.screen import MetricsScreen
+
+    await dashboard.app.push_screen_wait(MetricsScreen(dashboard))
+
+
 async def recovery(dashboard: Dashboard, key: str) -> None:
     """The recovery card. Without a key it has opened by itself."""
     from memtop.supervisor.recovery.configuration import change_for
@@ -246,6 +252,7 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "gpu": gpu,
     "host": host,
     "history": history,
+    "metrics": metrics,
     "recovery": recovery,
     "configurations": configurations,
     "undo": undo,

@@ -346,10 +346,10 @@ class Ledger:
         """The run's final history, or the end of it."""
         return list(self.final_history()) if newest is None else metrics.newest(self._db, newest)
 
-    def final_history(self) -> Iterator[Metric]:
-        """One row for each update, without those that a later attempt took back; of old updates one
-        for several. Rows are read as they are needed."""
-        return metrics.final_history(self._db)
+    def final_history(self, first: int = 0) -> Iterator[Metric]:
+        """One row for each update from `first` on, without those that a later attempt took back; of
+        old updates one for several. Rows are read as they are needed."""
+        return metrics.final_history(self._db, first)
 
     def best_loss(self) -> float | None:
         return metrics.best_loss(self._db)

@@ -39,6 +39,8 @@ CREATE INDEX IF NOT EXISTS metrics_by_tier ON metrics (tier, attempt, "update", 
 """
 _OF_OUTPUT = ("loss", "learning_rate", "epoch", "step_seconds", "time")
 _SHOWN = Metric.__struct_fields__
+_IN_REPORT = ("gradient_norm", "tokens")
+"""What of `_SHOWN` has no column of its own."""
 # A small part of the table, for the two numbers that every start of a supervisor needs.
 _INDEX = "metrics AS m INDEXED BY metrics_by_tier"
 # The last update of each attempt that no later attempt took back.
@@ -160,6 +162,8 @@ def _merged(rows: Sequence[_Row]) -> _Row:
         first,
         sample_digest=None,
         loss=_mean(rows, lambda step: step.loss),
+        gradient_norm=_mean(rows, lambda step: step.gradient_norm),
+        tokens=None if (tokens := _mean(rows, lambda step: step.tokens)) is None else round(tokens),
         step_seconds=_mean(rows, lambda step: step.step_seconds),
         data_wait_seconds=_mean(rows, lambda step: step.data_wait_seconds),
         peak_bytes=max((row.step.peak_bytes for row in rows if row.step.peak_bytes is not None), default=None),
@@ -173,13 +177,14 @@ def _mean(rows: Sequence[_Row], value: Callable[[Step], float | None]) -> float 
     return sum(found * updates for found, updates in known) / sum(updates for _, updates in known) if known else None
 
 
-def final_history(db: sqlite3.Connection) -> Iterator[Metric]:
-    """The run's final history in order, without the updates that a later attempt took back.
+def final_history(db: sqlite3.Connection, first: int = 0) -> Iterator[Metric]:
+    """The run's final history from the update `first` on, in order, without the updates that a
+    later attempt took back.
 
     Rows are read as they are needed.
     """
     before = None
-    for metric in _read(db, f'SELECT {_columns()} FROM {_FINAL} ORDER BY "update", attempt DESC'):
+    for metric in _read(db, f'SELECT {_columns()} FROM {_FINAL} AND m."update" >= {first:d} ORDER BY "update", attempt DESC'):
         if metric.update != before:
             yield metric
         before = metric.update
@@ -194,7 +199,13 @@ def newest(db: sqlite3.Connection, count: int) -> list[Metric]:
 
 
 def _columns() -> str:
-    return ", ".join(_LEFT if name == "updates" else f'm."{name}"' for name in _SHOWN)
+    return ", ".join(map(_column, _SHOWN))
+
+
+def _column(name: str) -> str:
+    if name in _IN_REPORT:
+        return f"json_extract(report, '$.{name}')"
+    return _LEFT if name == "updates" else f'm."{name}"'
 
 
 def _read(db: sqlite3.Connection, sql: str) -> Iterator[Metric]:

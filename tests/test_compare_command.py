@@ -1,0 +1,56 @@
+"""`memtop compare`: values side by side, the settings that differ, and wrong usage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.cli import run
+from memtop.supervisor.run.record.folder import RunSpec, create_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Step
+from tests.run.brain import SETTINGS
+
+
+def made(runs_dir: Path, name: str, updates: int, loss: float, **changed: object) -> None:
+    settings = replace(SETTINGS, **changed)
+    folder = create_run(runs_dir, RunSpec(name=name, created=1.0, settings=settings, cwd="/", memtop_version="0"), fresh=False)
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_attempt(1, "start", settings, 100.0)
+    steps = [
+        Step(update=n, loss=loss + 1 / n, samples_seen=8 * n, step_seconds=0.5, peak_bytes=n << 20, time=100.0 + n)
+        for n in range(1, updates + 1)
+    ]
+    ledger.add_reports(1, 0, steps, 1)
+    ledger.update_attempt(1, ended=161.0, outcome="finished", updates=updates)
+    ledger.close()
+
+
+def test_the_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path, "first", 20, 1.0, learning_rate=1e-3)
+    made(tmp_path, "second", 40, 2.0, learning_rate=5e-4)
+    assert run(["compare", "first", "second", "--runs-dir", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["first", "second"]
+    assert ["updates", "20", "40"] in lines
+    assert ["samples/s", "16.0", "16.0"] in lines
+    assert ["time", "00:01:01", "00:01:01"] in lines
+    assert ["learning_rate", "0.001", "0.0005"] in lines
+    assert not any(line[:1] == ["batch"] for line in lines), "the same in both"
+    assert run(["compare", "first", "second", "--json", "--runs-dir", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["common_update"] == 20
+    assert document["differing_settings"] == ["learning_rate"]
+    expected = sum(1 / n for n in range(11, 21)) / 10
+    assert [one["loss_at_common_update"] for one in document["runs"]] == pytest.approx([1 + expected, 2 + expected])
+    assert [one["peak_bytes"] for one in document["runs"]] == [20 << 20, 40 << 20]
+
+
+def test_one_run_is_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path, "first", 2, 1.0)
+    assert run(["compare", "first", "--runs-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "memtop: RUN: give two runs or more, e.g. `memtop compare first second`\n"
+    assert run(["compare", "first", "missing", "--runs-dir", str(tmp_path)]) == 2

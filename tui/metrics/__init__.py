@@ -1,0 +1,1 @@
+"""The metrics screen: curves of one run, or of several laid over each other."""

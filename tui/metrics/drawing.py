@@ -1,0 +1,303 @@
+"""How the metrics screen looks. Pure: curves in, lines out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memtop.supervisor import units
+from memtop.supervisor.wire import Event
+from memtop.tui.charts import BITS, merged, nice_bounds, stroke
+from memtop.tui.history import MARKED
+from memtop.tui.line import MUTED, STRONG, Line, fit, join, join_fitting, line, spread
+from memtop.tui.metrics.curves import Range, RunCurves, Track
+
+RUN_ROLES = ("curve", "run2", "run3", "run4", "run5", "run6")
+"""The colours of the runs. The first is the run of the dashboard."""
+SMOOTHINGS = (0, 8, 32, 128)
+"""Dots over which a curve is smoothed."""
+_LABEL = 10
+"""Cells of the labels of the y axis, and the axis."""
+_MARGIN = 2
+"""Cells behind a curve, for the number of its run."""
+_LOWEST = 6
+"""Rows of one chart, with its title."""
+_TWO_COLUMNS_FROM = 110
+_BETWEEN = 2
+"""Cells between two charts."""
+
+
+_SPANS = [
+    [[sum(BITS[y][side] for y in range(first, last + 1)) for last in range(4)] for first in range(4)] for side in range(2)
+]
+"""The dots of one side of a cell from one row to another."""
+_GLYPHS = [chr(0x2800 + dots) for dots in range(256)]
+
+
+class MetricKind(NamedTuple):
+    """A metric that can be drawn."""
+
+    key: str
+    name: str
+    words: str
+    show: Callable[[float], str]
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+METRICS = (
+    MetricKind("l", "loss", "loss", _plain),
+    MetricKind("e", "evaluation_loss", "evaluation loss", _plain),
+    MetricKind("r", "learning_rate", "learning rate", lambda value: f"{value:.3g}"),
+    MetricKind("g", "gradient_norm", "gradient norm", _plain),
+    MetricKind("s", "samples_per_second", "samples/s", units.rate),
+    MetricKind("t", "tokens_per_second", "tokens/s", units.rate),
+    MetricKind("p", "peak_bytes", "peak memory", units.size),
+    MetricKind("m", "run_rss_bytes", "RAM", units.size),
+)
+
+
+@dataclass(frozen=True)
+class MetricsView:
+    """What is shown of the curves."""
+
+    axis: str
+    start: float
+    end: float
+    cursor: float | None = None
+    """A value of the axis; None: the newest values."""
+    smoothing: int = 0
+    """Dots; 0 for none."""
+    log_scale: bool = False
+    events: Sequence[Event] = ()
+    """Of the first run."""
+
+
+def x_words(axis: str, value: float) -> str:
+    """A value of an axis as text."""
+    return units.duration(value) if axis == "time" else units.count(round(value))
+
+
+def draw(
+    kinds: Sequence[MetricKind], runs: Sequence[RunCurves], view: MetricsView, width: int, height: int
+) -> tuple[list[Line], int]:
+    """As many charts as fit, and how many those are.
+
+    Wide screens have two columns. The last two lines are the axis and the event next to the cursor.
+    """
+    room = height - 2 - (len(runs) > 1)
+    columns, across = _columns(width, len(kinds)), _across(width, len(kinds))
+    rows = min(math.ceil(len(kinds) / columns), max(1, room // _LOWEST))
+    if not kinds or room < _LOWEST or width < 40:
+        return [line(("no curve is chosen, or there is no room for one", MUTED))], 0
+    shown = kinds[: rows * columns]
+    each = room // rows
+    lines: list[Line] = [_legend(runs, width)] if len(runs) > 1 else []
+    for first in range(0, len(shown), columns):
+        charts = [chart(kind, runs, view, across, each) for kind in shown[first : first + columns]]
+        for parts in zip(*charts, strict=True):
+            lines.append(join([fit(part, across) for part in parts]))
+    lines += [()] * (height - 2 - len(lines))
+    axes = join([_axis(view, across)] * columns)
+    return [*lines, axes, _event_words(runs[0], view, width)], len(shown)
+
+
+def chart_width(width: int, count: int) -> int:
+    """The cells of the curves in each of `count` charts on a screen of this width."""
+    return max(1, _across(width, count) - _LABEL - _MARGIN)
+
+
+def cell_at(x: int, width: int, count: int) -> int | None:
+    """Which cell of a chart's curves is at a place of the screen; None beside them."""
+    place = x % (_across(width, count) + _BETWEEN) - _LABEL
+    return place if 0 <= place < chart_width(width, count) else None
+
+
+def _columns(width: int, count: int) -> int:
+    return 2 if width >= _TWO_COLUMNS_FROM and count > 1 else 1
+
+
+def _across(width: int, count: int) -> int:
+    columns = _columns(width, count)
+    return (width - _BETWEEN * (columns - 1)) // columns
+
+
+def chart(kind: MetricKind, runs: Sequence[RunCurves], view: MetricsView, width: int, height: int) -> list[Line]:
+    """One metric of all runs: a title with the values at the cursor, and the curves."""
+    tracks = [run.track(kind.name) for run in runs]
+    title = spread(line((kind.words, STRONG)), _readings(kind, tracks, view, len(runs) > 1), width)
+    # An odd number of rows has one in the middle.
+    count, rows = max(1, width - _LABEL - _MARGIN), height - 1 - height % 2
+    # The ranges of several runs would hide each other.
+    raw = [() if track is None else _values(track, view, count * 2, ranges=len(runs) == 1) for track in tracks]
+    known = [one for values in raw for one in values if one is not None]
+    if not known:
+        empty = _unknown(tracks, view)
+        return [title, line(" " * _LABEL, (empty, MUTED)), *[()] * (height - 2)]
+    low, high = nice_bounds(min(one.low for one in known), max(one.high for one in known), least=1e-12)
+    cells: list[list[tuple[str, str]]] = [[(" ", MUTED)] * count for _ in range(rows)]
+    _mark_attempts(cells, runs, view, count)
+    ends: dict[int, tuple[str, str]] = {}
+    for number, values in enumerate(raw):
+        role = RUN_ROLES[number]
+        _paint(cells, values, low, high, MUTED if view.smoothing else role)
+        if view.smoothing:
+            _paint(cells, smoothed(values, view.smoothing), low, high, role)
+        last = next((one for one in reversed(values) if one is not None), None)
+        if last is not None and len(runs) > 1:
+            ends[_level(last.mean, low, high, rows) // 4] = (str(number + 1), role)
+    place = None if view.cursor is None else _column(view, count)
+    if place is not None:
+        for row in cells:
+            row[place] = (row[place][0] if row[place][0] != " " else "│", "match")
+    drawn = [_row(kind, view, cells[n], n, rows, (low, high), ends.get(n)) for n in range(rows)]
+    return [title, *drawn, *[()] * (height - 1 - rows)]
+
+
+def _row(
+    kind: MetricKind,
+    view: MetricsView,
+    cells: Sequence[tuple[str, str]],
+    number: int,
+    rows: int,
+    bounds: tuple[float, float],
+    end: tuple[str, str] | None,
+) -> Line:
+    """One row of a chart: its label, the curves, and the number of a run that ends there."""
+    low, high = bounds
+    at = {0: high, rows // 2: (low + high) / 2, rows - 1: low}.get(number)
+    text = "" if at is None else kind.show(_unscaled(at, view))
+    axis = ("┤" if text else "│", "limit")
+    return ((f"{text[: _LABEL - 2]:>{_LABEL - 2}} ", MUTED), axis, *merged(cells), (" ", MUTED), *([end] if end else []))
+
+
+def smoothed(values: Sequence[Range | None], dots: int) -> list[Range | None]:
+    """The means, averaged exponentially over about so many dots; what is unknown stays unknown."""
+    stays = 1.0 - 2.0 / (dots + 1)
+    before, gap = None, 0
+    found: list[Range | None] = []
+    for value in values:
+        gap += 1
+        if value is None:
+            found.append(None)
+            continue
+        before = value.mean if before is None else value.mean + stays**gap * (before - value.mean)
+        gap = 0
+        found.append(Range(before, before, before))
+    return found
+
+
+def _values(track: Track, view: MetricsView, count: int, *, ranges: bool) -> Sequence[Range | None]:
+    found = track.columns(view.axis, view.start, view.end, count, ranges=ranges)
+    if not view.log_scale:
+        return found
+    # There is no logarithm of 0 and below: a part of a range that has one begins at its mean.
+    return [
+        None if one is None or one.mean <= 0 else Range(*(math.log10(v if v > 0 else one.mean) for v in one)) for one in found
+    ]
+
+
+def _unscaled(value: float, view: MetricsView) -> float:
+    return 10.0**value if view.log_scale else value
+
+
+def _unknown(tracks: Sequence[Track | None], view: MetricsView) -> str:
+    there = [track for track in tracks if track is not None and track.is_known]
+    if not there:
+        return "not reported"
+    if view.log_scale:
+        return "nothing above 0 in this range"
+    return "no value in this range"
+
+
+def _level(value: float, low: float, high: float, rows: int) -> int:
+    top = rows * 4 - 1
+    return min(top, max(0, round((high - value) / (high - low) * top)))
+
+
+def _paint(cells: list[list[tuple[str, str]]], values: Sequence[Range | None], low: float, high: float, role: str) -> None:
+    """Draw a curve over the cells: from the least to the greatest value of each dot column, and the
+    means joined."""
+    rows, count = len(cells), len(cells[0])
+    bits = [0] * (rows * count)
+    scale = (rows * 4 - 1) / (high - low)
+    column_before, mean_before = -1, 0
+    for column, value in enumerate(values):
+        if value is None:
+            continue
+        least = mean = most = int((high - value.mean) * scale + 0.5)
+        if value.low != value.high:
+            least, most = int((high - value.low) * scale + 0.5), int((high - value.high) * scale + 0.5)
+        if column_before == column - 1 >= 0:
+            most, least = min(most, mean_before), max(least, mean_before)
+        elif column_before >= 0:
+            for x, y in stroke((column_before, mean_before), (column, mean)):
+                bits[y // 4 * count + x // 2] |= BITS[y % 4][x % 2]
+        column_before, mean_before = column, mean
+        spans, place = _SPANS[column % 2], column // 2
+        first, last = most // 4, least // 4
+        if first == last:
+            bits[first * count + place] |= spans[most % 4][least % 4]
+            continue
+        bits[first * count + place] |= spans[most % 4][3]
+        bits[last * count + place] |= spans[0][least % 4]
+        for inside in range((first + 1) * count + place, last * count + place, count):
+            bits[inside] |= spans[0][3]
+    for row, drawn in enumerate(cells):
+        part = bits[row * count : (row + 1) * count]
+        if any(part):
+            for place, dots in enumerate(part):
+                if dots:
+                    drawn[place] = (_GLYPHS[dots], role)
+
+
+def _mark_attempts(cells: list[list[tuple[str, str]]], runs: Sequence[RunCurves], view: MetricsView, count: int) -> None:
+    for begin in runs[0].beginnings(view.axis):
+        if view.start <= begin < view.end:
+            place = min(count - 1, int((begin - view.start) / (view.end - view.start) * count))
+            for row in cells:
+                row[place] = ("┊", "attempt")
+
+
+def _column(view: MetricsView, count: int) -> int:
+    assert view.cursor is not None
+    return min(count - 1, max(0, int((view.cursor - view.start) / (view.end - view.start) * count)))
+
+
+def _readings(kind: MetricKind, tracks: Sequence[Track | None], view: MetricsView, several: bool) -> Line:
+    """The value of each run at the cursor, or its newest in sight."""
+    at = view.end if view.cursor is None else view.cursor
+    parts = []
+    for number, track in enumerate(tracks):
+        value = None if track is None else track.at(view.axis, at)
+        text = units.UNKNOWN if value is None else kind.show(value)
+        label = f"{number + 1} " if several else ""
+        parts.append(line((label, RUN_ROLES[number]), (text, STRONG)))
+    return join(parts)
+
+
+def _legend(runs: Sequence[RunCurves], width: int) -> Line:
+    return join_fitting([line((f"{n + 1} {run.name}", RUN_ROLES[n])) for n, run in enumerate(runs)], width, "   ")
+
+
+def _axis(view: MetricsView, width: int) -> Line:
+    left, right = (x_words(view.axis, value) for value in (view.start, view.end))
+    left = f"{view.axis} {left}"
+    middle = "" if view.cursor is None else f"cursor {x_words(view.axis, view.cursor)}"
+    room = width - _LABEL - _MARGIN - len(left) - len(right)
+    return fit(line(" " * _LABEL, (f"{left}{middle:^{max(0, room)}}{right}", MUTED)), width)
+
+
+def _event_words(run: RunCurves, view: MetricsView, width: int) -> Line:
+    """The event next to the cursor."""
+    at = view.end if view.cursor is None else view.cursor
+    placed = [(run.x_of(view.axis, event.time), event) for event in view.events if event.kind in MARKED]
+    near = [(abs(x - at), number) for number, (x, _) in enumerate(placed) if x is not None and view.start <= x <= view.end]
+    if not near:
+        return ()
+    event = placed[min(near)[1]][1]
+    return fit(line((f"{event.kind}: ", MUTED), event.message), width)

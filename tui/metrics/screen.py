@@ -1,0 +1,377 @@
+"""The metrics screen: what a run reports with its updates, as curves with a zoom and a cursor,
+alone or laid over other runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from rich.text import Text
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import Click, MouseScrollDown, MouseScrollUp
+from textual.widgets import Button, OptionList, Static
+
+from memtop.supervisor.clean import clean
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.history import HOST, Bucket
+from memtop.supervisor.wire import Event, Metric
+from memtop.tui.line import MUTED, Line, line
+from memtop.tui.metrics.curves import AXES, RunCurves
+from memtop.tui.metrics.drawing import METRICS, RUN_ROLES, SMOOTHINGS, MetricsView, cell_at, chart_width, draw
+from memtop.tui.panel import LinePanel
+from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, named
+from memtop.tui.store import Store
+
+_READ_SECONDS = 2.0
+_AT_FIRST = {"loss", "learning_rate", "samples_per_second", "peak_bytes"}
+_EVALUATIONS = 10_000
+"""The newest, that are read."""
+_SHORTEST = 8.0
+"""The least part of an axis that is shown, in updates or their like."""
+
+
+class _Read(NamedTuple):
+    """What is new in a run's ledger."""
+
+    rows: list[Metric]
+    fresh: RunCurves | None
+    """The whole run, if what was known of it does not count any more."""
+    events: list[Event]
+    evaluations: list[Event]
+    memory: list[Bucket]
+
+
+class MetricsScreen(FullScreen):
+    """Reads the ledgers of the runs in a thread. Of a recorded or observed run there are only the
+    newest updates, in the dashboard's store."""
+
+    AUTO_FOCUS = ""
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,v", "leave", "Back", show=False),
+        *(Binding(key, f"choose('{name}')", words, show=False) for key, name, words, _ in METRICS),
+        Binding("x", "axis", "X axis", tooltip="Updates, samples, tokens or time"),
+        Binding("plus,equals_sign", "zoom(0.5)", "Zoom", key_display="+ -", tooltip="Half or twice the range, at the cursor"),
+        Binding("minus,underscore", "zoom(2)", "Further", show=False),
+        Binding("left", "move(-1)", "Cursor", key_display="← →", tooltip="Reads values; or click; PgUp and PgDn leap"),
+        Binding("right", "move(1)", "On", show=False),
+        Binding("shift+left,pageup", "move(-10)", "Back", show=False),
+        Binding("shift+right,pagedown", "move(10)", "On", show=False),
+        Binding("end", "newest", "Newest", key_display="End", tooltip="No cursor, and the newest values at the right"),
+        Binding("o", "smooth", "Smooth", tooltip="Average over 8, 32 or 128 dots; the values themselves stay visible"),
+        Binding("y", "log", "Log scale", tooltip="A logarithmic y axis"),
+        Binding("a", "add", "Add runs", tooltip="Lay other runs of the same folder over this one"),
+        Binding("down", "scroll_charts(1)", "Charts", key_display="↑ ↓", tooltip="Charts that do not fit; or the wheel"),
+        Binding("up", "scroll_charts(-1)", "Charts before", show=False),
+    ]
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        super().__init__(dashboard, id="metrics-screen")
+        self._chosen = set(_AT_FIRST)
+        self._axis = AXES[0]
+        self._part: tuple[float, float | None] | None = None
+        """The length of the axis that is shown, and where it ends (None: at the newest update).
+        None: all of it."""
+        self._cursor: float | None = None
+        self._smoothing = 0
+        self._log_scale = False
+        self._first = 0
+        self._shown = 0
+        self._folders: list[Path] = []
+        """Of the runs that were added."""
+        self._runs: dict[Path | None, RunCurves] = {}
+        self._events: list[Event] = []
+        self._reading = False
+
+    def compose(self) -> ComposeResult:
+        yield self.title_panel()
+        yield LinePanel(self._draw, id="metrics")
+        yield self.message_panel()
+        yield KeyLine(self)
+
+    def on_mount(self) -> None:
+        self.follow(self.dashboard, self._take)
+        self.set_interval(_READ_SECONDS, self._read)
+        self._read()
+
+    def headline(self, store: Store) -> Line:
+        return named(f"Metrics of {store.run.name if store.run is not None else ''}")
+
+    def headline_right(self, store: Store) -> Line:
+        parts = [f"by {self._axis}"]
+        if self._smoothing:
+            parts.append(f"smoothed over {SMOOTHINGS[self._smoothing]} dots")
+        if self._log_scale:
+            parts.append("log scale")
+        return (*line((", ".join(parts), MUTED)), *super().headline_right(store))
+
+    def hint(self, store: Store, width: int) -> Line:
+        parts = [
+            part
+            for kind in METRICS
+            for part in ((f"{kind.key} ", "accent"), (f"{kind.words}  ", "strong" if kind.name in self._chosen else MUTED))
+        ]
+        return line(*parts)
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def _own_folder(self) -> Path | None:
+        """The folder of the dashboard's run; None if its numbers are in the store only."""
+        store = self.dashboard.store
+        if store.run is None or store.replaying or store.run.observed or not Path(store.run.folder).is_dir():
+            return None
+        return Path(store.run.folder)
+
+    def _take(self, store: Store) -> None:
+        if self._own_folder is None:
+            name = "" if store.run is None else store.run.name
+            fresh = RunCurves(name)
+            fresh.take(store.metrics)
+            fresh.take_evaluations(store.events)
+            self._runs[None], self._events = fresh, list(store.events)
+        self._show()
+
+    @work(group="metrics", exclusive=True)
+    async def _read(self) -> None:
+        if self._reading:
+            return
+        self._reading = True
+        try:
+            own = self._own_folder
+            for folder in [*([] if own is None else [own]), *self._folders]:
+                known = self._runs.get(folder)
+                after = None if known is None else known.newest
+                found = await asyncio.to_thread(_new_in, folder, after)
+                run = found.fresh or known
+                assert run is not None
+                run.take(found.rows)
+                run.take_evaluations(found.evaluations)
+                run.take_memory(found.memory)
+                self._runs[folder] = run
+                if folder == own:
+                    self._events = found.events
+        except (MemtopError, OSError) as error:
+            self.say(str(error), "bad")
+        finally:
+            self._reading = False
+        if self.is_open:
+            self._show()
+
+    @property
+    def _curves(self) -> list[RunCurves]:
+        wanted = [self._own_folder, *self._folders]
+        return [self._runs[folder] for folder in wanted if folder in self._runs]
+
+    def _extent(self) -> tuple[float, float] | None:
+        """The first and the last value of the axis in any run."""
+        found = [extent for run in self._curves if (extent := run.extent(self._axis)) is not None]
+        if not found:
+            return None
+        start, end = min(first for first, _ in found), max(last for _, last in found)
+        return start, end + max(1e-9, (end - start) / 1e6)
+
+    def _span(self) -> tuple[float, float] | None:
+        """The part of the axis that is shown."""
+        whole = self._extent()
+        if whole is None or self._part is None:
+            return whole
+        length, end = self._part
+        end = whole[1] if end is None else min(end, whole[1])
+        return max(whole[0], end - length), end
+
+    # --- how it looks -----------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        self.show_panels(self.dashboard.store)
+
+    def _draw(self, store: Store, width: int, height: int) -> list[Line]:
+        runs, span = self._curves, self._span()
+        if not runs:
+            return [line(("reading the record of the run", MUTED))]
+        if span is None:
+            why = "no update is reported yet"
+            if self._axis != "update":
+                why = f"this run does not report the {self._axis} of its updates: x changes the axis"
+            return [line((why, MUTED))]
+        kinds = [kind for kind in METRICS if kind.name in self._chosen]
+        self._first = min(self._first, max(0, len(kinds) - 1))
+        view = MetricsView(
+            axis=self._axis,
+            start=span[0],
+            end=span[1],
+            cursor=self._cursor,
+            smoothing=SMOOTHINGS[self._smoothing],
+            log_scale=self._log_scale,
+            events=self._events,
+        )
+        lines, self._shown = draw(kinds[self._first :], runs, view, width, height)
+        return lines
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def action_choose(self, name: str) -> None:
+        self._chosen ^= {name}
+        self._show()
+
+    def action_axis(self) -> None:
+        self._axis = AXES[(AXES.index(self._axis) + 1) % len(AXES)]
+        self._part = self._cursor = None
+        self._show()
+
+    def action_smooth(self) -> None:
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        self._show()
+
+    def action_log(self) -> None:
+        self._log_scale = not self._log_scale
+        self._show()
+
+    def action_zoom(self, factor: float) -> None:
+        whole, span = self._extent(), self._span()
+        if whole is None or span is None:
+            return
+        length = max(min(_SHORTEST, whole[1] - whole[0]), (span[1] - span[0]) * factor)
+        if length >= whole[1] - whole[0]:
+            self._part = None
+        elif self._cursor is None:
+            self._part = (length, self._part[1] if self._part is not None else None)
+        else:
+            self._part = (length, max(whole[0] + length, self._cursor + length / 2))
+        self._show()
+
+    def action_move(self, step: int) -> None:
+        span = self._span()
+        if span is None:
+            return
+        each = (span[1] - span[0]) / self._cells
+        here = span[1] - each / 2 if self._cursor is None else self._cursor
+        self._point_at(here + step * each, each)
+
+    def _point_at(self, x: float, each: float) -> None:
+        """Put the cursor there; at the edge of what is shown, show what is beyond."""
+        whole, span = self._extent(), self._span()
+        assert whole is not None
+        assert span is not None
+        self._cursor = min(whole[1] - each / 2, max(whole[0] + each / 2, x))
+        if self._part is not None and not span[0] <= self._cursor < span[1]:
+            end = span[1] + (self._cursor - (span[0] if self._cursor < span[0] else span[1] - each))
+            self._part = (self._part[0], max(whole[0] + self._part[0], end))
+        self._show()
+
+    @property
+    def _cells(self) -> int:
+        panel = self.query_one("#metrics", LinePanel)
+        return chart_width(panel.size.width, len(self._chosen))
+
+    def on_click(self, event: Click) -> None:
+        panel, span = self.query_one("#metrics", LinePanel), self._span()
+        inside = event.get_content_offset_capture(panel)
+        place = cell_at(inside.x, panel.size.width, len(self._chosen))
+        if span is not None and place is not None and 0 <= inside.y < panel.size.height - 2:
+            each = (span[1] - span[0]) / self._cells
+            self._point_at(span[0] + (place + 0.5) * each, each)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        self.action_scroll_charts(1)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        self.action_scroll_charts(-1)
+
+    def action_scroll_charts(self, step: int) -> None:
+        most = max(0, len(self._chosen) - self._shown) if step > 0 else len(self._chosen)
+        self._first = max(0, min(self._first + step, max(self._first, most)))
+        self._show()
+
+    def action_newest(self) -> None:
+        self._cursor = None
+        if self._part is not None:
+            self._part = (self._part[0], None)
+        self._show()
+
+    @work(group="add")
+    async def action_add(self) -> None:
+        own = self._own_folder
+        if own is None:
+            self.say("other runs cannot be added to a recorded run or to a program that memtop only observes", "bad")
+            return
+        others = [path for path in sorted(own.parent.iterdir()) if (path / "run.json").is_file() and path != own]
+        if not others:
+            self.say(f"there is no other run in {own.parent}", "bad")
+            return
+        chosen = await self.app.push_screen_wait(RunsDialog(others, self._folders))
+        if chosen is not None:
+            self._folders = chosen[: len(RUN_ROLES) - 1]
+            left_out = len(chosen) - len(self._folders)
+            if left_out:
+                self.say(f"{left_out} runs are left out: at most {len(RUN_ROLES)} are shown")
+            else:
+                self.clear_message()
+            self._read()
+
+
+class RunsDialog(Dialog[list[Path]]):
+    """Asks which runs to lay over the dashboard's run."""
+
+    AUTO_FOCUS = "OptionList"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick", show=False)]
+
+    def __init__(self, folders: Sequence[Path], chosen: Sequence[Path]) -> None:
+        super().__init__()
+        self._all, self._chosen = list(folders), list(chosen)
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog") as box:
+            box.border_title = "Runs to lay over this one"
+            yield OptionList(*map(self._prompt, self._all))
+            yield Static("Space ticks a run, Enter shows the ticked ones.", classes="muted", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Show", id="confirm", variant="primary", compact=True)
+
+    def _prompt(self, folder: Path) -> Text:
+        return Text(f"[{'x' if folder in self._chosen else ' '}] {clean(folder.name)}")
+
+    def action_tick(self) -> None:
+        rows = self.query_one(OptionList)
+        if rows.highlighted is None:
+            return
+        folder = self._all[rows.highlighted]
+        if folder in self._chosen:
+            self._chosen.remove(folder)
+        else:
+            self._chosen.append(folder)
+        rows.replace_option_prompt_at_index(rows.highlighted, self._prompt(folder))
+
+    @on(OptionList.OptionSelected)
+    @on(Button.Pressed, "#confirm")
+    def _confirmed(self) -> None:
+        self.dismiss(self._chosen)
+
+
+def _new_in(folder: Path, after: Metric | None) -> _Read:
+    """What the run's ledger has beyond this update; all of it if that update does not count any
+    more. Runs in a thread."""
+    from memtop.supervisor.run.record.folder import RunFolder
+    from memtop.supervisor.run.record.ledger import reading_ledger
+
+    with reading_ledger(RunFolder(folder)) as ledger:
+        if ledger is None:
+            return _Read([], RunCurves(folder.name), [], [], [])
+        extent = ledger.extent()
+        memory = [] if extent is None else ledger.history(HOST, *extent).get("run_rss_bytes", [])
+        rows = [] if after is None else list(ledger.final_history(after.update))
+        fresh = None
+        if after is None or not rows or _identity(rows[0]) != _identity(after):
+            rows, fresh = [], RunCurves(folder.name)
+            fresh.take(ledger.final_history())
+        return _Read(rows[1:], fresh, ledger.events(), ledger.events(_EVALUATIONS, kind="evaluation"), memory)
+
+
+def _identity(row: Metric) -> tuple[int, int, float | None]:
+    return row.update, row.attempt, row.time
