@@ -44,6 +44,7 @@ CONTRACT = {
     "export": {"run_name", "out", "--adapter", "--merge", "--runs-dir"},
     "sample": {"run_name", "prompt", "--max-new-tokens", "--temperature", "--seed", "--runs-dir"},
     "advise": {"run_name", "--json", "--try", "--runs-dir"},
+    "compare": {"run_names", "--json", "--runs-dir"},
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
     "doctor": {"--json", "--runs-dir"},

@@ -51,7 +51,7 @@ class ComparedRun(msgspec.Struct, kw_only=True):
 @json_option
 @runs_dir_option
 def compare(run_names: tuple[str, ...], as_json: bool, runs_dir: Path | None) -> int:
-    """Compare runs: results, speed, memory, and the settings that differ.
+    """Compare runs: results, speed, memory, settings that differ.
 
     In the dashboard, `v` and then `a` lays the curves of other runs over those of the run.
     """
