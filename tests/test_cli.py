@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from memtop.cli import COMMANDS, app, run, strays
+from memtop.cli import COMMAND_GROUPS, COMMANDS, EXAMPLES, app, run, strays
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
@@ -63,6 +63,23 @@ def test_the_command_line_is_the_documented_one() -> None:
         for name in app.list_commands(click.Context(app))
     }
     assert found == CONTRACT
+
+
+def test_help_lists_the_commands_in_groups_and_then_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options:", "Train:", "Watch:", "Recover:", "Inspect:", "Examples:"]
+    for title, commands in COMMAND_GROUPS.items():
+        start = lines.index(f"{title}:") + 1
+        assert [line.split()[0] for line in lines[start : start + len(commands)]] == list(commands)
+    assert set(COMMANDS) == set(CONTRACT), "each command is in one group"
+    assert max(map(len, lines)) <= 80
+    for example in EXAMPLES:
+        _, name, *arguments = example.partition(" -- ")[0].split()
+        command = app.get_command(click.Context(app), name)
+        assert command is not None
+        command.make_context(name, arguments)
 
 
 @pytest.mark.parametrize("name", CONTRACT)

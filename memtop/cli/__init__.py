@@ -18,30 +18,45 @@ from memtop import __version__
 from memtop.cli.output import print_lines, print_message
 from memtop.supervisor.errors import MemtopError, UsageError
 
-COMMANDS = {
-    "adopt": "Restart a training that memtop did not start, as a run of memtop.",
-    "advise": "Show what limits a run's speed and what would make it faster.",
-    "checkpoint": "Save the training state after the current update.",
-    "compare": "Compare runs: results, speed, memory, settings that differ.",
-    "config": "Show each value of the configuration and where it comes from.",
-    "diagnose": "Find out from its log what ended a training program.",
-    "doctor": "Check what memtop finds on this machine.",
-    "export": "Write the trained model in Hugging Face's format.",
-    "free": "Free the cached memory of the training processes.",
-    "notify": "Send the notifications of a run, or a test message.",
-    "presets": "List the presets and what each of them would change.",
-    "report": "Write a run as one HTML page, to keep or to share.",
-    "restart": "Restart a run from its saved state, with other settings.",
-    "rollback": "Return a run to earlier settings, or to before a loss spike.",
-    "runs": "List the runs, the newest last.",
-    "sample": "Print what the model of a run writes after a prompt.",
-    "show": "Show one run: attempts, settings, progress, saved state.",
-    "stop": "Stop a run after the current update and save its state.",
-    "strays": "List the processes that hold GPU memory, and end your own.",
-    "train": "Train a recipe or your own program and open the dashboard.",
-    "watch": "Open the dashboard on a run or on the machine.",
+COMMAND_GROUPS = {
+    "Train": {
+        "train": "Train a recipe or your own program and open the dashboard.",
+        "checkpoint": "Save the training state after the current update.",
+        "free": "Free the cached memory of the training processes.",
+        "stop": "Stop a run after the current update and save its state.",
+        "export": "Write the trained model in Hugging Face's format.",
+        "sample": "Print what the model of a run writes after a prompt.",
+        "notify": "Send the notifications of a run, or a test message.",
+    },
+    "Watch": {
+        "watch": "Open the dashboard on a run or on the machine.",
+        "runs": "List the runs, the newest last.",
+        "show": "Show one run: attempts, settings, progress, saved state.",
+        "compare": "Compare runs: results, speed, memory, settings that differ.",
+        "report": "Write a run as one HTML page, to keep or to share.",
+    },
+    "Recover": {
+        "restart": "Restart a run from its saved state, with other settings.",
+        "rollback": "Return a run to earlier settings, or to before a loss spike.",
+        "adopt": "Restart a training that memtop did not start, as a run of memtop.",
+        "diagnose": "Find out from its log what ended a training program.",
+        "strays": "List the processes that hold GPU memory, and end your own.",
+    },
+    "Inspect": {
+        "advise": "Show what limits a run's speed and what would make it faster.",
+        "config": "Show each value of the configuration and where it comes from.",
+        "doctor": "Check what memtop finds on this machine.",
+        "presets": "List the presets and what each of them would change.",
+    },
 }
-"""Each command and the first sentence of its help, which `memtop --help` shows."""
+"""Each command and the first sentence of its help, in the groups that `memtop --help` shows."""
+COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
+EXAMPLES = {
+    "memtop train first-run": "train a small recipe that needs no GPU",
+    "memtop train -- python train.py": "train your own program",
+    "memtop restart my-run": "restart the run my-run from its saved state",
+}
+"""Command lines that `memtop --help` shows."""
 _MODULES = {
     "show": "runs",
     "sample": "export",
@@ -64,9 +79,12 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """List the commands in their groups, without importing them, and then the examples."""
+        for title, commands in COMMAND_GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
+        with formatter.section("Examples"):
+            formatter.write_dl(list(EXAMPLES.items()), col_max=40)
 
 
 @click.group(
