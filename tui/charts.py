@@ -1,60 +1,196 @@
-"""Charts on fixed scales: memory over time and the loss curve, both in braille dots."""
+"""Curves in braille dots, sparklines, and bars on a fixed scale."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, band_of, mark
+from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, mark
 from memtop.tui.line import MUTED, Line, fit, line
 
-_HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
-_LABEL_WIDTH = 8
+HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
+_WORST_FIRST = (Band.DANGER, Band.EDGE, Band.SAFE, Band.UNKNOWN)
+_LABEL_WIDTH = 9
 BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The dots of a braille cell: rows from the top, columns from the left."""
+_SPANS = [
+    [[sum(BITS[y][side] for y in range(first, last + 1)) for last in range(4)] for first in range(4)] for side in range(2)
+]
+"""The dots of one side of a cell from one row to another."""
+_GLYPHS = [chr(0x2800 + dots) for dots in range(256)]
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_LEAST = 4
 
 
-def history(width: int, height: int, values: Sequence[float | None]) -> list[Line]:
-    """Memory shares over time, newest at the right, 0 to 100 % over the height, with labelled band
-    lines.
+MARKED = frozenset(
+    (
+        *("attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop"),
+        *("oom", "survived", "remedy", "settings", "batch_search", "trend", "pressure", "trial"),
+    )
+)
+"""The kinds of events that are marked on curves."""
 
-    Two values per cell and four levels per row, as filled braille columns.
+
+class Extent(Protocol):
+    """The least, mean and greatest value of a part of a curve."""
+
+    @property
+    def low(self) -> float: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+class _Exact(NamedTuple):
+    """One value."""
+
+    low: float
+    mean: float
+    high: float
+
+
+Cells = list[list[tuple[str, str]]]
+"""Rows of (glyph, role), the top row first."""
+
+
+def blank(rows: int, count: int) -> Cells:
+    """Empty cells, to paint on."""
+    return [[(" ", MUTED)] * count for _ in range(rows)]
+
+
+def paint(
+    cells: Cells,
+    values: Sequence[Extent | None],
+    bounds: tuple[float, float],
+    roles: Sequence[str],
+    *,
+    across_gaps: bool = True,
+) -> None:
+    """Draw a curve over the cells: from the least to the greatest value of each dot column (two a
+    cell), and the means joined.
+
+    `roles` has the role of each column of cells. Without `across_gaps` an unknown value (None)
+    interrupts the curve.
     """
-    if height <= 0 or width <= _LABEL_WIDTH + 4:
+    low, high = bounds
+    rows, count = len(cells), len(cells[0])
+    bits = [0] * (rows * count)
+    scale, bottom = (rows * 4 - 1) / (high - low), rows * 4 - 1
+    column_before, mean_before = -1, 0
+    for column, value in enumerate(values):
+        if value is None:
+            continue
+        least = mean = most = min(bottom, max(0, int((high - value.mean) * scale + 0.5)))
+        if value.low != value.high:
+            least = min(bottom, max(0, int((high - value.low) * scale + 0.5)))
+            most = min(bottom, max(0, int((high - value.high) * scale + 0.5)))
+        if column_before == column - 1 >= 0:
+            most, least = min(most, mean_before), max(least, mean_before)
+        elif column_before >= 0 and across_gaps:
+            for x, y in _stroke((column_before, mean_before), (column, mean)):
+                bits[y // 4 * count + x // 2] |= BITS[y % 4][x % 2]
+        column_before, mean_before = column, mean
+        spans, place = _SPANS[column % 2], column // 2
+        first, last = most // 4, least // 4
+        if first == last:
+            bits[first * count + place] |= spans[most % 4][least % 4]
+            continue
+        bits[first * count + place] |= spans[most % 4][3]
+        bits[last * count + place] |= spans[0][least % 4]
+        for inside in range((first + 1) * count + place, last * count + place, count):
+            bits[inside] |= spans[0][3]
+    for row, drawn in enumerate(cells):
+        part = bits[row * count : (row + 1) * count]
+        if any(part):
+            for place, dots in enumerate(part):
+                if dots:
+                    drawn[place] = (_GLYPHS[dots], roles[place])
+
+
+def level(value: float, bounds: tuple[float, float], rows: int) -> int:
+    """The row of dots in which a value is drawn, from the top."""
+    low, high = bounds
+    bottom = rows * 4 - 1
+    return min(bottom, max(0, int((high - value) / (high - low) * bottom + 0.5)))
+
+
+def _stroke(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots (column, row) from `start`, which is left out, to `end`."""
+    (x0, y0), (x1, y1) = start, end
+    steps = max(x1 - x0, abs(y1 - y0), 1)
+    return [(x0 + round((x1 - x0) * i / steps), y0 + round((y1 - y0) * i / steps)) for i in range(1, steps + 1)]
+
+
+def memory_bounds(low: float, high: float) -> tuple[float, float]:
+    """The part of the scale that shows these memory shares: whole steps of 5 %, at least 10 %, and
+    up to 100 % if the limits of the bands are near."""
+    below, above = math.floor(low * 20 + 1e-9), math.ceil(high * 20 - 1e-9)
+    above = 20 if above >= 16 else above
+    below = min(below, above - 2)
+    return (max(0, below) / 20, max(2, above) / 20)
+
+
+def history(width: int, height: int, values: Sequence[tuple[float | None, Band]]) -> list[Line]:
+    """Memory shares over time, newest at the right, on the part of the scale that they need.
+
+    Two values per cell and four levels per row. The colour is the band that was in force. The lines
+    of the bands are dashed and labelled, and so are the ends of the scale.
+    """
+    count = width - _LABEL_WIDTH
+    shown = values[-2 * count :] if count > 0 else ()
+    known = [value for value, _ in shown if value is not None]
+    if height <= 0 or count <= 4 or not known:
         return []
-    room = (width - _LABEL_WIDTH) * 2
-    known = values[-room:]
-    shown: list[float | None] = [*([None] * (room - len(known))), *known]
-    lines: list[Line] = []
-    for row in range(height):
-        floor = 1 - (row + 1) / height
-        limits = [m for m in (EDGE_FROM, DANGER_ABOVE) if floor <= m < floor + 1 / height]
-        pairs = zip(shown[::2], shown[1::2], strict=True)
-        cells = [_history_cell(pair, height, height - 1 - row, bool(limits)) for pair in pairs]
-        lines.append((*merged(cells), *_history_label(row, height, limits)))
-    return lines
+    bounds = memory_bounds(min(known), max(known))
+    cells = blank(height, count)
+    labels = mark_limits(cells, bounds)
+    missing = 2 * count - len(shown)
+    found = [*([None] * missing), *(None if value is None else _Exact(value, value, value) for value, _ in shown)]
+    bands = [*([Band.UNKNOWN] * missing), *(band for _, band in shown)]
+    paint(cells, found, bounds, cell_roles(bands), across_gaps=False)
+    return [(*merged(row), (f" {labels[number]:<{_LABEL_WIDTH - 1}}", MUTED)) for number, row in enumerate(cells)]
 
 
-def _history_cell(pair: tuple[float | None, float | None], height: int, row: int, on_limit: bool) -> tuple[str, str]:
-    """One cell of two columns; `row` counts from the bottom."""
-    bits = _filled(pair, height, row)
-    if not bits:
-        return ("┄", "limit") if on_limit else (" ", MUTED)
-    highest = max(value for value in pair if value is not None)
-    return (chr(0x2800 + bits), _HISTORY_ROLES[band_of(highest)])
+def cell_roles(bands: Sequence[Band]) -> list[str]:
+    """The role of each cell from the bands of its two values: the worse one counts."""
+    pairs = zip(bands[::2], bands[1::2], strict=True)
+    return [HISTORY_ROLES[min(pair, key=_WORST_FIRST.index)] for pair in pairs]
 
 
-def _history_label(row: int, height: int, limits: Sequence[float]) -> Line:
-    if limits:
-        text = "-".join(f"{m * 100:.0f}" for m in limits) + " %"
-    elif row == height - 1:
-        text = "0 %"
-    else:
-        text = ""
-    return line((f" {text:<{_LABEL_WIDTH - 1}}", MUTED))
+def mark_limits(cells: Cells, bounds: tuple[float, float]) -> list[str]:
+    """Draw the lines of the bands that are within the bounds. Returns the label of each row."""
+    rows = len(cells)
+    at: dict[int, list[float]] = {0: [bounds[1]]}
+    at.setdefault(rows - 1, []).append(bounds[0])
+    for limit in (EDGE_FROM, DANGER_ABOVE):
+        if bounds[0] < limit < bounds[1]:
+            row = level(limit, bounds, rows) // 4
+            cells[row] = [("┄", "limit")] * len(cells[row])
+            at.setdefault(row, []).append(limit)
+    return [_percentages(sorted({*at.get(number, ())})) for number in range(rows)]
+
+
+def _percentages(shares: Sequence[float]) -> str:
+    """`85 %`, or `85-90 %` for several that share a row."""
+    if not shares:
+        return ""
+    first, last = (f"{share * 100:.0f}" for share in (shares[0], shares[-1]))
+    return f"{first} %" if first == last else f"{first}-{last} %"
+
+
+def spark(values: Sequence[float | None], width: int, bounds: tuple[float, float]) -> str:
+    """The newest `width` values on one row, `▁` to `█`; blank where a value is not known. Empty
+    without room."""
+    if width < _SPARK_LEAST:
+        return ""
+    low, high = bounds
+    top = len(_SPARKS) - 1
+    glyphs = [" " if v is None else _SPARKS[min(top, max(0, round((v - low) / (high - low) * top)))] for v in values[-width:]]
+    return "".join(glyphs)
 
 
 class Point(NamedTuple):
@@ -83,14 +219,28 @@ def curve(width: int, height: int, points: Sequence[Point], *, x_end: int | None
     plot_width = width - margin - 1
     first = finite[0].x
     last = max(finite[-1].x, x_end or 0, first + 1)
-    dots = _dots(finite, plot_width, plot_height, first, last, low, high)
+    cells = blank(plot_height, plot_width)
     breaks = _breaks(finite, plot_width, first, last)
+    for row in cells:
+        for column in breaks:
+            row[column] = ("┊", "attempt")
+    paint(cells, _means(finite, plot_width * 2, first, last), (low, high), ["curve"] * plot_width)
     lines = []
-    for row in range(plot_height):
-        label = {0: labels[0], plot_height // 2: labels[1], plot_height - 1: labels[2]}.get(row, "")
-        cells = [_braille_cell(dots[row][column], column in breaks) for column in range(plot_width)]
-        lines.append(line((f"{label:>{margin - 1}} ", MUTED), ("┤" if label else "│", "limit"), *merged(cells)))
+    for number, row in enumerate(cells):
+        label = {0: labels[0], plot_height // 2: labels[1], plot_height - 1: labels[2]}.get(number, "")
+        lines.append(line((f"{label:>{margin - 1}} ", MUTED), ("┤" if label else "│", "limit"), *merged(row)))
     return [*lines, _x_axis(margin, plot_width, first, last, len(breaks))]
+
+
+def curve_spark(points: Sequence[Point], width: int) -> str:
+    """The whole curve on one row, as a sparkline of `width` cells or less."""
+    finite = [p for p in points if math.isfinite(p.y)]
+    cells = min(width, len(finite))
+    if cells < _SPARK_LEAST:
+        return ""
+    means = [None if one is None else one.mean for one in _means(finite, cells, finite[0].x, finite[-1].x)]
+    known = [value for value in means if value is not None]
+    return spark(means, cells, nice_bounds(min(known), max(known)))
 
 
 def nice_bounds(low: float, high: float, least: float = 1e-3) -> tuple[float, float]:
@@ -106,47 +256,20 @@ def nice_bounds(low: float, high: float, least: float = 1e-3) -> tuple[float, fl
     return (below, above if above > below else below + step)
 
 
-def _dots(points: Sequence[Point], width: int, height: int, first: int, last: int, low: float, high: float) -> list[list[int]]:
-    """Bit patterns of the braille cells: one mean per dot column, neighbours joined by a vertical
-    stroke.
-    """
-    sums: dict[int, tuple[float, int]] = {}
+def _means(points: Sequence[Point], count: int, first: int, last: int) -> list[Extent | None]:
+    """The mean of each of `count` dot columns; None without a point."""
+    sums = [(0.0, 0)] * count
     for point in points:
-        column = min(width * 2 - 1, round((point.x - first) / (last - first) * (width * 2 - 1)))
-        total, count = sums.get(column, (0.0, 0))
-        sums[column] = (total + point.y, count + 1)
-    cells = [[0] * width for _ in range(height)]
-    top = height * 4 - 1
-    before: tuple[int, int] | None = None
-    for column in sorted(sums):
-        total, count = sums[column]
-        level = round((high - total / count) / (high - low) * top)
-        level = min(top, max(0, level))
-        for x, y in stroke(before, (column, level)):
-            cells[y // 4][x // 2] |= BITS[y % 4][x % 2]
-        before = (column, level)
-    return cells
-
-
-def stroke(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots (column, row) from `start`, which is left out, to `end`."""
-    if start is None:
-        return [end]
-    (x0, y0), (x1, y1) = start, end
-    steps = max(x1 - x0, abs(y1 - y0), 1)
-    return [(x0 + round((x1 - x0) * i / steps), y0 + round((y1 - y0) * i / steps)) for i in range(1, steps + 1)]
+        column = min(count - 1, round((point.x - first) / (last - first) * (count - 1)))
+        total, known = sums[column]
+        sums[column] = (total + point.y, known + 1)
+    return [_Exact(total / n, total / n, total / n) if n else None for total, n in sums]
 
 
 def _breaks(points: Sequence[Point], width: int, first: int, last: int) -> set[int]:
     """Columns in which an attempt begins, except the first attempt."""
     starts = (after.x for before, after in pairwise(points) if after.group != before.group)
     return {min(width - 1, (x - first) * (width - 1) // (last - first)) for x in starts}
-
-
-def _braille_cell(bits: int, attempt_starts: bool) -> tuple[str, str]:
-    if bits:
-        return (chr(0x2800 + bits), "curve")
-    return ("┊", "attempt") if attempt_starts else (" ", MUTED)
 
 
 def _x_axis(margin: int, width: int, first: int, last: int, attempts: int) -> Line:

@@ -30,7 +30,7 @@ Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libr
          ┆ highest so far   ┊┊ 85 % and 90 %
          ╍╍▴ and ~ predicted, never measured
 Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
-Curves   ┊ an attempt begins;  – and ? stand for what is not known
+Curves   ┄ 85 % and 90 %   ┊ an attempt begins;  – and ? stand for what is not known
 Events   ✗ failed   ✓ survived   ↻ remedy   ▸ settings   ◌ trial   ^ grows   ! warning
 Lists    ✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not"""
 

@@ -15,7 +15,7 @@ import msgspec
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot, held_by
+from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot, held_by
 from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
 from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
@@ -38,10 +38,15 @@ class ConnectionState(Enum):
 
 
 class Moment(NamedTuple):
-    """One past value of a memory share."""
+    """Past values of a GPU or of the host."""
 
     time: float
     fraction: float | None
+    """The share of its memory that was taken."""
+    band: Band = Band.UNKNOWN
+    """The band in force then."""
+    utilization: float | None = None
+    """0 to 1; None for the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +191,7 @@ def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
     for gpu in machine.gpus:
         key = gpu_key(gpu)
         past = store.gpu_history.get(key, ())
-        history[key] = _longer(past, Moment(machine.time, gpu.used_fraction))
+        history[key] = _longer(past, Moment(machine.time, gpu.used_fraction, gpu.band, gpu.utilization_fraction))
     store = replace(store, machine=machine, gpu_history=history)
     host = machine.host.used_fraction
     host_peak = store.host_peak_fraction
@@ -195,7 +200,7 @@ def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
     return replace(
         store,
         gpu_peak_bytes=_peaks(store, store.gpu_peak_bytes),
-        host_history=_longer(store.host_history, Moment(machine.time, host)),
+        host_history=_longer(store.host_history, Moment(machine.time, host, machine.host.band)),
         host_peak_fraction=host_peak,
     )
 

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 
-from memtop.tui.charts import Point, Share, curve, history, memory_bar, nice_bounds, progress_bar
+from memtop.supervisor.monitor.values import Band
+from memtop.tui.charts import (
+    Point,
+    Share,
+    curve,
+    curve_spark,
+    history,
+    memory_bar,
+    memory_bounds,
+    nice_bounds,
+    progress_bar,
+    spark,
+)
 from memtop.tui.line import fit, join_fitting, line, plain, spread, wrap
 from memtop.tui.words import age
 from tests.tui.support import text_of
@@ -32,12 +44,48 @@ def test_progress(fraction: float | None, text: str) -> None:
     assert plain(progress_bar(4, fraction)) == text
 
 
-def test_history_draws_both_band_lines_and_the_newest_value_at_the_right() -> None:
-    rows = [plain(one) for one in history(28, 5, [None, 0.5, 1.0])]
-    assert "85-90 %" in rows[0]
-    assert rows[-1].rstrip().endswith("0 %")
-    assert rows[0][19] == "⢸"
-    assert rows[0][:18] == "┄" * 18
+def test_memory_is_a_line_on_the_part_of_the_scale_that_it_needs() -> None:
+    rows = [plain(one) for one in history(30, 6, [(None, Band.UNKNOWN), (0.5, Band.SAFE), (0.99, Band.DANGER)])]
+    assert [row[21:].strip() for row in rows] == ["100 %", "85-90 %", "", "", "", "50 %"]
+    assert rows[1][:19] == "┄" * 19
+    # The newest value stands at the right, and is joined with the one before.
+    assert [row[20] for row in rows] == ["⢸", "⢸", "⢸", "⢸", "⢸", "⣸"]
+    assert history(30, 6, [(None, Band.UNKNOWN)]) == []
+
+
+def test_an_unknown_value_interrupts_the_memory() -> None:
+    values = [(share, Band.SAFE) for share in (0.4, 0.4, None, None, 0.4, 0.4)]
+    assert plain(history(30, 3, values)[0])[18:21] == "⠉ ⠉"
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        pytest.param((0.31, 0.33), (0.25, 0.35), id="steps-of-5"),
+        pytest.param((0.3, 0.3), (0.2, 0.3), id="at-least-10"),
+        pytest.param((0.0, 0.0), (0.0, 0.1), id="nothing"),
+        pytest.param((0.83, 0.85), (0.8, 1.0), id="near-the-limits-up-to-all"),
+        pytest.param((1.0, 1.0), (0.9, 1.0), id="full"),
+    ],
+)
+def test_the_scale_of_the_memory(values: tuple[float, float], ends: tuple[float, float]) -> None:
+    assert memory_bounds(*values) == pytest.approx(ends)
+
+
+def test_the_colour_of_the_memory_is_the_band_in_force_not_the_value() -> None:
+    values = [(0.849 if n % 2 else 0.851, Band.SAFE if n < 20 else Band.EDGE) for n in range(42)]
+    roles = {role for one in history(30, 4, values) for text, role in one if text.strip("┄ ") and role.startswith("hist")}
+    assert roles == {"hist", "histedge"}
+    (steady,) = {role for one in history(30, 4, values[:20]) for _, role in one if role.startswith("hist")}
+    assert steady == "hist"
+
+
+def test_a_sparkline_has_the_newest_values_and_gaps() -> None:
+    assert spark([9.0, 0.0, None, 0.5, 1.0], 4, (0.0, 1.0)) == "▁ ▅█"
+    assert spark([1.0], 2, (0.0, 1.0)) == "", "no room"
+    points = [Point(n, 4 - n / 100) for n in range(300)]
+    assert curve_spark(points, 10) == "█▇▆▆▅▄▃▃▂▁"
+    assert curve_spark(points[:3], 10) == ""
 
 
 def test_a_curve_has_labelled_axes_and_marks_the_new_attempt() -> None:

@@ -10,7 +10,10 @@ from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.tui.history import Curve, HistoryScreen, HistoryView, draw, reading
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.units import GIB
+from memtop.tui.history.drawing import Curve, HistoryView, draw, reading
+from memtop.tui.history.screen import HistoryScreen
 from memtop.tui.line import plain
 from tests.run.brain import spec
 from tests.tui.support import RecordingFeed, click, opened, press, run_state, screen_text, settle
@@ -28,11 +31,11 @@ def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
     lines = draw([curve], HistoryView(START, START + 100), 59, 13)
     rows = [plain(one)[:50] for one in lines[2:-2]]
     assert {row[20:40].strip("┄ ") for row in rows} == {""}
-    # Ten rows: half of them filled on the left, the peak in the top one.
-    filled = [row[:20] == "⣿" * 20 for row in rows]
-    assert filled.count(True) == len(rows) // 2
-    assert rows[0][40:45] == chr(0x2800 + 0x09) * 5
-    assert "85" in "".join(plain(one) for one in lines)
+    # From 10 % to 100 %: the peak goes over the whole height.
+    assert [row[:20] for row in rows if row[:20].strip("┄ ")] == ["⣀" * 20]
+    assert [row[40:45] for row in rows] == ["⣿" * 5] * len(rows)
+    labels = [plain(one)[50:].strip() for one in lines[2:-2]]
+    assert [label for label in labels if label] == ["100 %", "85-90 %", "10 %"]
 
 
 def test_the_cursor_reads_least_mean_and_most() -> None:
@@ -94,13 +97,16 @@ async def test_for_a_run_it_reads_older_values_from_the_ledger(tmp_path: Path) -
     for second in range(-7200, -3600, 10):
         ledger.recorder.add(machine(second, 0.95 if second == -5000 else 0.5), 3)
         ledger.recorder.write(machine(second, 0.5), 1)
+    ledger.add_reports(
+        1, 0, [Step(update=n, time=START - 7000 + n * 80, loss=4 - n / 20, peak_bytes=GIB) for n in range(1, 41)], 1
+    )
     ledger.close()
     run = run_state(name="tiny", folder=str(folder.path), attempt=1)
     async with opened(RecordingFeed(wire.StateUpdate(run=run, machine=machine(0, 0.25))), size=(100, 30)) as (app, pilot):
         await pilot.press("H")
         screen = app.screen
         assert isinstance(screen, HistoryScreen)
-        await pilot.press("minus", "minus", "minus")
+        assert "whole run" in screen_text(app), "it opens on the run's own age"
         while max(bucket.high for bucket in screen.curves()[0].buckets) < 0.94:
             await asyncio.sleep(0.01)  # the ledger is read in a thread
         (curve, *_) = screen.curves()
@@ -112,6 +118,12 @@ async def test_for_a_run_it_reads_older_values_from_the_ledger(tmp_path: Path) -
         text = screen_text(app)
         assert "50.0 %" in text
         assert "cursor " in text
+        await press(pilot, "end", "p", "m")
+        text = screen_text(app)
+        assert "peak memory" in text
+        assert "1.0 GiB" in text
+        (loss,) = [row for row in text.splitlines() if row.startswith("│loss ")]
+        assert loss.strip("│ ").endswith(" 2"), "the newest loss, which was long ago"
 
 
 async def test_the_last_hour_comes_from_the_supervisor() -> None:

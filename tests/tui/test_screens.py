@@ -35,6 +35,8 @@ from tests.tui.support import (
     text_of,
 )
 
+TITLES = ("GPU 0 ", "GPU 1 ", "GPU 2 ", "GPU 3 ", "Host memory")
+
 
 async def test_any_number_of_gpus_fits_on_any_terminal_also_when_they_come_and_go() -> None:
     feed = RecordingFeed()
@@ -68,6 +70,39 @@ async def test_every_key_has_its_button_at_80x24_and_wide_terminals_have_every_p
         text = screen_text(app)
         for title in ("GPU 0  RTX A4500", "GPU 1  RTX A4500", "Host memory", "Training", "Loss", "Events", "Log"):
             assert title in text
+
+
+async def test_without_a_run_the_gpus_stand_in_two_columns_and_the_host_below() -> None:
+    async with opened(RecordingFeed(machine(*(gpu(n) for n in range(4)))), size=(160, 50)) as (app, pilot):
+        rows = screen_text(app).splitlines()
+        for size in ((160, 50), (120, 35)):
+            await resize(pilot, *size)
+            rows = screen_text(app).splitlines()
+            at = {words: (n, row.index(words)) for n, row in enumerate(rows) for words in TITLES if words in row}
+            assert at["GPU 0 "][0] == at["GPU 1 "][0] < at["GPU 2 "][0] == at["GPU 3 "][0] < at["Host memory"][0]
+            assert at["GPU 1 "][1] == at["GPU 3 "][1] > size[0] // 2 > at["GPU 2 "][1]
+            assert sum(row.count("util ") for row in rows) == 4, "every panel shows its numbers"
+        await resize(pilot, 80, 24)
+        assert "Host memory" not in screen_text(app)
+
+
+async def test_one_key_gives_a_panel_the_whole_screen() -> None:
+    metrics = wire.MetricRows(rows=tuple(wire.Metric(update=n, attempt=1, loss=4 - n / 40) for n in range(1, 70)))
+    async with opened(RecordingFeed(running(gpu()), metrics), size=(80, 24)) as (app, pilot):
+        assert "▇▆" in screen_text(app), "the loss as a sparkline"
+        titles = []
+        for key in "zzzzzz":
+            await press(pilot, key)
+            titles.append(screen_text(app).splitlines()[0].split("panel")[0].removeprefix(" memtop").strip())
+        assert titles == ["Loss", "Training", "Events", "GPU 0  RTX A4500  GPU-0000", "Host memory", "GPU processes"]
+        await press(pilot, "z")
+        text = screen_text(app)
+        assert "update 1" in text
+        assert text.count("│") > 15, "the curve has the whole screen"
+        await press(pilot, "left")
+        assert "GPU processes" in screen_text(app)
+        await press(pilot, "escape")
+        assert app.screen is app.dashboard
 
 
 async def test_many_gpus_share_a_panel_and_the_selected_one_has_details() -> None:

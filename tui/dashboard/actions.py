@@ -150,7 +150,7 @@ async def host(dashboard: Dashboard, key: str) -> None:
 
 
 async def history(dashboard: Dashboard, key: str) -> None:
-    from memtop.tui.history import HistoryScreen
+    from memtop.tui.history.screen import HistoryScreen
 
     await dashboard.app.push_screen_wait(HistoryScreen(dashboard))
 
@@ -159,6 +159,12 @@ async def metrics(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.metrics.screen import MetricsScreen
 
     await dashboard.app.push_screen_wait(MetricsScreen(dashboard))
+
+
+async def panel(dashboard: Dashboard, key: str) -> None:
+    from memtop.tui.dashboard.one_panel import PanelScreen
+
+    await dashboard.app.push_screen_wait(PanelScreen(dashboard))
 
 
 async def recovery(dashboard: Dashboard, key: str) -> None:
@@ -253,6 +259,7 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "host": host,
     "history": history,
     "metrics": metrics,
+    "panel": panel,
     "recovery": recovery,
     "configurations": configurations,
     "undo": undo,

@@ -29,6 +29,8 @@ class DashboardLayout:
 
     compact: bool
     heights: dict[str, int]
+    gpu_columns: int
+    """Columns of the GPUs' panels."""
     shown: dict[str, bool]
 
 
@@ -36,6 +38,7 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> DashboardLay
     """The layout for this store on a terminal of this size."""
     compact = width < _WIDE_FROM[0] or height < _WIDE_FROM[1]
     has_run = store.run is not None
+    columns = 1 if has_run or not 2 <= len(store.gpus) <= GPU_PANELS else 2
     events = has_run and compact and store.events_wanted
     shown = {
         "#notice": notice,
@@ -44,12 +47,13 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> DashboardLay
         "#processes": not has_run,
         "#log": has_run and not events,
         "#compact-events": events,
-        # Without GPUs and without a run there is only the host's column.
-        "#right": has_run or bool(store.gpus),
+        # Without a run the host has a column only beside a single one of GPUs.
+        "#right": has_run or (bool(store.gpus) and columns == 1),
     }
     # Header, flash line and buttons.
     body = height - 3 - notice - (width < 80)
-    return DashboardLayout(compact, _compact(store, body) if compact else _wide(store, width, body), shown)
+    heights = _compact(store, body) if compact else _wide(store, width, body, columns)
+    return DashboardLayout(compact, heights, columns, shown)
 
 
 def _host_height(store: Store, room: int) -> int:
@@ -77,12 +81,14 @@ def _note_height(store: Store, width: int) -> int:
     return 2 + len(draw_gpu_note(store, column - _FRAME, _NOTE_HIGHEST))
 
 
-def _wide(store: Store, width: int, body: int) -> dict[str, int]:
+def _wide(store: Store, width: int, body: int, columns: int) -> dict[str, int]:
     run = store.run
     count = len(store.gpus)
     # A quarter for the log (or the processes), if the panels above have enough room.
     upper = body - max(6, round(body * 0.26))
     loss = _LOSS_LOWEST if run is not None else 0
+    if columns == 2:
+        return _in_columns(store, upper)
     each = (upper - loss) // count if count else 0
     table = count > GPU_PANELS or (count > 0 and each < _GPU_LOWEST)
     note = 0 if count else _note_height(store, width)
@@ -92,6 +98,7 @@ def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     if table:
         # One line per GPU, a frame, and the selected GPU's panel if there is room.
         heights["#gpu-table"] = min(upper - loss, count + 2 + 9)
+    heights["#gpus"] = sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
     heights["#host-big"] = 0 if count else max(_HOST_LOWEST, (upper - note) // 2 if run is not None else upper - note)
     training = 0
     if run is not None:
@@ -104,9 +111,20 @@ def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     heights |= {"#training": training, "#host": host if count else 0}
     heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}
     left = heights["#gpu-note"] + heights["#gpu-table"] + heights["#host-big"]
-    left += sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
+    left += heights["#gpus"]
     heights["#loss"] = max(0, upper - left) if run is not None else 0
     if run is None and count:
         # Without a run the process list fills the rest.
         heights["#wide"] = min(upper, max(left, heights["#host"]))
     return heights
+
+
+def _in_columns(store: Store, upper: int) -> dict[str, int]:
+    """Without a run: two GPUs beside each other, and the host below all of them."""
+    count = len(store.gpus)
+    rows = (count + 1) // 2
+    host = max(_HOST_LOWEST, min(_host_height(store, upper), upper - rows * _GPU_LOWEST))
+    each = max(_GPU_LOWEST, min(_GPU_HIGHEST, (upper - host) // rows))
+    heights = {"#wide": rows * each + host, "#gpus": rows * each, "#host-big": host}
+    heights |= {f"#gpu-{position}": each if position < count else 0 for position in range(GPU_PANELS)}
+    return heights | dict.fromkeys(("#gpu-note", "#gpu-table", "#host", "#training", "#events", "#loss"), 0)

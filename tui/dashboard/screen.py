@@ -14,7 +14,7 @@ from typing import ClassVar
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Grid, Horizontal, Vertical
 from textual.events import Resize
 from textual.getters import query_one
 from textual.message import Message
@@ -127,10 +127,11 @@ class DashboardScreen(Dashboard):
         with Horizontal(id="wide"):
             with Vertical(id="left"):
                 yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
-                yield LinePanel(draw_host, title="Host memory", opens="host", id="host-big", classes="panel host")
-                for position in range(GPU_PANELS):
-                    yield gpu_panel(position)
+                with Grid(id="gpus"):
+                    for position in range(GPU_PANELS):
+                        yield gpu_panel(position)
                 yield LinePanel(g.draw_gpu_table, title="GPUs", opens="gpu", id="gpu-table", classes="panel")
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host-big", classes="panel host")
                 yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
             with Vertical(id="right"):
                 yield LinePanel(draw_host, title="Host memory", opens="host", id="host", classes="panel host")
@@ -282,6 +283,7 @@ class DashboardScreen(Dashboard):
             widget.display = height > 0
             if height > 0:
                 widget.styles.height = height
+        self.query_one("#gpus").styles.grid_size_columns = wanted.gpu_columns
         for selector, shown in wanted.shown.items():
             self.query_one(selector).display = shown
 

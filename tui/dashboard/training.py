@@ -12,7 +12,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Event, Phase, RunState
-from memtop.tui.charts import Point, curve, progress_bar
+from memtop.tui.charts import Point, curve, curve_spark, progress_bar
 from memtop.tui.dashboard.header import PHASE_MARKS
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.gpu import driver_silence
@@ -78,6 +78,10 @@ def _source_lines(run: RunState, width: int) -> list[Line]:
     return [first, *([fit(join(more, " "), width)] if more else [])]
 
 
+_SPARK_HIGHEST = 40
+"""Cells of the loss on a small terminal."""
+
+
 def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
     """The same on three lines, for a small terminal."""
     run = store.run
@@ -94,6 +98,8 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
             fact("epoch", _number(run.epoch, ".2f")),
         )
     )
+    if recent := curve_spark(_losses(store), min(_SPARK_HIGHEST, width - width_of(second) - 2)):
+        second = join((second, line((recent, "curve"))))
     third = join(
         (
             fact("", f"{units.rate(run.samples_per_second)} samples/s"),
@@ -245,8 +251,11 @@ def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
 
 def draw_loss(store: Store, width: int, height: int) -> list[Line]:
     """The loss of every update of the final history, with a mark where an attempt began."""
-    points = [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
-    return curve(width, height, points)
+    return curve(width, height, _losses(store))
+
+
+def _losses(store: Store) -> list[Point]:
+    return [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:

@@ -6,7 +6,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
-from memtop.tui.charts import ROLES, banded, history, padded_tag
+from memtop.tui.charts import ROLES, banded, history, padded_tag, spark
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
 from memtop.tui.store import Store, seconds_until_full, step_peak
@@ -16,6 +16,8 @@ LABEL = 6
 """Cells of the label before a bar."""
 _TROUBLE_SHOWN_SECONDS = 3600.0
 """Older troubles are shown only on the details screen."""
+_SPARK_HIGHEST = 30
+"""Cells of the newest utilisation."""
 _WRAPPED_FROM = 8
 """With this many lines, a panel has room for a second text line and the chart."""
 
@@ -67,7 +69,7 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
         lines += rows if len(rows) <= room else [*rows[: room - 1], line((f"{len(rows) - room + 1} more MIG instances", MUTED))]
     elif room >= 2:
         past = store.gpu_history.get(gpu_key(gpu), ())
-        chart = history(width, room, [m.fraction for m in past])
+        chart = history(width, room, [(m.fraction, m.band) for m in past])
         lines += dimmed(chart) if old else chart
     elif height == 3:
         del lines[2]
@@ -141,6 +143,10 @@ def _state(store: Store, gpu: GpuSample, width: int) -> Line:
     if gpu.memory_utilization_fraction is not None:
         parts.append(fact("bandwidth", units.percent(gpu.memory_utilization_fraction, 0)))
     room = width - (width_of(forecast) + 2 if forecast else 0)
+    past = [moment.utilization for moment in store.gpu_history.get(gpu_key(gpu), ())]
+    spare = room - width_of(join(parts, "   ")) - 1
+    if len(past) > 1 and (recent := spark(past, min(_SPARK_HIGHEST, spare), (0.0, 1.0))):
+        parts[0] = (*parts[0], *line((f" {recent}", "hist")))
     return spread(join_fitting(parts, room, "   "), forecast, width)
 
 

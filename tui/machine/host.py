@@ -35,7 +35,7 @@ def draw_host(store: Store, width: int, height: int) -> list[Line]:
     lines = [row.content for row in rows]
     spare = height - len(lines)
     if spare >= _CHART_LOWEST:
-        lines += history(width, spare, [m.fraction for m in store.host_history])
+        lines += history(width, spare, [(m.fraction, m.band) for m in store.host_history])
     return lines[:height]
 
 

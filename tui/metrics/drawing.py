@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from memtop.supervisor import units
 from memtop.supervisor.wire import Event
-from memtop.tui.charts import BITS, merged, nice_bounds, stroke
-from memtop.tui.history import MARKED
+from memtop.tui.charts import MARKED, Cells, blank, level, merged, nice_bounds, paint
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, join_fitting, line, spread
 from memtop.tui.metrics.curves import Range, RunCurves, Track
 
@@ -27,13 +26,6 @@ _LOWEST = 6
 _TWO_COLUMNS_FROM = 110
 _BETWEEN = 2
 """Cells between two charts."""
-
-
-_SPANS = [
-    [[sum(BITS[y][side] for y in range(first, last + 1)) for last in range(4)] for first in range(4)] for side in range(2)
-]
-"""The dots of one side of a cell from one row to another."""
-_GLYPHS = [chr(0x2800 + dots) for dots in range(256)]
 
 
 class MetricKind(NamedTuple):
@@ -138,23 +130,23 @@ def chart(kind: MetricKind, runs: Sequence[RunCurves], view: MetricsView, width:
     if not known:
         empty = _unknown(tracks, view)
         return [title, line(" " * _LABEL, (empty, MUTED)), *[()] * (height - 2)]
-    low, high = nice_bounds(min(one.low for one in known), max(one.high for one in known), least=1e-12)
-    cells: list[list[tuple[str, str]]] = [[(" ", MUTED)] * count for _ in range(rows)]
+    bounds = nice_bounds(min(one.low for one in known), max(one.high for one in known), least=1e-12)
+    cells = blank(rows, count)
     _mark_attempts(cells, runs, view, count)
     ends: dict[int, tuple[str, str]] = {}
     for number, values in enumerate(raw):
         role = RUN_ROLES[number]
-        _paint(cells, values, low, high, MUTED if view.smoothing else role)
+        paint(cells, values, bounds, [MUTED if view.smoothing else role] * count)
         if view.smoothing:
-            _paint(cells, smoothed(values, view.smoothing), low, high, role)
+            paint(cells, smoothed(values, view.smoothing), bounds, [role] * count)
         last = next((one for one in reversed(values) if one is not None), None)
         if last is not None and len(runs) > 1:
-            ends[_level(last.mean, low, high, rows) // 4] = (str(number + 1), role)
+            ends[level(last.mean, bounds, rows) // 4] = (str(number + 1), role)
     place = None if view.cursor is None else _column(view, count)
     if place is not None:
         for row in cells:
             row[place] = (row[place][0] if row[place][0] != " " else "│", "match")
-    drawn = [_row(kind, view, cells[n], n, rows, (low, high), ends.get(n)) for n in range(rows)]
+    drawn = [_row(kind, view, cells[n], n, rows, bounds, ends.get(n)) for n in range(rows)]
     return [title, *drawn, *[()] * (height - 1 - rows)]
 
 
@@ -214,48 +206,7 @@ def _unknown(tracks: Sequence[Track | None], view: MetricsView) -> str:
     return "no value in this range"
 
 
-def _level(value: float, low: float, high: float, rows: int) -> int:
-    top = rows * 4 - 1
-    return min(top, max(0, round((high - value) / (high - low) * top)))
-
-
-def _paint(cells: list[list[tuple[str, str]]], values: Sequence[Range | None], low: float, high: float, role: str) -> None:
-    """Draw a curve over the cells: from the least to the greatest value of each dot column, and the
-    means joined."""
-    rows, count = len(cells), len(cells[0])
-    bits = [0] * (rows * count)
-    scale = (rows * 4 - 1) / (high - low)
-    column_before, mean_before = -1, 0
-    for column, value in enumerate(values):
-        if value is None:
-            continue
-        least = mean = most = int((high - value.mean) * scale + 0.5)
-        if value.low != value.high:
-            least, most = int((high - value.low) * scale + 0.5), int((high - value.high) * scale + 0.5)
-        if column_before == column - 1 >= 0:
-            most, least = min(most, mean_before), max(least, mean_before)
-        elif column_before >= 0:
-            for x, y in stroke((column_before, mean_before), (column, mean)):
-                bits[y // 4 * count + x // 2] |= BITS[y % 4][x % 2]
-        column_before, mean_before = column, mean
-        spans, place = _SPANS[column % 2], column // 2
-        first, last = most // 4, least // 4
-        if first == last:
-            bits[first * count + place] |= spans[most % 4][least % 4]
-            continue
-        bits[first * count + place] |= spans[most % 4][3]
-        bits[last * count + place] |= spans[0][least % 4]
-        for inside in range((first + 1) * count + place, last * count + place, count):
-            bits[inside] |= spans[0][3]
-    for row, drawn in enumerate(cells):
-        part = bits[row * count : (row + 1) * count]
-        if any(part):
-            for place, dots in enumerate(part):
-                if dots:
-                    drawn[place] = (_GLYPHS[dots], role)
-
-
-def _mark_attempts(cells: list[list[tuple[str, str]]], runs: Sequence[RunCurves], view: MetricsView, count: int) -> None:
+def _mark_attempts(cells: Cells, runs: Sequence[RunCurves], view: MetricsView, count: int) -> None:
     for begin in runs[0].beginnings(view.axis):
         if view.start <= begin < view.end:
             place = min(count - 1, int((begin - view.start) / (view.end - view.start) * count))

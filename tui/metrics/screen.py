@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from rich.text import Text
 from textual import on, work
@@ -19,32 +19,19 @@ from textual.widgets import Button, OptionList, Static
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.history import HOST, Bucket
-from memtop.supervisor.wire import Event, Metric
+from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, Line, line
 from memtop.tui.metrics.curves import AXES, RunCurves
 from memtop.tui.metrics.drawing import METRICS, RUN_ROLES, SMOOTHINGS, MetricsView, cell_at, chart_width, draw
+from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
 from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, named
 from memtop.tui.store import Store
 
 _READ_SECONDS = 2.0
 _AT_FIRST = {"loss", "learning_rate", "samples_per_second", "peak_bytes"}
-_EVALUATIONS = 10_000
-"""The newest, that are read."""
 _SHORTEST = 8.0
 """The least part of an axis that is shown, in updates or their like."""
-
-
-class _Read(NamedTuple):
-    """What is new in a run's ledger."""
-
-    rows: list[Metric]
-    fresh: RunCurves | None
-    """The whole run, if what was known of it does not count any more."""
-    events: list[Event]
-    evaluations: list[Event]
-    memory: list[Bucket]
 
 
 class MetricsScreen(FullScreen):
@@ -147,7 +134,7 @@ class MetricsScreen(FullScreen):
             for folder in [*([] if own is None else [own]), *self._folders]:
                 known = self._runs.get(folder)
                 after = None if known is None else known.newest
-                found = await asyncio.to_thread(_new_in, folder, after)
+                found = await asyncio.to_thread(new_in, folder, after)
                 run = found.fresh or known
                 assert run is not None
                 run.take(found.rows)
@@ -352,26 +339,3 @@ class RunsDialog(Dialog[list[Path]]):
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
         self.dismiss(self._chosen)
-
-
-def _new_in(folder: Path, after: Metric | None) -> _Read:
-    """What the run's ledger has beyond this update; all of it if that update does not count any
-    more. Runs in a thread."""
-    from memtop.supervisor.run.record.folder import RunFolder
-    from memtop.supervisor.run.record.ledger import reading_ledger
-
-    with reading_ledger(RunFolder(folder)) as ledger:
-        if ledger is None:
-            return _Read([], RunCurves(folder.name), [], [], [])
-        extent = ledger.extent()
-        memory = [] if extent is None else ledger.history(HOST, *extent).get("run_rss_bytes", [])
-        rows = [] if after is None else list(ledger.final_history(after.update))
-        fresh = None
-        if after is None or not rows or _identity(rows[0]) != _identity(after):
-            rows, fresh = [], RunCurves(folder.name)
-            fresh.take(ledger.final_history())
-        return _Read(rows[1:], fresh, ledger.events(), ledger.events(_EVALUATIONS, kind="evaluation"), memory)
-
-
-def _identity(row: Metric) -> tuple[int, int, float | None]:
-    return row.update, row.attempt, row.time

@@ -5,9 +5,6 @@ its ledger.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,36 +13,40 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 
-from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of, resample
-from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, band_of
-from memtop.supervisor.wire import Event
-from memtop.tui.charts import merged, nice_bounds
-from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread
+from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of
+from memtop.tui.history.drawing import Curve, HistoryView, cells, draw
+from memtop.tui.line import Line, fit, join_fitting, line
+from memtop.tui.metrics.curves import RunCurves
+from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
 from memtop.tui.screen import Dashboard, FullScreen
 from memtop.tui.store import Store
 
 _ZOOMS = ((300.0, "last 5 min"), (KEPT_SECONDS, "last hour"), (86_400.0, "last 24 h"), (0.0, "whole run"))
-# Key: (words, series, unit, of the host).
+# Key: (words, series, unit, what it is a value of).
 _CHOICES = {
-    "v": ("VRAM", "used_fraction", "memory", False),
-    "m": ("RAM", "used_fraction", "memory", True),
-    "s": ("swap", "swap_used_bytes", "bytes", True),
-    "u": ("use", "utilization_fraction", "fraction", False),
-    "w": ("power", "power_watts", "watts", False),
-    "r": ("run RSS", "run_rss_bytes", "bytes", True),
+    "v": ("VRAM", "used_fraction", "memory", "gpu"),
+    "m": ("RAM", "used_fraction", "memory", "host"),
+    "s": ("swap", "swap_used_bytes", "bytes", "host"),
+    "u": ("use", "utilization_fraction", "fraction", "gpu"),
+    "w": ("power", "power_watts", "watts", "gpu"),
+    "r": ("run RSS", "run_rss_bytes", "bytes", "host"),
+    "l": ("loss", "loss", "number", "update"),
+    "p": ("peak memory", "peak_bytes", "bytes", "update"),
+    "t": ("tokens/s", "tokens_per_second", "rate", "update"),
 }
+_OF_A_RUN = "rlpt"
 # With several GPUs these also have a curve of the mean of all GPUs.
 _TOGETHER = "vu"
 _REREAD_SECONDS = 10.0
 # The newest value is drawn from its own time on, so the axis ends a little later.
 _NEWEST_STANDS = 1.0
+_WHOLE = len(_ZOOMS) - 1
 _Series = dict[str, dict[str, list[Bucket]]]
 
 
-def _tips() -> list[tuple[str, tuple[str, str, str, bool], str]]:
+def _tips() -> list[tuple[str, tuple[str, str, str, str], str]]:
     return [(key, choice, f"Show or hide {choice[0]}") for key, choice in _CHOICES.items()]
 
 
@@ -71,10 +72,13 @@ class HistoryScreen(FullScreen):
 
     def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(dashboard)
-        self._chosen = {"v", "m"}
+        self._chosen = {"v", "m", "l"}
         start, end = dashboard.history.start, dashboard.history.end
         # With only a few minutes of data, an hour would be nearly empty.
         self._zoom = 0 if start is None or end is None or end - start <= _ZOOMS[0][0] else 1
+        if self._folder is not None:
+            self._zoom = _WHOLE
+        self._updates: RunCurves | None = None
         self._cursor: float | None = None
         self._first = 0
         self._stored: _Series = {}
@@ -131,6 +135,11 @@ class HistoryScreen(FullScreen):
         self._reading = True
         try:
             self._extent, self._sources, self._stored = await asyncio.to_thread(_stored, folder, self._zoom, self._span())
+            known = self._updates
+            found = await asyncio.to_thread(new_in, folder, None if known is None else known.newest)
+            self._updates = found.fresh or known
+            assert self._updates is not None
+            self._updates.take(found.rows)
             self._problem = ""
         except (MemtopError, OSError) as error:
             self._problem = str(error)
@@ -151,10 +160,13 @@ class HistoryScreen(FullScreen):
         sources = {**self._sources, **{key: ring.gpu_index(key) for key in ring.keys}}
         gpus = sorted((key for key in sources if key != HOST), key=lambda key: sources[key] or 0)
         found = []
-        for letter, (words, name, unit, of_host) in _CHOICES.items():
+        for letter, (words, name, unit, of) in _CHOICES.items():
             if letter not in self._chosen:
                 continue
-            if of_host:
+            if of == "update":
+                found += self._update_curve(words, unit, name)
+                continue
+            if of == "host":
                 found.append(Curve(words, unit, self._buckets(HOST, name)))
                 continue
             each = [Curve(f"{words} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]
@@ -164,6 +176,16 @@ class HistoryScreen(FullScreen):
                 found.append(Curve(f"{words} of all {len(each)} GPUs, mean", unit, every))
             found += each
         return found
+
+    def _update_curve(self, words: str, unit: str, name: str) -> list[Curve]:
+        """A value that the run reports with its updates; none before the first update."""
+        store, run = self.dashboard.store, self._updates
+        if self._folder is None and store.run is not None:
+            # Of a recorded or observed run there are only the newest updates.
+            run = RunCurves(store.run.name)
+            run.take(store.metrics)
+        track = None if run is None or not run.times else run.track(name)
+        return [] if run is None or track is None else [Curve(words, unit, track=track, begins=run.times[0])]
 
     # --- how it looks -----------------------------------------------------------------------------
 
@@ -189,7 +211,7 @@ class HistoryScreen(FullScreen):
         parts = [
             line((f"{k} ", "accent"), (words, "strong" if k in self._chosen else "muted"))
             for k, (words, *_) in _CHOICES.items()
-            if k != "r" or self.dashboard.store.run is not None
+            if k not in _OF_A_RUN or self.dashboard.store.run is not None
         ]
         hints = (("Esc", "back"), ("+ -", "zoom"), ("← →", "cursor"), ("?", "help"), ("End", "newest"))
         return join_fitting([*parts, *(line((f"{keys} ", "accent"), (words, "muted")) for keys, words in hints)], width)
@@ -198,7 +220,7 @@ class HistoryScreen(FullScreen):
 
     def action_zoom(self, step: int) -> None:
         # Without a ledger there is only the hour in memory.
-        most = len(_ZOOMS) - 1 if self._folder is not None else 1
+        most = _WHOLE if self._folder is not None else 1
         self._zoom = min(most, max(0, self._zoom + step))
         self._cursor = None
         self._read()
@@ -259,170 +281,3 @@ def _stored(
         if not _ZOOMS[zoom][0]:
             start, end = min(start, extent[0]), max(end, extent[1])
         return extent, sources, {key: ledger.history(key, start, end) for key in sources}
-
-
-LABEL_WIDTH = 9
-SMALLEST = 4
-"""Rows of one curve, including its title."""
-_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
-_BITS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
-"""The dots of a braille cell: rows from the bottom, columns from the left."""
-# The kinds of events that are marked.
-_LIFE = ("attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop")
-_MEMORY = ("oom", "survived", "remedy", "settings", "batch_search", "trend", "pressure", "trial")
-MARKED = frozenset((*_LIFE, *_MEMORY))
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One series to be drawn."""
-
-    title: str
-    unit: str
-    """fraction | memory (a fraction with the bands' lines) | bytes | watts"""
-    buckets: Sequence[Bucket]
-
-
-@dataclass(frozen=True)
-class HistoryView:
-    """The shown time, the cursor and the events."""
-
-    start: float
-    end: float
-    cursor: float | None = None
-    """None: at the newest value."""
-    events: Sequence[Event] = ()
-
-
-def cells(width: int) -> int:
-    """The cells of a curve on a screen of this width."""
-    return max(1, width - LABEL_WIDTH)
-
-
-def draw(curves: Sequence[Curve], view: HistoryView, width: int, height: int) -> list[Line]:
-    """As many curves as fit below each other, with event marks above and times below."""
-    room = height - 3
-    if not curves or room < SMALLEST or width < LABEL_WIDTH + 20:
-        return [line(("no curve is chosen, or there is no room for one", MUTED))]
-    shown = curves[: max(1, room // SMALLEST)]
-    each = room // len(shown)
-    lines = [_marks(view, width)]
-    for curve in shown:
-        lines += _curve(curve, view, width, each)
-    hidden = len(curves) - len(shown)
-    # Spare lines are left empty above the axis, so that the last lines keep their places.
-    lines += [()] * (height - 2 - len(lines))
-    return [*lines, _axis(view, width), _words(view, width, hidden)]
-
-
-def value_words(unit: str, value: float) -> str:
-    """One value as text."""
-    if unit in ("fraction", "memory"):
-        return units.percent(value)
-    return f"{value:.0f} W" if unit == "watts" else units.size(value)
-
-
-def reading(curve: Curve, view: HistoryView, width: int) -> Line:
-    """The curve's value at the cursor."""
-    count = cells(width)
-    each = (view.end - view.start) / count
-    start = view.start + _column(view, count) * each
-    (bucket,) = resample(curve.buckets, start, start + each, 1)
-    if bucket is None:
-        return line(("not known", MUTED))
-    mean, high = value_words(curve.unit, bucket.mean), value_words(curve.unit, bucket.high)
-    if mean == high:
-        return line((mean, "strong"))
-    return join((fact("mean", mean), fact("least", value_words(curve.unit, bucket.low)), fact("most", high)))
-
-
-def _column(view: HistoryView, count: int) -> int:
-    if view.cursor is None:
-        return count - 1
-    return min(count - 1, max(0, int((view.cursor - view.start) / (view.end - view.start) * count)))
-
-
-def _curve(curve: Curve, view: HistoryView, width: int, height: int) -> list[Line]:
-    count = cells(width)
-    known = resample(curve.buckets, view.start, view.end, count * 2)
-    top = 1.0
-    if curve.unit not in ("fraction", "memory"):
-        top = nice_bounds(0.0, max((b.high for b in known if b is not None), default=1.0))[1]
-    cursor = None if view.cursor is None else _column(view, count)
-    lines = [spread(line((curve.title, "strong")), reading(curve, view, width), width)]
-    rows = height - 1
-    for row in reversed(range(rows)):
-        limits = [m for m in (EDGE_FROM, DANGER_ABOVE) if curve.unit == "memory" and row / rows <= m < (row + 1) / rows]
-        parts = [
-            _cell(known[2 * n : 2 * n + 2], top, rows, row, curve.unit, limit=bool(limits), cursor=n == cursor)
-            for n in range(count)
-        ]
-        lines.append((*merged(parts), *_label(curve.unit, top, rows, row, limits)))
-    return lines
-
-
-def _cell(
-    pair: Sequence[Bucket | None], top: float, rows: int, row: int, unit: str, *, limit: bool, cursor: bool
-) -> tuple[str, str]:
-    bits = 0
-    for column, bucket in enumerate(pair):
-        if bucket is None:
-            continue
-        filled = round(bucket.mean / top * rows * 4) - row * 4
-        peak = max(1, round(bucket.high / top * rows * 4)) - 1 - row * 4
-        for dot in range(4):
-            if dot < filled or dot == peak:
-                bits |= _BITS[dot][column]
-    if cursor:
-        return (chr(0x2800 + bits) if bits else "│", "match")
-    if not bits:
-        return ("┄", "limit") if limit else (" ", MUTED)
-    highest = max(bucket.high for bucket in pair if bucket is not None)
-    return (chr(0x2800 + bits), _ROLES[band_of(highest)] if unit == "memory" else "curve")
-
-
-def _label(unit: str, top: float, rows: int, row: int, limits: Sequence[float]) -> Line:
-    text = ""
-    if limits:
-        text = "-".join(f"{m * 100:.0f}" for m in limits) + " %"
-    elif row == rows - 1:
-        text = value_words(unit, top)
-    elif row == 0:
-        text = "0"
-    return line((f" {text:<{LABEL_WIDTH - 1}}", MUTED))
-
-
-def _marks(view: HistoryView, width: int) -> Line:
-    """Where events happened: ┊ an attempt begins, ▾ anything else."""
-    count = cells(width)
-    signs = [" "] * count
-    for event in view.events:
-        if event.kind in MARKED and view.start <= event.time < view.end:
-            place = int((event.time - view.start) / (view.end - view.start) * count)
-            signs[place] = "┊" if event.kind == "attempt" or signs[place] == "┊" else "▾"
-    return fit(line(("".join(signs), "attempt")), width)
-
-
-def _axis(view: HistoryView, width: int) -> Line:
-    days = view.end - view.start > 86_400
-    left, right = (_clock(moment, days=days) for moment in (view.start, view.end))
-    middle = f"cursor {_clock(view.cursor, days=days)}" if view.cursor is not None else ""
-    room = cells(width) - len(left) - len(right)
-    return line((f"{left}{middle:^{max(0, room)}}{right}", MUTED))
-
-
-def _clock(moment: float, *, days: bool) -> str:
-    return time.strftime("%m-%d %H:%M" if days else "%H:%M:%S", time.localtime(moment))
-
-
-def _words(view: HistoryView, width: int, hidden: int) -> Line:
-    """The event nearest to the cursor, and the number of hidden curves."""
-    parts: list[Line] = []
-    if hidden:
-        parts.append(line((f"{hidden} more below (down)", "accent")))
-    near = [event for event in view.events if event.kind in MARKED and view.start <= event.time < view.end]
-    if near:
-        at = view.end if view.cursor is None else view.cursor
-        event = min(near, key=lambda one: abs(one.time - at))
-        parts.append(line((f"{_clock(event.time, days=False)} ", MUTED), event.message))
-    return join_fitting(parts, width) or fit(join(parts), width)

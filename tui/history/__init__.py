@@ -1,0 +1,1 @@
+"""The history screen: the machine and the run over time."""
