@@ -59,6 +59,14 @@ def used_of(used_bytes: float | None, whole_bytes: float | None) -> str:
     return f"{of.number(used_bytes)} / {of.number(whole_bytes)} {of.unit}"
 
 
+def energy(joules: float | None) -> str:
+    """`1.24 kWh`, `36 Wh`."""
+    if joules is None:
+        return UNKNOWN
+    watt_hours = joules / 3600
+    return f"{watt_hours / 1000:.2f} kWh" if watt_hours >= 1000 else f"{watt_hours:.3g} Wh"
+
+
 def percent(fraction: float | None, digits: int = 1) -> str:
     return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f} %"
 

@@ -151,7 +151,8 @@ def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
     outcome = attempt["outcome"] or _without_end(attempt["number"], state)
     status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
-    yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {outcome}{status}"
+    energy = "" if attempt["energy_joules"] is None else f", {units.energy(attempt['energy_joules'])}"
+    yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {outcome}{status}{energy}"
     if attempt["diagnosis"]:
         yield f"              {attempt['diagnosis']['summary']}"
 

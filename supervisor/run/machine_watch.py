@@ -49,6 +49,8 @@ class MachineWatch:
         """What /proc showed about the run's processes at the newest sample."""
         self.roles: dict[int, str] = {}
         """By pid, the role of each process of the run. See `host_memory.ROLES`."""
+        self.energy_counters: dict[str, float | None] = {}
+        """See `energy_counters`, for the run."""
         self._runs_dir = runs_dir
         self._find_members = members
         self._attempt_and_ranks = attempt_and_ranks
@@ -133,6 +135,7 @@ class MachineWatch:
         self.reading = read_host_memory(of_ranks.union(self.roles), of_ranks)
         self._gpu_base.update(attempt, self.machine, ranks, {member.pid for member in living})
         self._run_memory.update(living, rank_pids)
+        self.energy_counters = energy_counters(self.machine, ranks if living else (), {member.pid for member in living})
 
     def crossings(self) -> list[str]:
         """One line for each gauge whose band has changed since the last call.
@@ -149,6 +152,17 @@ class MachineWatch:
             if before is not None and before != band:
                 lines.append(f"{gauge}: {before.value} -> {band.value}, {text}")
         return lines
+
+
+def energy_counters(machine: MachineSnapshot, ranks: Iterable[RankMemory], pids: Collection[int]) -> dict[str, float | None]:
+    """Joules that each GPU with a rank or with one of these processes has counted, by uuid; None if
+    the GPU has no counter."""
+    ranks = placed(ranks, machine.gpus)
+    return {
+        gpu.uuid: gpu.details.energy_joules
+        for gpu in machine.gpus
+        if gpu.uuid is not None and (ranks_on(gpu, ranks) or any(row.pid in pids and not row.gone for row in gpu.processes))
+    }
 
 
 # How much older than the snapshot the driver's process list may be, in seconds, with a margin for

@@ -362,6 +362,8 @@ class Supervisor:
         recorder.add(sample.machine, sample.run_rss_bytes)
         if keep:
             self._outbox.write(lambda: recorder.write(sample.machine, self.model.number))
+            if counters := self._sensors.machine_watch.energy_counters:
+                self._outbox.write(lambda: self._outbox.ledger.add_energy(self.model.number, counters))
         stood_still = self._sensors.stood_still()
         if stood_still is not None:
             self.handle(stood_still)

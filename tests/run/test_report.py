@@ -96,7 +96,7 @@ def test_the_page_is_whole_loads_nothing_and_runs_nothing() -> None:
         "92.0 %",
     ):
         assert words in page
-    assert "2.000 kWh" in page
+    assert "about 2.00 kWh" in page
 
 
 def test_markdown_has_whole_tables_and_no_markup_of_others() -> None:

@@ -10,7 +10,7 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run.record import configurations, metrics, tiers
+from memtop.supervisor.run.record import configurations, energy, metrics, tiers
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.reports import Hello, Report, Step, Unknown, decode
 from memtop.supervisor.wire import Change, Event, Metric
@@ -107,6 +107,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """What the attempt began with."""
     launched: bool = True
     """False if its program could not be started."""
+    energy_joules: float | None = None
+    """What its GPUs have used, by the drivers' counters. None if it used no GPU, or if one has no
+    counter."""
 
 
 class StoredStep(NamedTuple):
@@ -163,7 +166,7 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             # All tables in one transaction: readers see all of them or none.
-            self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{metrics.SCHEMA}{tiers.SCHEMA}COMMIT;")
+            self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{metrics.SCHEMA}{tiers.SCHEMA}{energy.SCHEMA}COMMIT;")
             self._wait_for_lock(_LOCKED_SECONDS)
         self._recorder: tiers.Recorder | None = None
         self._unthinned = 0
@@ -234,9 +237,15 @@ class Ledger:
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
 
     def attempts(self) -> list[Attempt]:
-        columns = Attempt.__struct_fields__
+        columns = [name for name in Attempt.__struct_fields__ if name != "energy_joules"]
         rows = self._db.execute(f"SELECT {', '.join(columns)} FROM attempts ORDER BY number")
-        return [self._attempt(dict(zip(columns, row, strict=True))) for row in rows]
+        known, joules = [self._attempt(dict(zip(columns, row, strict=True))) for row in rows], energy.totals(self._db)
+        return [msgspec.structs.replace(attempt, energy_joules=joules.get(attempt.number)) for attempt in known]
+
+    def add_energy(self, attempt: int, counters: Mapping[str, float | None]) -> None:
+        """See `energy.add`. Raises sqlite3.OperationalError on a full disk."""
+        with self.transaction():
+            energy.add(self._db, attempt, counters)
 
     @staticmethod
     def _attempt(row: dict[str, Any]) -> Attempt:

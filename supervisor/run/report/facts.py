@@ -41,6 +41,13 @@ class Source(NamedTuple):
     """From the power that the driver reports; None for the host."""
 
 
+class Price(NamedTuple):
+    """What the user pays for energy."""
+
+    per_kilowatt_hour: float
+    currency: str
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything in a report."""
 
@@ -55,6 +62,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     cwd: str
     gpus: tuple[str, ...] = ()
+    price: Price | None = None
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -62,8 +70,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return [(name, value) for name, value in _rows(self) if value]
 
 
-def read_facts(folder: RunFolder) -> Facts:
-    """Read a run. MemtopError if its files cannot be read."""
+def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
+    """Read a run. Without a price no cost is named. MemtopError if its files cannot be read."""
     state, spec, now = view.read_state(folder), folder.spec(), time.time()
     with reading_ledger(folder) as ledger:
         return Facts(
@@ -77,6 +85,7 @@ def read_facts(folder: RunFolder) -> Facts:
             version=spec.memtop_version,
             cwd=spec.cwd,
             gpus=() if ledger is None else _gpu_names(ledger, now),
+            price=price,
         )
 
 
@@ -116,8 +125,7 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
     for source in facts.sources:
         yield f"highest memory, {source.label}", "" if source.peak is None else units.percent(source.peak)
-    joules = [source.joules for source in facts.sources if source.joules is not None]
-    yield "energy of the GPUs", f"{sum(joules) / 3.6e6:.3f} kWh, by the power that the driver reports" if joules else ""
+    yield "energy of the GPUs", _energy(facts)
     if state.settings is not None:
         s = state.settings
         yield "recipe", f"{s.recipe}, preset {s.preset}, {s.split_text} = {s.effective_batch}, T {s.seq_len}"
@@ -138,6 +146,20 @@ def _sources(ledger: Ledger, now: float) -> Iterable[Source]:
         joules = None if key == HOST else _joules(series["power_watts"])
         peak = max((bucket.high for bucket in used), default=None)
         yield Source(label_of(index), Curve(f"{label_of(index)}: memory in use", points), peak, joules)
+
+
+def _energy(facts: Facts) -> str:
+    """By the drivers' counters, else by the power that they report."""
+    counted = [attempt.energy_joules for attempt in facts.attempts if attempt.energy_joules is not None]
+    by_power = [source.joules for source in facts.sources if source.joules is not None]
+    joules = sum(counted) if counted else sum(by_power)
+    if not joules:
+        return ""
+    words = units.energy(joules) if counted else f"about {units.energy(joules)}, by the power that the driver reports"
+    if facts.price is None:
+        return words
+    each, currency = facts.price
+    return f"{words}; {joules / 3.6e6 * each:.2f} {currency} at {each:g} {currency} per kWh"
 
 
 def _joules(power: Sequence[Bucket]) -> float | None:

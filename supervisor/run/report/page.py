@@ -54,7 +54,7 @@ def html(facts: Facts) -> str:
     begun = [float(attempt.start_updates) for attempt in facts.attempts[1:] if attempt.start_updates is not None]
     curves = [curve_svg(curve, lambda x: f"update {units.count(x)}", marks=begun) for curve in facts.curves]
     parts += ["<h2>Training</h2>", *curves] if curves else []
-    parts += ["<h2>Attempts</h2>", _table(("", "began", "lasted", "why", "end"), _attempts(facts))]
+    parts += ["<h2>Attempts</h2>", _table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts))]
     if facts.configurations:
         parts += ["<h2>Settings</h2>", _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
     if facts.events:
@@ -75,7 +75,7 @@ def markdown(facts: Facts) -> str:
         summary, evidence = diagnosis
         lines += ["", f"**Why it failed**: {clean(summary)}"]
         lines += ["", "```", *(clean(line).replace("```", "'''") for line in evidence), "```"] if evidence else []
-    lines += ["", "**Attempts**", "", *_markdown_table(("", "began", "lasted", "why", "end"), _attempts(facts))]
+    lines += ["", "**Attempts**", "", *_markdown_table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts))]
     if len(facts.configurations) > 1:
         lines += ["", "**Settings**", ""]
         lines += _markdown_table(("", "from update", "settings", "peak", "why"), _configurations(facts))
@@ -112,7 +112,8 @@ def _diagnosis(facts: Facts) -> tuple[str, Sequence[str]] | None:
 def _attempts(facts: Facts) -> Iterable[tuple[str, ...]]:
     for attempt in facts.attempts:
         lasted = "" if attempt.ended is None else units.duration(attempt.ended - attempt.started)
-        yield str(attempt.number), _clock(attempt.started), lasted, attempt.reason, outcome_words(attempt)
+        used = units.energy(attempt.energy_joules)
+        yield str(attempt.number), _clock(attempt.started), lasted, used, attempt.reason, outcome_words(attempt)
 
 
 def _configurations(facts: Facts) -> Iterable[tuple[str, ...]]:
