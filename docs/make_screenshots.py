@@ -23,7 +23,7 @@ from textual.pilot import Pilot
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.demo import RECORDING
 from memtop.tui.feed import Connected, FeedMessage
 from memtop.tui.replay import StreamRecording

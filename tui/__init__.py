@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, run_dashboard
-    from memtop.tui.dashboard.screen import DashboardResult
+    from memtop.tui.dashboard.result import DashboardResult
     from memtop.tui.demo import demo_feed
     from memtop.tui.feed import Feed, LocalFeed
     from memtop.tui.run_feed import RunFeed
@@ -18,7 +18,7 @@ __all__ = ["DashboardApp", "DashboardResult", "Feed", "LocalFeed", "RunFeed", "d
 
 _HOMES = {
     "DashboardApp": "app",
-    "DashboardResult": "dashboard.screen",
+    "DashboardResult": "dashboard.result",
     "run_dashboard": "app",
     "demo_feed": "demo",
     "Feed": "feed",

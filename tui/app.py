@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
@@ -23,7 +24,8 @@ from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 from textual.widgets import Static
 
-from memtop.tui.dashboard.screen import DashboardResult, DashboardScreen
+from memtop.tui.dashboard.result import DashboardResult
+from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
@@ -111,7 +113,11 @@ class DashboardApp(App[DashboardResult]):
         interval: float = 1.0,
         process_actions: ProcessActions | None = None,
         notices: TerminalNotices | None = None,
+        runs_dir: Path | None = None,
+        begins_with_runs: bool = False,
     ) -> None:
+        """`runs_dir`: the folder of the runs that the dashboard can show in place of this one.
+        `begins_with_runs`: their list is open at the start."""
         super().__init__()
         self._notices = notices
         self.pace: Pace = pace_of_terminal()
@@ -121,6 +127,8 @@ class DashboardApp(App[DashboardResult]):
         self._dashboard = DashboardScreen(
             feed, label=title or feed.label, interval=interval, process_actions=actions, pace=self.pace
         )
+        self._dashboard.runs_dir = runs_dir
+        self._begins_with_runs = begins_with_runs
         self._ended = threading.Event()
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
@@ -140,6 +148,10 @@ class DashboardApp(App[DashboardResult]):
 
     def on_mount(self) -> None:
         self.title = "memtop"
+        if self._begins_with_runs and self._dashboard.runs_dir is not None:
+            from memtop.tui.runs import RunsScreen
+
+            self.push_screen(RunsScreen(self._dashboard, self._dashboard.runs_dir, is_first=True))
         if self._notices is not None:
             self.watch(self._dashboard, "store", self._notify, init=False)
         if not self.is_headless:
@@ -214,9 +226,16 @@ def terminal_gone(descriptor: int) -> bool:
     return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poller.poll(0))
 
 
-def run_dashboard(feed: Feed, *, interval: float = 1.0, notices: TerminalNotices | None = None) -> DashboardResult:
+def run_dashboard(
+    feed: Feed,
+    *,
+    interval: float = 1.0,
+    notices: TerminalNotices | None = None,
+    runs_dir: Path | None = None,
+    begins_with_runs: bool = False,
+) -> DashboardResult:
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
-    app = DashboardApp(feed, interval=interval, notices=notices)
+    app = DashboardApp(feed, interval=interval, notices=notices, runs_dir=runs_dir, begins_with_runs=begins_with_runs)
     result = app.run()
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"

@@ -129,6 +129,16 @@ ACTIONS = (
         gives_way=True,
     ),
     Action(
+        "runs",
+        ("a",),
+        "a",
+        "All runs",
+        "Runs",
+        "All runs of the folder and all that live on this machine: open, resume, compare, report",
+        "screen",
+        gives_way=True,
+    ),
+    Action(
         "panel",
         ("z",),
         "z",

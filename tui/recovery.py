@@ -22,7 +22,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
-from memtop.tui.charts import Share, memory_bar
+from memtop.tui.bars import Share, memory_bar
 from memtop.tui.keymap import no_changes
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of, wrap
 from memtop.tui.line_list import LineList, ListContent, indented, indented_width, text_entry

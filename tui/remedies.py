@@ -11,7 +11,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.values import mark
 from memtop.supervisor.recovery.forecast import forecast, foreseen, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
-from memtop.tui.charts import ROLES, Share, memory_bar
+from memtop.tui.bars import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
 from memtop.tui.store import Store
 

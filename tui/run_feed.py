@@ -133,16 +133,8 @@ class RunFeed:
         if not isinstance(request, wire.Restart) or not self._ended:
             yield refusal(request.id, "the supervisor is gone")
             return
-        from memtop.supervisor.run.record.folder import RunFolder
-        from memtop.supervisor.run.starting import start_supervisor
-
-        yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message="starting a supervisor for the run")
-        try:
-            await asyncio.to_thread(start_supervisor, RunFolder(self._folder), request.change)
-        except (MemtopError, OSError) as error:
-            yield wire.Answer(id=request.id, outcome=wire.Outcome.FAILED, message=str(error))
-            return
-        yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run resumes")
+        async for answer in resume(self._folder, request):
+            yield answer
 
     async def _connect(self) -> Client | None:
         from memtop.supervisor.run.client import AsyncRunClient
@@ -231,3 +223,17 @@ def _unsupervised(run: wire.RunState) -> Disconnected:
         return Disconnected("supervisor is gone, training continues - reconnecting")
     again = "resumes it" if run.resumes else "starts it again"
     return Disconnected(f"the run is over ({run.state.value}); r or memtop restart {run.name} {again}", ended=True)
+
+
+async def resume(run_folder: Path, request: wire.Restart) -> AsyncIterator[wire.Answer]:
+    """Start a new supervisor that resumes a run which is over."""
+    from memtop.supervisor.run.record.folder import RunFolder
+    from memtop.supervisor.run.starting import start_supervisor
+
+    yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message="starting a supervisor for the run")
+    try:
+        await asyncio.to_thread(start_supervisor, RunFolder(run_folder), request.change)
+    except (MemtopError, OSError) as error:
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.FAILED, message=str(error))
+        return
+    yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run resumes")

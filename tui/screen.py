@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from rich.table import Table
@@ -52,6 +53,17 @@ class Dashboard(Screen[None]):
     """How fast the terminal takes what is drawn."""
     ending_processes = False
     """Whether chosen processes are being ended at the moment."""
+
+    runs_dir: Path | None = None
+    """The folder of the runs; None in a replay."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Close the dashboard; a run goes on."""
+
+    @abstractmethod
+    def open_run(self, folder: Path) -> None:
+        """Show another run in place of this one."""
 
     @abstractmethod
     def say(self, text: str, kind: str = "note") -> None:

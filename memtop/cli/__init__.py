@@ -96,11 +96,16 @@ class LazyGroup(click.Group):
 )
 @click.option("--version", is_flag=True, help="print the version")
 @click.pass_context
-def app(context: click.Context, version: bool) -> None:
+def app(context: click.Context, version: bool) -> int | None:
     if version:
         print_lines(f"memtop {__version__}")
     elif context.invoked_subcommand is None:
+        if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            from memtop.cli.dashboard import open_runs
+
+            return open_runs()
         print_lines(*context.get_help().splitlines())
+    return None
 
 
 def run(arguments: list[str]) -> int:

@@ -21,7 +21,8 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
+from memtop.supervisor.run.record.ownership import why_unreadable
+from memtop.supervisor.run.runs import run_folders
 from memtop.supervisor.wire import Proposal, RunState
 
 
@@ -55,27 +56,6 @@ def find_run(reference: str, runs_dir: Path | None = None) -> RunFolder:
         raise
 
 
-def run_folders(runs_dir: Path) -> list[RunFolder]:
-    """All runs, oldest first, including unreadable ones; RunFolderError if `runs_dir` cannot be
-    read."""
-    found = []
-    for path in _entries(runs_dir):
-        if is_foreign_link(path):
-            continue
-        try:
-            written = (path / "run.json").stat().st_mtime
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError:
-            written = 0.0
-        folder = RunFolder(path)
-        try:
-            found.append((folder.spec().created, folder))
-        except MemtopError:
-            found.append((written, folder))
-    return [folder for _, folder in sorted(found, key=lambda item: (item[0], item[1].name))]
-
-
 def state_of(folder: RunFolder) -> RunState | Unreadable:
     """The run's state, or why it cannot be read."""
     try:
@@ -104,16 +84,6 @@ def readable_ledger(folder: RunFolder) -> Iterator[None]:
 
 def _unreadable(folder: RunFolder, error: str) -> Unreadable:
     return Unreadable(name=folder.name, folder=str(folder.path), error=" ".join(error.split()))
-
-
-def _entries(runs_dir: Path) -> list[Path]:
-    """The folder's entries, none if it does not exist; RunFolderError if it cannot be read."""
-    try:
-        return list(runs_dir.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
 
 
 _EVIDENCE_LINES = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from memtop.cli.common import find_run, living_runs
-from memtop.cli.configuration import configured, notify_topics
+from memtop.cli.configuration import configured, default_runs_dir, notify_topics
 from memtop.cli.output import print_message
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
@@ -71,7 +71,17 @@ def open_dashboard(
     else:
         others = AllPrograms() if pid is None else None
         feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, beside=others, turns=turns)
-    return _show(feed, look.interval)
+    return _show(feed, look, runs_dir=runs_dir, endpoint=endpoint)
+
+
+def open_runs() -> int:
+    """Open the list of all runs, over the machine's dashboard. The result is the exit status."""
+    from memtop.tui.feed import LocalFeed
+    from memtop.tui.observed import AllPrograms
+
+    runs_dir = default_runs_dir()
+    feed = LocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), _DEFAULT_LOOK.interval, beside=AllPrograms())
+    return _show(feed, _DEFAULT_LOOK, runs_dir=runs_dir, begins_with_runs=True)
 
 
 def open_run(
@@ -82,19 +92,23 @@ def open_run(
     if not look.read_only:
         require_own(folder.path)
     need_terminal()
+    feed = _feed_of(folder, look, endpoint)
+    return _show(feed, look, started_here=started_here, runs_dir=folder.path.parent, endpoint=endpoint)
+
+
+def _feed_of(folder: RunFolder, look: WatchOptions, endpoint: Endpoint | None) -> Feed:
     from memtop.tui.run_feed import RunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))
 
-    feed = RunFeed(
+    return RunFeed(
         folder.path,
         read_only=look.read_only,
         interval=look.interval,
         sampler_factory=sampler,
         turns=_turns(look, endpoint),
     )
-    return _show(feed, look.interval, started_here=started_here)
 
 
 def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
@@ -103,7 +117,7 @@ def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
     need_terminal()
     from memtop.tui.replay import FolderRecording, ReplayFeed
 
-    return _show(ReplayFeed(lambda: FolderRecording(folder.path)), interval, silent=True)
+    return _show(ReplayFeed(lambda: FolderRecording(folder.path)), WatchOptions(interval), silent=True)
 
 
 def open_demo(interval: float) -> int:
@@ -111,7 +125,7 @@ def open_demo(interval: float) -> int:
     need_terminal()
     from memtop.tui.demo import demo_feed
 
-    return _show(demo_feed(), interval, silent=True)
+    return _show(demo_feed(), WatchOptions(interval), silent=True)
 
 
 def tree_of(pid: int) -> list[TreeProcess]:
@@ -140,12 +154,28 @@ def _turns(look: WatchOptions, endpoint: Endpoint | None) -> list[Turn]:
     return turns
 
 
-def _show(feed: Feed, interval: float, *, started_here: bool = False, silent: bool = False) -> int:
+def _show(
+    feed: Feed,
+    look: WatchOptions,
+    *,
+    started_here: bool = False,
+    silent: bool = False,
+    runs_dir: Path | None = None,
+    begins_with_runs: bool = False,
+    endpoint: Endpoint | None = None,
+) -> int:
+    """Show the feed, and then each run that the user opens from the list of runs in `runs_dir`."""
     from memtop.tui import run_dashboard
 
-    notices = None if silent else _terminal_notices()
     with _closes_on_sigterm():
-        result = run_dashboard(feed, interval=interval, notices=notices)
+        while True:
+            notices = None if silent else _terminal_notices()
+            result = run_dashboard(
+                feed, interval=look.interval, notices=notices, runs_dir=runs_dir, begins_with_runs=begins_with_runs
+            )
+            if result.opens is None:
+                break
+            feed, started_here, begins_with_runs = _feed_of(RunFolder(result.opens), look, endpoint), False, False
     if result.message and not silent:
         print_message(f"memtop: {result.message}")
     return 0 if result.action == "ended" and not started_here else result.exit_status

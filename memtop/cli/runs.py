@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
+from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_line
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
@@ -20,6 +23,7 @@ from memtop.supervisor.program import known
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
+from memtop.supervisor.run.runs import RunRow, row_of, run_folders, table
 from memtop.supervisor.wire import Phase, RunState
 
 
@@ -29,14 +33,21 @@ from memtop.supervisor.wire import Phase, RunState
 def runs(as_json: bool, runs_dir: Path | None) -> int:
     """List the runs, the newest last."""
     where = runs_dir or default_runs_dir()
-    states = [state_of(folder) for folder in run_folders(where)]
+    rows = [row_of(folder) for folder in run_folders(where)]
     if as_json:
-        print_json([summary(state) for state in states])
-    elif not states:
+        print_json([_document_of(row) for row in rows])
+    elif not rows:
         print_message(f"no runs in {where}")
     else:
-        print_lines(*(run_line(state) for state in states))
+        print_lines(*table(rows, time.time(), shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     return 0
+
+
+def _document_of(row: RunRow) -> dict[str, Any]:
+    if row.run is None:
+        return {"name": row.name, "folder": str(row.folder.path), "error": row.error}
+    more = {"program": row.program, "created": row.run.created, "ended": row.run.ended}
+    return {**view.summary(row.run), **more, "peak_bytes": row.peak_bytes, "energy_joules": row.energy_joules}
 
 
 @click.command(epilog=RUN_HELP)

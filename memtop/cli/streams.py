@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memtop.cli.common import run_folders, state_of, summary
+from memtop.cli.common import state_of, summary
 from memtop.cli.dashboard import WatchOptions
 from memtop.cli.output import json_text
 from memtop.supervisor.clean import clean
@@ -25,6 +25,7 @@ from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.runs import run_folders
 from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import RunState
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from memtop.cli import dashboard
-from memtop.cli.common import Unreadable, find_run, run_folders, run_line, state_of, summary
+from memtop.cli.common import Unreadable, find_run, run_line, state_of, summary
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import watched
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
@@ -27,6 +27,7 @@ from memtop.supervisor.observed.shown import line_of, lines_of
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.runs import run_folders
 from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import RunState
 

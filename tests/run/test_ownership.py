@@ -17,7 +17,6 @@ import pytest
 
 from memtop import cli
 from memtop.cli import dashboard
-from memtop.cli.common import run_folders
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.run.client import ask
@@ -27,6 +26,7 @@ from memtop.supervisor.run.processes.environment import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.ownership import why_not_own
+from memtop.supervisor.run.runs import run_folders
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Stop
 from tests.conftest import UNTIL_GO, Runs

@@ -21,7 +21,7 @@ from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSa
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.feed import Connected, Feed, FeedMessage
 from memtop.tui.line import Line, plain
 from memtop.tui.processes.actions import EndingReport

@@ -10,7 +10,7 @@ from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
 from memtop.tui.dashboard.footer import ActionButton
-from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
 from memtop.tui.presets import PresetDialog

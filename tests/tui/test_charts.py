@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.monitor.values import Band
-from memtop.tui.charts import (
-    Point,
-    Share,
-    curve,
-    curve_spark,
-    history,
-    memory_bar,
-    memory_bounds,
-    nice_bounds,
-    progress_bar,
-    spark,
-)
+from memtop.tui.bars import Share, memory_bar, progress_bar
+from memtop.tui.charts import Point, curve, curve_spark, history, memory_bounds, nice_bounds, spark
 from memtop.tui.line import fit, join_fitting, line, plain, spread, wrap
 from memtop.tui.words import age
 from tests.tui.support import text_of

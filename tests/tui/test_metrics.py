@@ -18,7 +18,7 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.metrics.curves import Range, RunCurves, Track
 from memtop.tui.metrics.drawing import METRICS, MetricsView, draw, smoothed
 from memtop.tui.metrics.screen import MetricsScreen

@@ -14,7 +14,7 @@ from textual.widgets import Input
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Checkpoint, StateUpdate
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.feed import FeedMessage
 from memtop.tui.line_list import LineList
 from memtop.tui.processes.actions import EndingReport

@@ -12,7 +12,7 @@ from textual.color import Color
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuTrouble, Job
-from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.line import cropped, plain, wrap
 from memtop.tui.machine.gpu_details import draw_gpu_details
 from memtop.tui.machine.vram import bar_parts, vram_legend

@@ -161,6 +161,15 @@ async def metrics(dashboard: Dashboard, key: str) -> None:
     await dashboard.app.push_screen_wait(MetricsScreen(dashboard))
 
 
+async def runs(dashboard: Dashboard, key: str) -> None:
+    from memtop.tui.runs import RunsScreen
+
+    if dashboard.runs_dir is None:
+        dashboard.say("a replay shows one run: `memtop` lists all of them", "bad")
+        return
+    await dashboard.app.push_screen_wait(RunsScreen(dashboard, dashboard.runs_dir))
+
+
 async def panel(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.dashboard.one_panel import PanelScreen
 
@@ -260,6 +269,7 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "history": history,
     "metrics": metrics,
     "panel": panel,
+    "runs": runs,
     "recovery": recovery,
     "configurations": configurations,
     "undo": undo,

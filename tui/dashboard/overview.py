@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import why_incomplete
-from memtop.tui.charts import ROLES, banded, padded_tag
+from memtop.tui.bars import ROLES, banded, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of
 from memtop.tui.machine.gpu import LABEL, draw_gpu_note, draw_gpu_row, short_name
 from memtop.tui.machine.host import ram_bar, swap_row

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ from memtop.tui.dashboard.header import draw_header
 from memtop.tui.dashboard.layout import GPU_PANELS, DashboardLayout, plan
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.panels import ProcessPanel, gpu_panel
+from memtop.tui.dashboard.result import DashboardResult, result_of
 from memtop.tui.dashboard.training import draw_notice, notice
 from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
@@ -67,17 +68,6 @@ def first_store(feed: Feed, label: str | None) -> Store:
         label=label,
         all_pids_visible=here and sees_all_pids(),
     )
-
-
-@dataclass(frozen=True)
-class DashboardResult:
-    """How the dashboard was left."""
-
-    action: str
-    """"detach": the run, if any, goes on; "ended": the run was over."""
-    message: str = ""
-    """What to print after the dashboard has closed."""
-    exit_status: int = 0
 
 
 class DashboardScreen(Dashboard):
@@ -315,6 +305,17 @@ class DashboardScreen(Dashboard):
         if kind in ("good", "bad", "failed") and self.app.screen is not self:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
+    def leave(self) -> None:
+        self.app.exit(self.result())
+
+    def open_run(self, folder: Path) -> None:
+        run = self.store.run
+        if run is not None and not self.store.replaying and Path(run.folder) == folder:
+            while self.app.screen is not self:
+                self.app.pop_screen()
+        else:
+            self.app.exit(DashboardResult("open", opens=folder))
+
     def hint_quit(self) -> None:
         run = self.store.run
         goes_on = run is not None and not run.observed and not self.store.replaying
@@ -322,17 +323,7 @@ class DashboardScreen(Dashboard):
 
     def result(self) -> DashboardResult:
         """The result with which the dashboard closes."""
-        run = self.store.run
-        if run is None:
-            return DashboardResult("detach")
-        if run.observed:
-            again = "it has ended" if run.state.final else f"memtop watch --pid {run.trainer_pid} shows it again"
-            return DashboardResult("detach", f"{run.name}: {again}")
-        if run.state.final:
-            why = f" ({run.reason})" if run.reason else ""
-            message = f"{run.name}: {run.state.value}{why}, memtop show {run.name}"
-            return DashboardResult("ended", message, exit_status=1 if run.state is wire.Phase.FAILED else 0)
-        return DashboardResult("detach", f"{run.name} continues; memtop watch {run.name} shows it again")
+        return result_of(self.store)
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -364,7 +355,7 @@ class DashboardScreen(Dashboard):
             self.say(f"{action.label.rstrip('…')}: {problem}", "bad")
             return
         if action_id == "detach":
-            self.app.exit(self.result())
+            self.leave()
         elif action.group == "view":
             self._view(action_id)
         elif action.group == "replay":

@@ -12,7 +12,8 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Event, Phase, RunState
-from memtop.tui.charts import Point, curve, curve_spark, progress_bar
+from memtop.tui.bars import progress_bar
+from memtop.tui.charts import Point, curve, curve_spark
 from memtop.tui.dashboard.header import PHASE_MARKS
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.gpu import driver_silence

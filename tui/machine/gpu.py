@@ -6,7 +6,8 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
-from memtop.tui.charts import ROLES, banded, history, padded_tag, spark
+from memtop.tui.bars import ROLES, banded, padded_tag
+from memtop.tui.charts import history, spark
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
 from memtop.tui.store import Store, seconds_until_full, step_peak

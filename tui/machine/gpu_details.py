@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
-from memtop.tui.charts import banded
+from memtop.tui.bars import banded
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fit, join, line, width_of, wrap
 from memtop.tui.machine.facts import LABEL, FactGroup, Group, column_width, flow, laid_out, number, share, size, yes
 from memtop.tui.machine.gpu import cuda_name, driver_silence, trouble_words

@@ -9,7 +9,8 @@ from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.values import EDGE_FROM, HostSample
 from memtop.supervisor.recovery.values import Trend
 from memtop.tui import trends
-from memtop.tui.charts import ROLES, Share, banded, history, memory_bar, padded_tag
+from memtop.tui.bars import ROLES, Share, banded, memory_bar, padded_tag
+from memtop.tui.charts import history
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.facts import FactGroup, Group, column_width, flow, laid_out, share, size
 from memtop.tui.machine.gpu import LABEL

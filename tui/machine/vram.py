@@ -10,7 +10,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, MigInstance, why_incomplete_on
 from memtop.supervisor.monitor.vram import VramParts
-from memtop.tui.charts import ROLES, Share, memory_bar, padded_tag
+from memtop.tui.bars import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
 from memtop.tui.store import Store, vram_parts
 

@@ -57,8 +57,10 @@ class MetricsScreen(FullScreen):
         Binding("up", "scroll_charts(-1)", "Charts before", show=False),
     ]
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Dashboard, folders: Sequence[Path] = ()) -> None:
+        """`folders`: the runs to show in place of the dashboard's; more than fit are left out."""
         super().__init__(dashboard, id="metrics-screen")
+        self._given = folders[0] if folders else None
         self._chosen = set(_AT_FIRST)
         self._axis = AXES[0]
         self._part: tuple[float, float | None] | None = None
@@ -69,7 +71,7 @@ class MetricsScreen(FullScreen):
         self._log_scale = False
         self._first = 0
         self._shown = 0
-        self._folders: list[Path] = []
+        self._folders: list[Path] = list(folders[1 : len(RUN_ROLES)])
         """Of the runs that were added."""
         self._runs: dict[Path | None, RunCurves] = {}
         self._events: list[Event] = []
@@ -87,7 +89,8 @@ class MetricsScreen(FullScreen):
         self._read()
 
     def headline(self, store: Store) -> Line:
-        return named(f"Metrics of {store.run.name if store.run is not None else ''}")
+        name = store.run.name if store.run is not None else ""
+        return named(f"Metrics of {name if self._given is None else self._given.name}")
 
     def headline_right(self, store: Store) -> Line:
         parts = [f"by {self._axis}"]
@@ -110,6 +113,8 @@ class MetricsScreen(FullScreen):
     @property
     def _own_folder(self) -> Path | None:
         """The folder of the dashboard's run; None if its numbers are in the store only."""
+        if self._given is not None:
+            return self._given
         store = self.dashboard.store
         if store.run is None or store.replaying or store.run.observed or not Path(store.run.folder).is_dir():
             return None

@@ -1,0 +1,245 @@
+"""Lists of runs: all runs of a folder and all that live on this machine, a row each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+from rich.cells import cell_len
+
+from memtop.supervisor import units
+from memtop.supervisor.clean import clean
+from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.run import view
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.ledger import reading_ledger
+from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
+from memtop.supervisor.wire import RunState
+
+_BETWEEN = 2
+"""Cells between two columns."""
+
+
+def run_folders(runs_dir: Path) -> list[RunFolder]:
+    """All runs, oldest first, including unreadable ones; RunFolderError if `runs_dir` cannot be
+    read."""
+    found = []
+    for path in _entries(runs_dir):
+        if is_foreign_link(path):
+            continue
+        try:
+            written = (path / "run.json").stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            written = 0.0
+        folder = RunFolder(path)
+        try:
+            found.append((folder.spec().created, folder))
+        except MemtopError:
+            found.append((written, folder))
+    return [folder for _, folder in sorted(found, key=lambda item: (item[0], item[1].name))]
+
+
+def _entries(runs_dir: Path) -> list[Path]:
+    """The folder's entries, none if it does not exist; RunFolderError if it cannot be read."""
+    try:
+        return list(runs_dir.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
+
+
+def living_elsewhere(runs_dir: Path) -> Iterator[RunFolder]:
+    """The caller's runs in other folders whose supervisor lives."""
+    here = runs_dir.absolute()
+    for process in psutil.process_iter():
+        # The process may have ended, or belong to another user.
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real != os.getuid():
+                continue
+            words = process.cmdline()
+            if "memtop.supervisor" not in words:
+                continue
+            path = Path(words[words.index("memtop.supervisor") + 1])
+            if path.parent != here and (path / "run.json").is_file():
+                yield RunFolder(path)
+
+
+class RunRow(NamedTuple):
+    """One run."""
+
+    folder: RunFolder
+    run: RunState | None
+    """None if the run cannot be read."""
+    error: str | None = None
+    """Why it cannot be read, in one line."""
+    peak_bytes: int | None = None
+    """The highest of all attempts, of the first process."""
+    energy_joules: float | None = None
+    """Of all attempts whose energy is known."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def program(self) -> str | None:
+        """The recipe, or the user's script."""
+        if self.run is None:
+            return None
+        if self.run.settings is not None:
+            return self.run.settings.recipe
+        words = self.run.command
+        return next((Path(word).name for word in words if word.endswith(".py")), Path(words[0]).name if words else None)
+
+
+def row_of(folder: RunFolder) -> RunRow:
+    """What a list shows of a run, or why it cannot be read."""
+    try:
+        folder.spec()
+        run = view.read_state(folder)
+        with reading_ledger(folder) as ledger:
+            if ledger is None:
+                return RunRow(folder, run)
+            attempts = ledger.attempts()
+            peaks = [attempt.peak_bytes for attempt in attempts] + [ledger.highest_peak(run.attempt)]
+    except MemtopError as error:
+        return RunRow(folder, None, " ".join(str(error).split()))
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
+        return RunRow(folder, run, f"{folder.ledger_path}: cannot be read: {error}")
+    except OSError as error:
+        return RunRow(folder, None, why_unreadable(Path(error.filename or folder.path), error))
+    joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
+    highest = max((peak for peak in peaks if peak is not None), default=None)
+    return RunRow(folder, run, peak_bytes=highest, energy_joules=sum(joules) if joules else None)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+class RunColumn(NamedTuple):
+    """A column of the list."""
+
+    id: str
+    text: Callable[[RunRow, float], str]
+    """From the row and the present time, seconds since the epoch."""
+    key: Callable[[RunRow], Any]
+    """What is sorted by; None is unknown."""
+    right: bool = True
+    rank: int = 0
+    """Without room the columns with the highest numbers are left out."""
+
+
+def _of_run(name: str) -> Callable[[RunRow], Any]:
+    return lambda row: None if row.run is None else getattr(row.run, name)
+
+
+def _state(row: RunRow) -> str:
+    return "unreadable" if row.run is None else row.run.state.value
+
+
+def _age(row: RunRow, now: float) -> str:
+    """`12 s`, `4 min`, `3 h`, `10 days`."""
+    if row.run is None:
+        return units.UNKNOWN
+    seconds = max(0.0, now - row.run.created)
+    for limit, each, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / each:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def _progress(row: RunRow, now: float) -> str:
+    if row.run is None or row.run.updates is None:
+        return units.UNKNOWN
+    total = "" if row.run.total_updates is None else f"/{row.run.total_updates}"
+    return f"{row.run.updates}{total}"
+
+
+def _loss(row: RunRow, now: float) -> str:
+    return units.UNKNOWN if row.run is None or row.run.loss is None else f"{row.run.loss:.4f}"
+
+
+NAME = RunColumn("name", lambda row, now: clean(row.name), lambda row: row.name.casefold(), right=False)
+COLUMNS = (
+    NAME,
+    RunColumn("state", lambda row, now: _state(row), _state, right=False),
+    RunColumn("program", lambda row, now: clean(row.program or units.UNKNOWN), lambda row: row.program, right=False, rank=5),
+    RunColumn("age", _age, _of_run("created"), rank=2),
+    RunColumn("update", _progress, _of_run("updates")),
+    RunColumn("loss", _loss, _of_run("loss"), rank=1),
+    RunColumn("peak", lambda row, now: units.size(row.peak_bytes), lambda row: row.peak_bytes, rank=4),
+    RunColumn(
+        "samples/s",
+        lambda row, now: units.rate(None if row.run is None else row.run.samples_per_second),
+        _of_run("samples_per_second"),
+        rank=3,
+    ),
+    RunColumn("energy", lambda row, now: units.energy(row.energy_joules), lambda row: row.energy_joules, rank=6),
+)
+_SHORTEST_NAME = 12
+
+
+class Placed(NamedTuple):
+    """A column and its width in cells."""
+
+    column: RunColumn
+    width: int
+
+    def cell(self, row: RunRow, now: float) -> str:
+        """The text, shortened and padded to the width."""
+        text = shortened(self.column.text(row, now), self.width)
+        padding = " " * (self.width - cell_len(text))
+        return padding + text if self.column.right else text + padding
+
+
+def placed(rows: Sequence[RunRow], now: float, width: int | None) -> list[Placed]:
+    """The columns that fit, and their widths. Names are shortened before a column is left out;
+    states are never shortened."""
+    found = [Placed(one, max(map(cell_len, (one.id, *(one.text(row, now) for row in rows))))) for one in COLUMNS]
+    while width is not None and (excess := sum(one.width + _BETWEEN for one in found) - _BETWEEN - width) > 0:
+        name = found[0]
+        if name.width > _SHORTEST_NAME:
+            found[0] = Placed(NAME, max(_SHORTEST_NAME, name.width - excess))
+            continue
+        last = max(found, key=lambda one: one.column.rank)
+        if not last.column.rank:
+            break
+        found.remove(last)
+        # What the column leaves free is the name's again.
+        found[0] = Placed(NAME, max(map(cell_len, ("name", *(NAME.text(row, now) for row in rows)))))
+    return found
+
+
+def table(rows: Sequence[RunRow], now: float, width: int | None = None) -> Iterator[str]:
+    """The heading and a line for each run."""
+    columns = placed(rows, now, width)
+    heads = [f"{one.column.id:{'>' if one.column.right else '<'}{one.width}}" for one in columns]
+    yield (" " * _BETWEEN).join(heads).rstrip()
+    for row in rows:
+        if row.run is None:
+            yield f"{columns[0].cell(row, now)}  unreadable: {row.error}"
+        else:
+            yield (" " * _BETWEEN).join(one.cell(row, now) for one in columns).rstrip()
+
+
+def shortened(text: str, width: int) -> str:
+    """The text in at most `width` cells: its middle is replaced by an ellipsis."""
+    if cell_len(text) <= width:
+        return text
+    start, end = "", ""
+    while text and cell_len(start) + cell_len(end) + 1 <= width:
+        kept = (start, end)
+        if len(start) <= len(end):
+            start, text = start + text[0], text[1:]
+        else:
+            end, text = text[-1] + end, text[:-1]
+    return f"{kept[0]}…{kept[1]}" if width > 0 else ""

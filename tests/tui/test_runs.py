@@ -1,0 +1,267 @@
+"""The list of runs: what a row says, which columns fit, and what can be done with a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from textual.pilot import Pilot
+
+from memtop.supervisor import wire
+from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.runs import living_elsewhere, placed, row_of, shortened, table
+from memtop.supervisor.units import GIB
+from memtop.supervisor.wire import Phase, RunState
+from memtop.tui import run_feed
+from memtop.tui.app import DashboardApp
+from memtop.tui.dashboard.result import DashboardResult
+from memtop.tui.metrics.screen import MetricsScreen
+from memtop.tui.runs import RunsScreen
+from memtop.tui.screen import ConfirmDialog
+from tests.conftest import Runs
+from tests.run.brain import spec
+from tests.terminal import Terminal
+from tests.tui.support import SETTINGS, RecordingFeed, machine, press, running, screen_text, settle
+
+NOW = 1_790_000_000.0
+
+
+def stored(runs_dir: Path, name: str, created: float, state: Phase = Phase.FINISHED, **fields: object) -> RunFolder:
+    """A run that is over, with 20 updates."""
+    folder = create_run(runs_dir, spec(name, created), fresh=False)
+    known = {"settings": SETTINGS, "updates": 20, "total_updates": 40, "loss": 2.5, "samples_per_second": 31.25}
+    run = RunState(name=name, folder=str(folder.path), state=state, attempt=1, created=created, **{**known, **fields})  # type: ignore[arg-type]
+    write_json(folder.state_path, StateFile(run=run, socket="none"))
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_attempt(1, "start", SETTINGS, created)
+    ledger.update_attempt(1, peak_bytes=2 * GIB, ended=created + 60)
+    ledger.add_reports(1, 0, [Step(update=n, loss=4 - n / 20, time=created + n) for n in range(1, 21)], 1)
+    ledger.add_energy(1, {"GPU-0": 0.0})
+    ledger.add_energy(1, {"GPU-0": 36 * 3600.0})
+    ledger.close()
+    return folder
+
+
+def test_a_row_has_the_values_of_the_whole_run(tmp_path: Path) -> None:
+    row = row_of(stored(tmp_path, "tiny", NOW - 7200))
+    (head, line) = table([row], NOW)
+    assert head.split() == ["name", "state", "program", "age", "update", "loss", "peak", "samples/s", "energy"]
+    assert line.split("  ")[0] == "tiny"
+    assert " ".join(line.split()) == "tiny finished first-run 2 h 20/40 2.5000 2.0 GiB 31.2 36 Wh"
+
+
+def test_what_is_not_known_is_a_dash_and_an_unreadable_run_says_why(tmp_path: Path) -> None:
+    new = row_of(create_run(tmp_path, spec("new", NOW), fresh=False))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.json").write_text("{")
+    lines = list(table([new, row_of(RunFolder(tmp_path / "bad"))], NOW + 5))
+    assert " ".join(lines[1].split()) == "new created first-run 5 s – – – – –"
+    assert lines[2].startswith("bad   unreadable: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "width", "text"),
+    [
+        ("short", 5, "short"),
+        ("a-very-long-name", 9, "a-ve…name"),
+        ("模型微调实验一", 9, "模型…验一"),
+        ("abc", 1, "…"),
+        ("abc", 0, ""),
+    ],
+)
+def test_a_name_is_shortened_in_its_middle(words: str, width: int, text: str) -> None:
+    assert shortened(words, width) == text
+    assert cell_len(text) <= width
+
+
+@pytest.mark.parametrize("name", ["n" * 60, "模型" * 30])
+def test_names_are_shortened_before_states_and_columns_leave_in_order(tmp_path: Path, name: str) -> None:
+    folder = stored(tmp_path, "a", NOW).path.rename(tmp_path / name)
+    rows = [row_of(RunFolder(folder)), row_of(stored(tmp_path, "b", NOW, Phase.STOPPED))]
+    seen = []
+    for width in (200, 120, 80, 60, 40):
+        columns = placed(rows, NOW, width)
+        lines = list(table(rows, NOW, width))
+        assert all(cell_len(line) <= width for line in lines) or width == 40
+        assert all("finished" in line or "stopped" in line for line in lines[1:])
+        seen.append([one.column.id for one in columns])
+    assert seen[0] == ["name", "state", "program", "age", "update", "loss", "peak", "samples/s", "energy"]
+    assert seen[-1] == ["name", "state", "update", "loss"]
+    assert [set(more) >= set(fewer) for more, fewer in pairwise(seen)] == [True] * 4
+
+
+@asynccontextmanager
+async def listed(
+    runs_dir: Path, *messages: object, size: tuple[int, int] = (120, 35), first: bool = False, wanted: int = 3
+) -> AsyncIterator[tuple[DashboardApp, Pilot[DashboardResult], RunsScreen]]:
+    """The list, after all runs were read."""
+    feed = RecordingFeed(*(messages or (machine(),)))  # type: ignore[arg-type]
+    app = DashboardApp(feed, runs_dir=runs_dir, begins_with_runs=first)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        if not first:
+            await press(pilot, "a")
+        screen = app.screen
+        assert isinstance(screen, RunsScreen)
+        while len(screen.rows) < wanted:
+            await pilot.pause(0.02)
+        await settle(pilot)
+        yield app, pilot, screen
+
+
+def names(screen: RunsScreen) -> list[str]:
+    return [row.name for row in screen.rows]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    stored(tmp_path, "old", NOW, Phase.FAILED, reason="out of memory", loss=None)
+    stored(tmp_path, "mid", NOW + 10, loss=1.5)
+    stored(tmp_path, "new", NOW + 20, Phase.STOPPED, loss=3.5)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
+async def test_the_list_is_sorted_and_filtered(three: Path, size: tuple[int, int]) -> None:
+    async with listed(three, size=size) as (app, pilot, screen):
+        assert names(screen) == ["new", "mid", "old"], "the newest first"
+        text = screen_text(app)
+        for words in ("Runs 3", "age▾", "stopped", "finished", "failed", "20/40", "3.5000", "Enter Open", "r Resume"):
+            assert words in text, words
+        await press(pilot, "end")
+        assert "out of memory" in screen_text(app), "why, for the run under the cursor"
+        while screen._column != "loss":
+            await press(pilot, "right")
+        assert names(screen) == ["new", "mid", "old"], "unknown values are last"
+        await press(pilot, "i")
+        assert names(screen) == ["mid", "new", "old"]
+        await press(pilot, "slash", *"o fail")
+        assert names(screen) == ["old"]
+        assert "Runs 1 of 3" in screen_text(app)
+        await press(pilot, "enter", "escape")
+        assert len(names(screen)) == 3
+        await press(pilot, "escape")
+        assert app.screen is app.dashboard
+
+
+async def test_a_run_is_opened_in_place_of_the_dashboard(three: Path) -> None:
+    async with listed(three) as (app, pilot, _):
+        await press(pilot, "down", "enter")
+    assert app.return_value == DashboardResult("open", opens=three / "mid")
+
+
+async def test_the_run_that_is_shown_already_only_needs_the_list_to_close(three: Path) -> None:
+    async with listed(three, running(folder=str(three / "new"))) as (app, pilot, _):
+        await press(pilot, "enter")
+        assert app.screen is app.dashboard
+
+
+async def test_the_first_screen_is_left_by_its_key(three: Path) -> None:
+    async with listed(three, first=True) as (app, pilot, _):
+        await press(pilot, "q")
+    assert app.return_value == DashboardResult("detach")
+
+
+async def test_ticked_runs_are_compared(three: Path) -> None:
+    async with listed(three) as (app, pilot, _):
+        await press(pilot, "space", "space", "v")
+        screen = app.screen
+        assert isinstance(screen, MetricsScreen)
+        while "2 mid" not in screen_text(app):
+            await pilot.pause(0.02)
+        assert "Metrics of new" in screen_text(app)
+
+
+async def test_a_run_is_resumed_after_a_question(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    async def resume(folder: Path, request: wire.Restart) -> AsyncIterator[wire.Answer]:
+        asked.append(folder)
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run resumes")
+
+    monkeypatch.setattr(run_feed, "resume", resume)
+    async with listed(three) as (app, pilot, _):
+        await press(pilot, "r")
+        assert isinstance(app.screen, ConfirmDialog)
+        assert "from the beginning" in screen_text(app)
+        await press(pilot, "n")
+        assert asked == []
+        await press(pilot, "r", "y")
+        await settle(pilot)
+        assert asked == [three / "new"]
+        assert "new: the run resumes" in screen_text(app)
+
+
+async def test_a_read_only_list_resumes_nothing(three: Path) -> None:
+    feed = RecordingFeed(machine())
+    feed.read_only = True
+    app = DashboardApp(feed, runs_dir=three, begins_with_runs=True)
+    async with app.run_test(size=(120, 35)) as pilot:
+        screen = app.screen
+        assert isinstance(screen, RunsScreen)
+        while len(screen.rows) < 3:
+            await pilot.pause(0.02)
+        await press(pilot, "r")
+        assert "read-only" in screen_text(app)
+
+
+async def test_a_report_is_written_into_the_present_folder(
+    three: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(place)
+    async with listed(three) as (app, pilot, _):
+        await press(pilot, "w")
+        while "written to" not in screen_text(app):
+            await pilot.pause(0.05)
+        assert "<title>new</title>" in (place / "new.html").read_text()
+
+
+async def test_new_runs_appear_and_removed_ones_leave(three: Path) -> None:
+    async with listed(three) as (_, pilot, screen):
+        stored(three, "newest", NOW + 30)
+        (three / "old").rename(three.parent / "moved-away")
+        screen._read()
+        while names(screen) != ["newest", "new", "mid"]:
+            await pilot.pause(0.02)
+
+
+def test_a_living_run_of_another_folder_is_found(tmp_path: Path) -> None:
+    folder = create_run(tmp_path / "elsewhere", spec("far", NOW), fresh=False)
+    code = "import sys; print('ready', flush=True); sys.stdin.readline()"
+    command = [sys.executable, "-c", code, "memtop.supervisor", str(folder.path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert [one.path for one in living_elsewhere(tmp_path / "here")] == [folder.path]
+        assert list(living_elsewhere(tmp_path / "elsewhere")) == [], "it is in the list already"
+    finally:
+        process.communicate("\n")
+
+
+def test_memtop_alone_opens_the_list_in_a_terminal_and_prints_help_elsewhere(runs: Runs) -> None:
+    stored(Path(runs.path), "here", time.time() - 30)
+    screen = Terminal([sys.executable, "-m", "memtop"], columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
+    try:
+        screen.wait_for("Runs 1")
+        screen.wait_for("here")
+        screen.keys("\r")
+        screen.wait_for("finished at update 20")
+        screen.keys("a")
+        screen.wait_for("Runs 1")
+        screen.keys("q")
+        screen.keys("q")
+        assert screen.wait() == 0
+    finally:
+        screen.close()
+    assert "Train:" in runs.memtop().stdout
