@@ -154,7 +154,7 @@ class RunsScreen(FullScreen):
         if row is None:
             return ()
         why = row.error or (row.run.reason if row.run is not None else None) or ""
-        parts = [line((words, MUTED)) for words in (why, str(row.folder.path)) if words]
+        parts = [line((words, MUTED)) for words in (why, _short(row.folder.path)) if words]
         return join_fitting(parts, width) or fit(parts[0], width)
 
     def _draw_page(self, width: int) -> ListContent:
@@ -324,6 +324,12 @@ class RunsScreen(FullScreen):
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         words = (done.stdout + done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
         self.say(words[-1].removeprefix("memtop: "), "bad" if done.returncode else "good")
+
+
+def _short(path: Path) -> str:
+    """The path from the present folder, if it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _folders(runs_dir: Path) -> list[RunFolder]:
