@@ -24,6 +24,8 @@ _GLYPHS = {
     "○": "o", "◌": "o", "●": "*", "◐": "*", "■": "#", "✓": "+", "✗": "X", "·": ".", "…": "~", "–": "-", "°": " ",
     "▁": "_", "▂": "_", "▃": "_", "▄": "-", "▅": "-", "▆": "#", "▇": "#", "▔": "-", "▎": "|", "▊": "#", "▌": "|", "▐": "|",
 }  # fmt: skip
+# Signs that one ASCII character would turn into another statement take the blanks beside them.
+_SIGNS = {"≥ ": ">=", " ± ": "+/-"}
 # For a braille cell: by the number of its set dots.
 _DENSITY = " ..::||##"
 _BRAILLE = {0x2800 + bits: _DENSITY[bits.bit_count()] for bits in range(256)}
@@ -72,5 +74,7 @@ def to_ascii(text: str) -> str:
 
     Characters without a replacement become one question mark per cell.
     """
+    for sign, plain in _SIGNS.items():
+        text = text.replace(sign, plain)
     known = text.translate(_TABLE)
     return known if known.isascii() else "".join(c if c.isascii() else "?" * cell_len(c) for c in known)

@@ -34,6 +34,13 @@ def test_every_sign_stays_as_wide_as_it_was() -> None:
     assert to_ascii("日本ü") == "?????"
 
 
+def test_marks_and_signs_mean_the_same_as_before() -> None:
+    marks = "✓ survived  ✗ failed  ↻ remedy  ▸ settings  ! warning"
+    assert to_ascii(marks) == "+ survived  X failed  @ remedy  > settings  ! warning"
+    # "~" stands for a prediction, and ">" alone excludes the value itself.
+    assert to_ascii("≥ 10.7 GiB  12.1 ± 0.3") == ">=10.7 GiB  12.1+/-0.3"
+
+
 SCREENS = (("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",))
 """The keys that open each screen."""
 
