@@ -83,7 +83,7 @@ class ConfigurationsScreen(FullScreen):
         return ListContent(entries, names, columns)
 
     def headline(self, store: Store) -> Line:
-        return named(f"Configurations of {store.run.name if store.run is not None else ''}")
+        return named("Configurations of {name}", store.run.name if store.run is not None else "")
 
     def hint(self, store: Store, width: int) -> Line:
         return line(("peaks and speeds are measured; ● is the current one", MUTED))

@@ -14,6 +14,7 @@ from rich.cells import cell_len, set_cell_size
 from textual.content import Content
 
 from memtop.supervisor.clean import clean
+from memtop.supervisor.names import shortened
 
 Span = tuple[str, str]
 """(text, role)"""
@@ -31,11 +32,19 @@ class Heading(NamedTuple):
 TEXT = "text"
 MUTED = "muted"
 STRONG = "strong"
+NAME = "name"
+"""The name of a run, a program or a user: in a line without room it is shortened first."""
+JOB = "job"
+"""The name of a job in the list of processes, shortened as `NAME`."""
+SHORTEST_NAME = 12
+"""Cells that a shortened name keeps."""
 
 ROLES = (
     TEXT,
     MUTED,
     STRONG,
+    NAME,
+    JOB,
     "accent",
     "good",
     "bad",
@@ -91,8 +100,23 @@ def width_of(of: Line) -> int:
     return sum(cell_len(text) for text, _ in of)
 
 
+def with_short_names(of: Line, width: int) -> Line:
+    """The line with its names shortened in the middle, as far as `width` cells need it."""
+    excess = width_of(of) - width
+    out: list[Span] = []
+    for text, role in of:
+        if excess > 0 and role in (NAME, JOB):
+            size = cell_len(text)
+            text = shortened(text, max(min(size, SHORTEST_NAME), size - excess))
+            excess -= size - cell_len(text)
+        out.append((text, role))
+    return tuple(out)
+
+
 def fit(of: Line, width: int) -> Line:
-    """The line cropped or padded to exactly `width` cells; a crop ends in an ellipsis."""
+    """The line shortened or padded to exactly `width` cells: first the names are shortened, then
+    the end is cut and has an ellipsis."""
+    of = with_short_names(of, width)
     have = width_of(of)
     if have == width:
         return of
@@ -113,9 +137,12 @@ def fit(of: Line, width: int) -> Line:
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
-    """`left` at the left edge and `right` at the right edge; `right` is dropped if there is no room
-    for both.
+    """`left` at the left edge and `right` at the right edge; if shorter names leave no room for
+    both, `right` is dropped.
     """
+    if right:
+        short = with_short_names(left, width - width_of(right) - 2)
+        left = short if width_of(short) + 2 + width_of(right) <= width else left
     gap = width - width_of(left) - width_of(right)
     if gap < 2:
         return fit(left, width)
@@ -184,6 +211,12 @@ def _wrapped(text: str, width: int) -> tuple[str, ...]:
     words = " ".join(clean(text).split())
     parts = (part.plain.strip() for part in Content(words).wrap(width)) if words else ()
     return tuple(part for part in parts if part)
+
+
+def name_cell(name: str, width: int) -> str:
+    """A name, cleaned, in exactly `width` cells: padded, or shortened in the middle."""
+    name = shortened(clean(name), width)
+    return name + " " * (width - cell_len(name))
 
 
 def cropped(text: str, width: int) -> str:

@@ -17,13 +17,14 @@ from memtop.presets import apply_preset
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import FIELDS
 from memtop.presets.schema import Settings
+from memtop.supervisor.names import shortened
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import outlook_of
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, number_text, restart_plan, where_it_resumes
-from memtop.tui.screen import Dashboard, Dialog
+from memtop.tui.screen import TITLE_NAME, Dashboard, Dialog
 from memtop.tui.store import Store
 
 _LIVE = "Apply now: from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
@@ -52,7 +53,7 @@ class RestartDialog(Dialog[RestartRequest]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as box:
-            box.border_title = f"Restart {self._run.name} from train_latest_state"
+            box.border_title = f"Restart {shortened(self._run.name, TITLE_NAME)} from train_latest_state"
             with Horizontal(classes="fields"):
                 for field in NUMBER_FIELDS:
                     with Vertical(classes="field"):

@@ -13,10 +13,11 @@ from textual.widgets import Button, Input, Label, Static
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.names import shortened
 from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Change, RunState
-from memtop.tui.screen import Dialog
+from memtop.tui.screen import TITLE_NAME, Dialog
 
 _FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -45,7 +46,7 @@ class OwnProgramDialog(Dialog[Change]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as box:
-            box.border_title = f"Restart {self._run.name} from its newest checkpoint"
+            box.border_title = f"Restart {shortened(self._run.name, TITLE_NAME)} from its newest checkpoint"
             with Horizontal(classes="fields"):
                 for field, text in self._shown.items():
                     with Vertical(classes="field"):

@@ -51,7 +51,7 @@ class SamplesScreen(FullScreen):
         self.show_panels(store)
 
     def headline(self, store: Store) -> Line:
-        return named(f"What {store.run.name if store.run is not None else ''} writes")
+        return named("What {name} writes", store.run.name if store.run is not None else "")
 
     def hint(self, store: Store, width: int) -> Line:
         order = "each prompt, its newest text first" if self._by_prompt else "the newest update first"

@@ -28,7 +28,7 @@ from textual.widgets import Button, Static
 from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.monitor.history import History
-from memtop.tui.line import STRONG, Line, join, line, spread
+from memtop.tui.line import NAME, STRONG, Line, join, line, spread
 from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
@@ -37,6 +37,9 @@ from memtop.tui.store import Store
 from memtop.tui.words import report_lines
 
 T = TypeVar("T")
+
+TITLE_NAME = 30
+"""The widest name in the title of a dialog, in cells."""
 
 
 class Dashboard(Screen[None]):
@@ -282,9 +285,10 @@ class FullScreen(ClosingScreen[None]):
         self.dismiss(None)
 
 
-def named(text: str) -> Line:
-    """A title line's name, in bold."""
-    return line((text, STRONG))
+def named(text: str, name: str = "") -> Line:
+    """A title line, in bold; `{name}` in the text stands for the name of a run or a device."""
+    before, _, after = text.partition("{name}")
+    return line((before, STRONG), (name, NAME), (after, STRONG))
 
 
 def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:

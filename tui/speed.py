@@ -56,7 +56,7 @@ class SpeedScreen(FullScreen):
         self.show_panels(store)
 
     def headline(self, store: Store) -> Line:
-        return named(f"What would make {store.run.name if store.run is not None else ''} faster")
+        return named("What would make {name} faster", store.run.name if store.run is not None else "")
 
     def hint(self, store: Store, width: int) -> Line:
         return line(("a change is kept only if samples/s rises by more than its spread", MUTED))

@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.names import shortened
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
@@ -229,17 +230,3 @@ def table(rows: Sequence[RunRow], now: float, width: int | None = None) -> Itera
             yield f"{columns[0].cell(row, now)}  unreadable: {row.error}"
         else:
             yield (" " * _BETWEEN).join(one.cell(row, now) for one in columns).rstrip()
-
-
-def shortened(text: str, width: int) -> str:
-    """The text in at most `width` cells: its middle is replaced by an ellipsis."""
-    if cell_len(text) <= width:
-        return text
-    start, end = "", ""
-    while text and cell_len(start) + cell_len(end) + 1 <= width:
-        kept = (start, end)
-        if len(start) <= len(end):
-            start, text = start + text[0], text[1:]
-        else:
-            end, text = text[-1] + end, text[:-1]
-    return f"{kept[0]}…{kept[1]}" if width > 0 else ""

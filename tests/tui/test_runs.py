@@ -15,10 +15,11 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 
 from memtop.supervisor import wire
+from memtop.supervisor.names import shortened
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
-from memtop.supervisor.run.runs import living_elsewhere, placed, row_of, shortened, table
+from memtop.supervisor.run.runs import living_elsewhere, placed, row_of, table
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui import run_feed

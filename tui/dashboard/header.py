@@ -5,7 +5,7 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.program import Knobs, name_of
 from memtop.supervisor.wire import Phase, RunState
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, line, spread, width_of
+from memtop.tui.line import MUTED, NAME, STRONG, Line, fact, fit, join, line, spread, width_of, with_short_names
 from memtop.tui.store import Store
 
 PHASE_MARKS = {
@@ -27,12 +27,12 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
     head = line((" memtop ", "accent"))
     if store.run is None:
         what = _followed(store) or ("this machine" if store.machine is not None else "starting")
-        return [spread(join((head, line((what, STRONG)), _label(store))), _machine_words(store), width)]
+        return [spread(join((head, line((what, NAME)), _label(store))), _machine_words(store), width)]
     run = store.run
     left = join(
         (
             head,
-            line((run.name, STRONG)),
+            line((run.name, NAME)),
             fact("attempt", str(run.attempt)) if run.attempt else (),
             _phase(run),
         )
@@ -40,9 +40,11 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
     clock = line((units.duration(run_seconds(store)), STRONG), " ")
     label, short = _label(store), _short_label(store)
     # The longest right side that fits. The note that values are not live is dropped last.
-    choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
+    settings = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
+    choices = [one for one in settings if width_of(left) + 2 + width_of(one) <= width]
+    # For these the name is shortened.
     choices += [join((label, clock)), label, join((short, clock)), short]
-    room = width - width_of(left) - 2
+    room = width - width_of(with_short_names(left, 0)) - 2
     right = next((choice for choice in choices if width_of(choice) <= room), short)
     return [spread(fit(left, max(0, width - width_of(right) - 2)), right, width)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.tui.bars import ROLES, banded, padded_tag
-from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of
+from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, name_cell, width_of
 from memtop.tui.machine.gpu import LABEL, draw_gpu_note, draw_gpu_row, short_name
 from memtop.tui.machine.host import ram_bar, swap_row
 from memtop.tui.store import Store, holders
@@ -71,8 +71,8 @@ def draw_processes(store: Store, width: int, height: int) -> list[Line]:
     for row in rows[: height - 1]:
         process = row.process
         where = ",".join(str(i) for i in row.gpu_indices)
-        left = f"{process.pid:>8}  {(process.user or '–')[:10]:<10} {where[:6]:<6} {units.size(row.used_bytes):>9}  "
-        left += f"{(process.run or '–')[:14]:<14} "
+        left = f"{process.pid:>8}  {name_cell(process.user or '–', 10)} {where[:6]:<6} {units.size(row.used_bytes):>9}  "
+        left += f"{name_cell(process.run or '–', 14)} "
         mark: Line = line(("! stray ", "edge")) if process.stray else ()
         if store.followed is not None and process.pid in store.followed.pids:
             mark = (*mark, ("▸ followed ", "accent"))

@@ -11,11 +11,27 @@ from rich.cells import cell_len
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.bars import progress_bar
 from memtop.tui.charts import Point, curve, curve_spark
 from memtop.tui.dashboard.header import PHASE_MARKS
-from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.line import (
+    MUTED,
+    SHORTEST_NAME,
+    STRONG,
+    Line,
+    cropped,
+    fact,
+    fit,
+    grid,
+    join,
+    join_fitting,
+    line,
+    spread,
+    width_of,
+    wrap,
+)
 from memtop.tui.machine.gpu import driver_silence
 from memtop.tui.store import ConnectionState, Store
 from memtop.tui.trends import before_the_end, first_full, sentence
@@ -374,17 +390,22 @@ def _end(run: RunState, width: int) -> str:
     at = "" if run.updates is None else f" at update {units.count(run.updates)}"
     lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
     why = f": {run.reason}" if run.reason and run.state is Phase.FAILED else ""
-    what = f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}{lasted}{why}"
-    key = f"; {_next_step(run)}"
-    # The key is more important than the end of the reason.
-    room = max(0, width - cell_len(key))
+    brief = f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}"
+    # Without room the name is shortened first, then how long it took and the reason are left out.
+    for end in (f"{brief}{lasted}", brief):
+        excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)
+        key = f"; {_next_step(run, shortened(run.name, max(SHORTEST_NAME, cell_len(run.name) - excess)))}"
+        room = max(0, width - cell_len(key))
+        if cell_len(end) <= room:
+            break
+    what = f"{end}{why}"
     return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
 
 
-def _next_step(run: RunState) -> str:
+def _next_step(run: RunState, name: str) -> str:
     if run.state is Phase.FINISHED:
         own = run.settings is None
-        return f"memtop report {run.name} writes a page about it" if own else f"memtop export {run.name} DIR writes the model"
+        return f"memtop report {name} writes a page about it" if own else f"memtop export {name} DIR writes the model"
     saved = run.checkpoint if run.resumes else None
     if saved is not None and saved.complete and saved.updates is not None:
         return f"r resumes at update {units.count(saved.updates)}"

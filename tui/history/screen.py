@@ -15,12 +15,13 @@ from textual.events import Click, MouseScrollDown, MouseScrollUp
 
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of
+from memtop.supervisor.names import shortened
 from memtop.tui.history.drawing import Curve, HistoryView, cells, draw
 from memtop.tui.line import Line, fit, join_fitting, line
 from memtop.tui.metrics.curves import RunCurves
 from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
-from memtop.tui.screen import Dashboard, FullScreen
+from memtop.tui.screen import TITLE_NAME, Dashboard, FullScreen
 from memtop.tui.store import Store
 
 _ZOOMS = ((300.0, "last 5 min"), (KEPT_SECONDS, "last hour"), (86_400.0, "last 24 h"), (0.0, "whole run"))
@@ -193,7 +194,7 @@ class HistoryScreen(FullScreen):
         zoom = _ZOOMS[self._zoom][1]
         if self._folder is None:
             return f"History: {zoom}, since this dashboard started"
-        return f"History of {store.run.name if store.run else ''}: {zoom}"
+        return f"History of {shortened(store.run.name, TITLE_NAME) if store.run else ''}: {zoom}"
 
     def _draw(self, store: Store, width: int, height: int) -> list[Line]:
         span = self._span()

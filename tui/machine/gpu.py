@@ -8,7 +8,22 @@ from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
 from memtop.tui.bars import ROLES, banded, padded_tag
 from memtop.tui.charts import history, spark
-from memtop.tui.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
+from memtop.tui.line import (
+    MUTED,
+    STRONG,
+    Line,
+    cropped,
+    dimmed,
+    fact,
+    fit,
+    join,
+    join_fitting,
+    line,
+    plain,
+    spread,
+    width_of,
+    wrap,
+)
 from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
 from memtop.tui.store import Store, seconds_until_full, step_peak
 from memtop.tui.words import age
@@ -181,7 +196,7 @@ def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = F
     alarm = "!" if gpu_warning(gpu, store.now) else " "
     head = line((f"{marker}{gpu.index:>2}", "accent" if selected else MUTED), (alarm, "edge"))
     if name_width:
-        head = (*head, (f"{short_name(gpu)[:name_width]:<{name_width}} ", STRONG))
+        head = (*head, (f"{cropped(short_name(gpu), name_width)} ", STRONG))
     if gpu.error:
         return fit((*head, ("!! cannot be read: ", "danger"), (gpu.error, MUTED)), width)
     percent = units.percent(gpu.used_fraction)

@@ -74,7 +74,7 @@ class MachineScreen(FullScreen):
         position = self._position(store)
         name = "Host" if self._key is None else "GPU" if position is None else gpu_title(store.gpus[position])
         where = "" if position is None else f"{position + 1} of {len(store.gpus)}"
-        return join((named(name), line((where, MUTED))))
+        return join((named("{name}", name), line((where, MUTED))))
 
     def _draw_page(self, width: int) -> ListContent:
         store = self.dashboard.store

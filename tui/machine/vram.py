@@ -10,6 +10,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, MigInstance, why_incomplete_on
 from memtop.supervisor.monitor.vram import VramParts
+from memtop.supervisor.names import shortened
 from memtop.tui.bars import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
 from memtop.tui.store import Store, vram_parts
@@ -118,13 +119,13 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
     found = []
     for number, job in enumerate(parts.jobs[:named]):
         glyph, role = looks[number] if number < len(looks) else ("░", "other")
-        found.append(Part(job.name[:_NAME_WIDTH], job.used_bytes, glyph, role))
+        found.append(Part(shortened(job.name, _NAME_WIDTH), job.used_bytes, glyph, role))
     rest = parts.jobs[named:]
     if rest or (not found and store.run is not None and "jobs" not in parts.unknown):
         known = [job.used_bytes for job in rest if job.used_bytes is not None]
         word = "others" if not found else f"{len(rest)} more"
         if store.run is None and not found:
-            word = f"{len(rest)} jobs" if len(rest) > 1 else rest[0].name[:_NAME_WIDTH]
+            word = f"{len(rest)} jobs" if len(rest) > 1 else shortened(rest[0].name, _NAME_WIDTH)
         # One word stands for several parts of the bar.
         glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
         role = "alloc" if glyph != "░" else "other"

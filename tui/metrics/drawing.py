@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from memtop.supervisor import units
+from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import MARKED, Cells, blank, level, merged, nice_bounds, paint
-from memtop.tui.line import MUTED, STRONG, Line, fit, join, join_fitting, line, spread
+from memtop.tui.line import MUTED, SHORTEST_NAME, STRONG, Line, fit, join, join_fitting, line, spread
 from memtop.tui.metrics.curves import Range, RunCurves, Track
 
 RUN_ROLES = ("curve", "run2", "run3", "run4", "run5", "run6")
@@ -232,7 +235,11 @@ def _readings(kind: MetricKind, tracks: Sequence[Track | None], view: MetricsVie
 
 
 def _legend(runs: Sequence[RunCurves], width: int) -> Line:
-    return join_fitting([line((f"{n + 1} {run.name}", RUN_ROLES[n])) for n, run in enumerate(runs)], width, "   ")
+    each = width
+    if sum(cell_len(run.name) + 5 for run in runs) > width:
+        each = max(SHORTEST_NAME, width // max(1, len(runs)) - 5)
+    names = [line((f"{n + 1} {shortened(run.name, each)}", RUN_ROLES[n])) for n, run in enumerate(runs)]
+    return join_fitting(names, width, "   ")
 
 
 def _axis(view: MetricsView, width: int) -> Line:

@@ -90,7 +90,7 @@ class MetricsScreen(FullScreen):
 
     def headline(self, store: Store) -> Line:
         name = store.run.name if store.run is not None else ""
-        return named(f"Metrics of {name if self._given is None else self._given.name}")
+        return named("Metrics of {name}", name if self._given is None else self._given.name)
 
     def headline_right(self, store: Store) -> Line:
         parts = [f"by {self._axis}"]

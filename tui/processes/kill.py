@@ -18,7 +18,7 @@ from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
 from memtop.supervisor import units, wire
-from memtop.tui.line import cropped, plain, wrap
+from memtop.tui.line import cropped, name_cell, plain, wrap
 from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog
 from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import age
@@ -36,7 +36,7 @@ def describe(holder: Holder, now: float | None, *, command_width: int) -> str:
     process = holder.process
     old = units.UNKNOWN if process.started is None or now is None else age(now - process.started)
     command = cropped(process.command or process.name or units.UNKNOWN, command_width)
-    user = cropped(process.user or units.UNKNOWN, 10)
+    user = name_cell(process.user or units.UNKNOWN, 10)
     where = cropped(holder.where, _GPU_WIDTH)
     return f"{process.pid:>8}  {user} {old:>7}  {where}  {holder.memory:>10}  {command}"
 

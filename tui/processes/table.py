@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Job
-from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fit, line
+from memtop.tui.line import JOB, MUTED, STRONG, TEXT, Heading, Line, Span, fit, line, name_cell
 from memtop.tui.processes.rows import Order, ProcessRow
 from memtop.tui.words import age
 
@@ -98,7 +98,7 @@ def heading(columns: Sequence[ProcessColumn], order: Order, width: int) -> tuple
 
 
 def _padded(text: str, column: ProcessColumn) -> str:
-    return text.rjust(column.width) if column.right else text.ljust(column.width)
+    return text[: column.width].rjust(column.width) if column.right else name_cell(text, column.width)
 
 
 def _name(column: str, title: str, order: Order) -> str:
@@ -114,7 +114,7 @@ def draw_row(row: ProcessRow, columns: Sequence[ProcessColumn], *, ticked: bool,
     spans: list[Span] = [(" ✓" if ticked else "  ", "accent")]
     quiet = row.process is None
     for column in columns:
-        spans.append((f"{_padded(column.text(row)[: column.width], column)} ", STRONG if quiet else TEXT))
+        spans.append((f"{_padded(column.text(row), column)} ", STRONG if quiet else TEXT))
     spans += _what(row, followed)
     return tuple(_with_match(spans, search))
 
@@ -124,7 +124,7 @@ def _what(row: ProcessRow, followed: bool) -> list[Span]:
     if row.process is None:
         fold = "" if row.folded is None else "▸ " if row.folded else "▾ "
         words = f"  {roles_in_words(row.job)}" if row.job is not None else ""
-        return [*spans, (f"{fold}{row.job_name}", "accent"), (words, MUTED)]
+        return [*spans, (fold, "accent"), (row.job_name, JOB), (words, MUTED)]
     process = row.process
     if process.stray:
         spans.append(("! stray ", "edge"))
