@@ -42,8 +42,11 @@ def read_state(folder: RunFolder) -> RunState:
     if newest > state.attempt:
         state = _just_begun(folder, state, newest)
     elif state.attempt == 0:
+        if state.state is Phase.QUEUED and not supervisor_alive(folder):
+            why = f"the supervisor is gone: memtop watch {folder.name} starts a new one"
+            return msgspec.structs.replace(state, supervisor_pid=None, reason=why)
         return state
-    supervised = _supervisor_alive(folder)
+    supervised = supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
     # A run that was moved aside has another name and folder than when the file was written.
     changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
@@ -420,7 +423,7 @@ def refuse_living(folder: RunFolder) -> None:
     file = folder.state()
     # The supervisor of a run that is over is about to end.
     goes_on = file is not None and (file.restarts or not file.run.state.final)
-    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and _supervisor_alive(folder)):
+    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and supervisor_alive(folder)):
         raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 
@@ -428,8 +431,10 @@ def needs_supervisor(folder: RunFolder) -> bool:
     """True if the run is to continue (its trainer runs, or a restart is pending) and its supervisor
     is gone."""
     file, newest = folder.state(), folder.newest_attempt()
-    if _supervisor_alive(folder):
+    if supervisor_alive(folder):
         return False
+    if file is not None and file.run.state is Phase.QUEUED:
+        return True
     written = file.run.attempt if file is not None else 0
     return trainer_alive(folder, max(written, newest)) or (file is not None and _has_pending_restart(folder, file, newest))
 
@@ -442,7 +447,8 @@ def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> boo
     return file.restarts and newest <= file.run.attempt and file.run.folder == str(folder.path)
 
 
-def _supervisor_alive(folder: RunFolder) -> bool:
+def supervisor_alive(folder: RunFolder) -> bool:
+    """Whether the run has a supervisor now."""
     file = folder.state()
     if file is None:
         # Not written yet, lost or damaged: the next write replaces it.
