@@ -18,7 +18,7 @@ from typing import ClassVar
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.driver import Driver
-from textual.events import Resize
+from textual.events import Event, Key, Paste, Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
@@ -29,6 +29,7 @@ from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
+from memtop.tui.keys_in_order import KeysInOrder
 from memtop.tui.line import ROLES
 from memtop.tui.notices import TerminalNotices
 from memtop.tui.pace import Pace, counting, pace_of_terminal
@@ -130,6 +131,7 @@ class DashboardApp(App[DashboardResult]):
         self._dashboard.runs_dir = runs_dir
         self._begins_with_runs = begins_with_runs
         self._ended = threading.Event()
+        self._keys_in_order = KeysInOrder(self, super().on_event)
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
         self.register_theme(MEMTOP_THEME)
@@ -186,6 +188,13 @@ class DashboardApp(App[DashboardResult]):
     @property
     def dashboard(self) -> DashboardScreen:
         return self._dashboard
+
+    async def on_event(self, event: Event) -> None:
+        # Ctrl+Q waits for nothing: it closes the dashboard also while a screen takes no keys.
+        if isinstance(event, (Key, Paste)) and not event.is_forwarded and getattr(event, "key", "") != "ctrl+q":
+            await self._keys_in_order.take(event)
+        else:
+            await super().on_event(event)
 
     def on_resize(self, event: Resize) -> None:
         too_small = event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1]
