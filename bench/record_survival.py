@@ -149,7 +149,7 @@ def main() -> None:
     for group in memory_group():
         frames = record(group)
     # A path of the same length.
-    OUTPUT.write_text(animated(frames).replace(str(PLACE), "/home/ada/wk"), encoding="utf-8")
+    OUTPUT.write_text(animated(frames).replace(str(PLACE), "/home/ada/wrk"), encoding="utf-8")
     print(f"{OUTPUT}: {len(frames)} screens, {OUTPUT.stat().st_size // 1024} KiB", file=sys.stderr)
 
 

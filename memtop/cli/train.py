@@ -55,6 +55,9 @@ from memtop.supervisor.wire import Change
 if TYPE_CHECKING:
     from memtop.cli.gpus import Place
 
+_ENDING_SECONDS = 60.0
+"""How long `--fresh` waits for a supervisor whose program has ended."""
+
 
 def _known_on_oom(value: str, given: str) -> str:
     if value not in ON_OOM:
@@ -226,11 +229,17 @@ def _free_name_of(run: RunFolder) -> None:
     """Let the supervisor of an ended run leave, so that the run can be moved aside. RunFolderError
     if the run goes on, or is another user's."""
     from memtop.supervisor.run.starting import let_leave
-    from memtop.supervisor.run.view import refuse_living
+    from memtop.supervisor.run.view import is_ending, refuse_living
 
     if (problem := why_not_own(run.path)) is not None:
         raise RunFolderError(f"--fresh: {problem}; --name chooses another name")
     let_leave(run)
+    if is_ending(run):
+        print_message(f"memtop: waiting until the supervisor of {run.name} has ended")
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while is_ending(run) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            let_leave(run)
     refuse_living(run)
 
 

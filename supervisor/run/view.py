@@ -414,6 +414,16 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
     return attempt > 0 and RunningAttempt(folder, attempt, shim_pid=None).alive()
 
 
+def is_ending(folder: RunFolder) -> bool:
+    """Whether the program has ended, and its supervisor is about to conclude how and to leave."""
+    file = folder.state()
+    if file is None or file.restarts or file.run.state is Phase.RESTARTING:
+        return False
+    attempt = file.run.attempt
+    ended = attempt > 0 and (folder.attempt(attempt) / "exit.json").exists() and folder.newest_attempt() <= attempt
+    return ended and supervisor_alive(folder) and not trainer_alive(folder, attempt)
+
+
 def refuse_living(folder: RunFolder) -> None:
     """RefusedError if the program or the supervisor of the run lives.
 
