@@ -27,6 +27,8 @@ class Phase(str, Enum):
     """The phase of a run. FINISHED, STOPPED and FAILED are final until the run is restarted."""
 
     CREATED = "created"
+    QUEUED = "queued"
+    """It waits for another run, or for a free GPU; nothing was started yet."""
     STARTING = "starting"
     TRAINING = "training"
     STOPPING = "stopping"

@@ -10,7 +10,7 @@ import select
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pyte
 
@@ -54,6 +54,13 @@ class Terminal:
         """The screen as it is now."""
         self._read(0.05)
         return "\n".join(self._screen.display)
+
+    def cells(self) -> Iterator[list[tuple[str, str, str, bool, bool]]]:
+        """Each row of the screen as characters with colours (a name, or `rrggbb`), bold and
+        reversed."""
+        for y in range(self._screen.lines):
+            cells = (self._screen.buffer[y][x] for x in range(self._screen.columns))
+            yield [(one.data, one.fg, one.bg, one.bold, one.reverse) for one in cells]
 
     def wait_for(self, *wanted: str, seconds: float = 120) -> str:
         """The screen once it shows all the wanted texts."""

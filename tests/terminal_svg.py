@@ -39,12 +39,13 @@ def document(body: str, columns: int, rows: int, background: str, style: str = "
 
 def drawn(screen: Screen, background: str) -> str:
     """The elements of a screen."""
-    return "".join(f"{element}\n" for y, row in enumerate(screen) for element in _row(row, y, background))
+    return "".join(f"{element}\n" for y, pieces in enumerate(screen) for element in row(pieces, y, background))
 
 
-def _row(row: Sequence[Piece], y: int, background: str) -> Iterable[str]:
+def row(pieces: Sequence[Piece], y: int, background: str) -> Iterable[str]:
+    """The elements of one row."""
     at, texts = 0, []
-    for piece in _merged(row):
+    for piece in _merged(pieces):
         cells = cell_len(piece.text)
         x, width = _number(at * WIDTH), _number(cells * WIDTH)
         at += cells
@@ -58,10 +59,10 @@ def _row(row: Sequence[Piece], y: int, background: str) -> Iterable[str]:
     yield from texts
 
 
-def _merged(row: Iterable[Piece]) -> list[Piece]:
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours of one style as one piece; the colour of blanks does not matter."""
     found: list[Piece] = []
-    for piece in row:
+    for piece in pieces:
         before = found[-1] if found else None
         if before is not None and (
             piece[1:] == before[1:] or (not piece.text.strip() and piece.background == before.background)

@@ -20,7 +20,7 @@ CONTRACT = {
     "train": {
         *("recipe", "--preset", "--batch", "--accum", "--seq-len", "--set", "--gpus", "--name", "--runs-dir"),
         *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh", "--python", "--program-profile"),
-        "--on-spike",
+        *("--on-spike", "--after", "--queue", "--then"),
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),

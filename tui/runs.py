@@ -39,6 +39,7 @@ _STATES = {
     Phase.FAILED: "bad",
     Phase.TRAINING: "accent",
     Phase.RESTARTING: "edge",
+    Phase.QUEUED: "edge",
 }
 
 

@@ -55,6 +55,9 @@ from memtop.supervisor.wire import Change
 if TYPE_CHECKING:
     from memtop.cli.gpus import Place
 
+_ENDING_SECONDS = 60.0
+"""How long `--fresh` waits for a supervisor whose program has ended."""
+
 
 def _known_on_oom(value: str, given: str) -> str:
     if value not in ON_OOM:
@@ -74,6 +77,9 @@ def _known_on_oom(value: str, given: str) -> str:
 @click.option("--on-oom", metavar="auto|ask|stop", help="what to do when memory runs out [auto; your own program: ask]")
 @click.option("--on-spike", metavar="ask|back|stop", help="what to do when the loss of a recipe jumps and stays high [ask]")
 @click.option("--program-profile", metavar="NAME", help="the profile of your own program, or none [the one that fits]")
+@click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends")
+@click.option("--queue", is_flag=True, help="begin when no other run and no other program uses the GPUs of this one")
+@click.option("--then", metavar="COMMAND", help="a shell command for the very end, e.g. to shut a rented machine down")
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
 @runs_dir_option
 @click.pass_obj
@@ -94,6 +100,9 @@ def train(
     detach: bool,
     on_oom: str | None,
     on_spike: str | None,
+    after: str | None,
+    queue: bool,
+    then: str | None,
     fresh: bool,
     program_profile: str | None,
     runs_dir: Path | None,
@@ -126,6 +135,7 @@ def train(
         raise UsageError(f"--program-profile {program_profile}: it is for your own program, after `--`")
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
+    ahead = None if after is None else _find_run(after, where)
     spec = RunSpec(
         name=name or free_name(where, re.sub(r"\.(py|sh)$", "", name_of(program)) if program else recipe_name),
         created=begun,
@@ -135,12 +145,21 @@ def train(
         gpus=",".join(gpu_list) if program and gpu_list else None,
         choice=plan.choice,
         on_oom=when_short,
+        after=None if ahead is None else str(ahead.path),
+        queue=queue,
+        then=then,
         step_pattern=step_pattern(os.environ.get("MEMTOP_STEP")) if program else None,
         profile=chosen.profile if chosen is not None else None,
         profile_why=chosen.why if chosen is not None else "",
         memtop_version=__version__,
     )
     return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
+
+
+def _find_run(name: str, runs_dir: Path) -> RunFolder:
+    from memtop.cli.common import find_run
+
+    return find_run(name, runs_dir)
 
 
 def _profile(program: tuple[str, ...], given: str | None) -> Proposal | None:
@@ -210,11 +229,17 @@ def _free_name_of(run: RunFolder) -> None:
     """Let the supervisor of an ended run leave, so that the run can be moved aside. RunFolderError
     if the run goes on, or is another user's."""
     from memtop.supervisor.run.starting import let_leave
-    from memtop.supervisor.run.view import refuse_living
+    from memtop.supervisor.run.view import is_ending, refuse_living
 
     if (problem := why_not_own(run.path)) is not None:
         raise RunFolderError(f"--fresh: {problem}; --name chooses another name")
     let_leave(run)
+    if is_ending(run):
+        print_message(f"memtop: waiting until the supervisor of {run.name} has ended")
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while is_ending(run) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            let_leave(run)
     refuse_living(run)
 
 

@@ -288,6 +288,13 @@ class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):
     why: str
 
 
+class Queue(msgspec.Struct, frozen=True, kw_only=True):
+    """What a waiting run has found."""
+
+    waits_for: str | None
+    """Why it does not begin yet, in words; None if it may."""
+
+
 class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """A fifth of a second has passed, and all new reports have been read."""
 
@@ -310,6 +317,14 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """Bytes free on the run's disk, or why they cannot be read; None: not read, since no rule waits
     for it.
     """
+    queue: Queue | None = None
+    """None: the run does not wait, or nothing new is known."""
+
+
+class CommandEnded(msgspec.Struct, frozen=True, kw_only=True, tag="command_ended"):
+    """The command at the end of the run (`--then`) has ended."""
+
+    words: str
 
 
 # --- clients and agents ---------------------------------------------------------------------------
@@ -388,5 +403,6 @@ Occurrence = (
     | Answered
     | StateHeld
     | WriteChecked
+    | CommandEnded
 )
 """Every event. (`wire.Event` is a line of the run's log.)"""

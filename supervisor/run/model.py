@@ -28,7 +28,8 @@ from memtop.supervisor.run.trial_state import TrialState
 from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, Proposal
 
 _NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.CREATED: frozenset({Phase.STARTING, Phase.FAILED, Phase.STOPPED}),
+    Phase.CREATED: frozenset({Phase.QUEUED, Phase.STARTING, Phase.FAILED, Phase.STOPPED}),
+    Phase.QUEUED: frozenset({Phase.STARTING, Phase.FAILED, Phase.STOPPED}),
     Phase.STARTING: frozenset({Phase.TRAINING, Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     Phase.TRAINING: frozenset({Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # A stop may be requested while a restart waits for the program to end, and vice versa.
@@ -56,6 +57,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Which preset and GPU memtop chose for it, and why."""
     on_oom: str = "stop"
     """auto | ask | stop"""
+    waits: bool = False
+    """Whether its first attempt waits for other runs or for a free GPU."""
 
 
 class AttemptStage(str, Enum):
@@ -109,6 +112,8 @@ class Cause(str, Enum):
 
     START = "start"
     """The run begins, or its supervisor was started in order to restart it."""
+    QUEUE = "queue"
+    """The run has waited, and its turn has come."""
     REQUEST = "request"
     """A client requested the restart of a run that is not running."""
     PENDING = "pending"

@@ -14,7 +14,7 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, is_stopped
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
-from memtop.supervisor.run.events import NotHeard, Sampled, StoodStill, Tick, WorkersStarted
+from memtop.supervisor.run.events import NotHeard, Queue, Sampled, StoodStill, Tick, WorkersStarted
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.model import AttemptStage, Model
 from memtop.supervisor.run.pending_restart import free_bytes
@@ -92,7 +92,7 @@ class Sensors:
             return None
         return WorkersStarted(restarts=restarts, dead=dead_worker(attempt.log_path), known=first)
 
-    def tick(self, *, watched: bool, alive: bool) -> Tick:
+    def tick(self, *, watched: bool, alive: bool, queue: Queue | None) -> Tick:
         model, attempt = self._model(), self.attempt
         if self._trends.wants_reading:
             members = self._members(model)
@@ -109,6 +109,7 @@ class Sensors:
             trend_news=tuple(self._trends.news()),
             not_heard=self._heard_nothing(model),
             disk_free=free_bytes(self._folder.path) if waits_for_disk else None,
+            queue=queue,
         )
 
     def _stopped(self, trainer: int, model: Model) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from memtop.supervisor.run.events import (
     AgentGone,
     Answered,
     CheckpointKept,
+    CommandEnded,
     Examined,
     Launched,
     LaunchRefused,
@@ -64,6 +65,7 @@ from memtop.supervisor.run.rules import (
     ending,
     output,
     prevention,
+    queue,
     restart,
     spikes,
     stopping,
@@ -113,6 +115,8 @@ def _after(model: Model, event: Occurrence) -> Model:
             return note(warn(model, "notify", problem), "warning", problem)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
+        case CommandEnded(words=words):
+            return note(model, "then", words)
         case SupervisorStarted():
             return taking_over.opened(model, event)
         case Replayed():
@@ -157,7 +161,7 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
 
 
 def _tick(model: Model, event: Tick) -> Model:
-    model = _warn_of_program(commands.resume(_observed(model, event)), event)
+    model = queue.tick(_warn_of_program(commands.resume(_observed(model, event)), event), event)
     attempt = model.attempt
     if attempt is None or model.launching is not None:
         return model
@@ -268,6 +272,8 @@ def _launch_refused(model: Model, event: LaunchRefused) -> Model:
     match launching.cause:
         case Cause.START:
             return emit(model, GiveUp(why=event.why, usage=event.usage))
+        case Cause.QUEUE:
+            return queue.refused(model, event.why)
         case Cause.REQUEST:
             assert launching.client is not None
             return commands.withdraw(model, launching.client, launching.request, event.why, usage=event.usage)

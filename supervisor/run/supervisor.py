@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.afterwards import Afterwards
 from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.effects import AddEvent
@@ -34,6 +35,7 @@ from memtop.supervisor.run.notices import Notifier
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
+from memtop.supervisor.run.queue import QueueWatch, revive_queued
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.outbox import Outbox
@@ -45,7 +47,7 @@ from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, F
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
-from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Request, StateUpdate, Status, Subscribe
+from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Phase, Request, StateUpdate, Status, Subscribe
 
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
@@ -78,6 +80,7 @@ class Supervisor:
             command=spec.command,
             choice=spec.choice,
             on_oom=spec.on_oom,
+            waits=spec.queue or spec.after is not None,
         )
         self.model = Model(run=run, settings=spec.settings, waits=waits or Waits(), supervisor_pid=os.getpid(), grip=spec.grip)
         self._monotonic = monotonic
@@ -87,6 +90,8 @@ class Supervisor:
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._checkpoints = CheckpointWatch(folder.path, self.handle)
         self._notifier = Notifier(folder)
+        self._queue = QueueWatch(folder, spec, lambda: self._sensors.machine_watch.machine)
+        self._afterwards = Afterwards(folder, spec.then, spec.cwd)
         self._reported = 0
         """The attempt after which the report was written."""
         self._report: asyncio.Task[str | None] | None = None
@@ -136,6 +141,7 @@ class Supervisor:
             await self._loop()
             if self._report is not None:
                 await self._report
+            await asyncio.to_thread(revive_queued, self.folder)
         finally:
             self._sensors.machine_watch.stop()
             self._performer.save_state(self.model)
@@ -207,11 +213,12 @@ class Supervisor:
             self._tick()
             self._notify()
             self._write_report()
+            self._run_afterwards()
             if not self.model.phase.final or self.model.launching is not None:
                 linger_until = None
             elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
-            elif self._monotonic() > linger_until + (_UNWRITTEN_SECONDS if self._outbox.waits or self._notifier.busy else 0.0):
+            elif not self._afterwards.busy and self._monotonic() > linger_until + self._more_seconds:
                 return
             if self._leaving and self.model.phase.final:
                 return
@@ -266,7 +273,8 @@ class Supervisor:
                 status = None if ended.status == UNKNOWN_STATUS else ended.status
                 self.handle(ProgramEnded(ended=ended.ended, status=status))
         watched = any(peer.has_screen for peer in self._server.peers)
-        self.handle(self._sensors.tick(watched=watched, alive=alive))
+        queue = self._queue.look() if model.phase is Phase.QUEUED else None
+        self.handle(self._sensors.tick(watched=watched, alive=alive, queue=queue))
         self._performer.collect()
         self._checkpoints.tick(self.model.grip if alive else None, stopping=self.model.ladder is not None)
         self._publish()
@@ -310,10 +318,25 @@ class Supervisor:
         if self._report is not None and self._report.done():
             self._check("report", self._report.result())
             self._report = None
-        over = self.model.phase.final and self.model.launching is None and not self._outbox.waits
-        if over and self._report is None and self._reported != self.model.number:
+        if self._is_over and self._report is None and self._reported != self.model.number:
             self._reported = self.model.number
             self._report = asyncio.get_running_loop().create_task(asyncio.to_thread(_report, self.folder))
+
+    def _run_afterwards(self) -> None:
+        """At the very end of the run, start the command that the user has given for it."""
+        over = self._is_over and self._report is None and not self._notifier.busy
+        ended = self._afterwards.tick(self.model.number, self.model.phase, over=over)
+        if ended is not None:
+            self.handle(ended)
+
+    @property
+    def _more_seconds(self) -> float:
+        """How much longer to stay, because something is not written or sent yet."""
+        return _UNWRITTEN_SECONDS if self._outbox.waits or self._notifier.busy else 0.0
+
+    @property
+    def _is_over(self) -> bool:
+        return self.model.phase.final and self.model.launching is None and not self._outbox.waits
 
     def _notify(self) -> None:
         """Tell the user of events. The sender reads them in the ledger."""

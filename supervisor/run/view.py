@@ -42,8 +42,11 @@ def read_state(folder: RunFolder) -> RunState:
     if newest > state.attempt:
         state = _just_begun(folder, state, newest)
     elif state.attempt == 0:
+        if state.state is Phase.QUEUED and not supervisor_alive(folder):
+            why = f"the supervisor is gone: memtop watch {folder.name} starts a new one"
+            return msgspec.structs.replace(state, supervisor_pid=None, reason=why)
         return state
-    supervised = _supervisor_alive(folder)
+    supervised = supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
     # A run that was moved aside has another name and folder than when the file was written.
     changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
@@ -411,6 +414,16 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
     return attempt > 0 and RunningAttempt(folder, attempt, shim_pid=None).alive()
 
 
+def is_ending(folder: RunFolder) -> bool:
+    """Whether the program has ended, and its supervisor is about to conclude how and to leave."""
+    file = folder.state()
+    if file is None or file.restarts or file.run.state is Phase.RESTARTING:
+        return False
+    attempt = file.run.attempt
+    ended = attempt > 0 and (folder.attempt(attempt) / "exit.json").exists() and folder.newest_attempt() <= attempt
+    return ended and supervisor_alive(folder) and not trainer_alive(folder, attempt)
+
+
 def refuse_living(folder: RunFolder) -> None:
     """RefusedError if the program or the supervisor of the run lives.
 
@@ -420,7 +433,7 @@ def refuse_living(folder: RunFolder) -> None:
     file = folder.state()
     # The supervisor of a run that is over is about to end.
     goes_on = file is not None and (file.restarts or not file.run.state.final)
-    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and _supervisor_alive(folder)):
+    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and supervisor_alive(folder)):
         raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 
@@ -428,8 +441,10 @@ def needs_supervisor(folder: RunFolder) -> bool:
     """True if the run is to continue (its trainer runs, or a restart is pending) and its supervisor
     is gone."""
     file, newest = folder.state(), folder.newest_attempt()
-    if _supervisor_alive(folder):
+    if supervisor_alive(folder):
         return False
+    if file is not None and file.run.state is Phase.QUEUED:
+        return True
     written = file.run.attempt if file is not None else 0
     return trainer_alive(folder, max(written, newest)) or (file is not None and _has_pending_restart(folder, file, newest))
 
@@ -442,7 +457,8 @@ def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> boo
     return file.restarts and newest <= file.run.attempt and file.run.folder == str(folder.path)
 
 
-def _supervisor_alive(folder: RunFolder) -> bool:
+def supervisor_alive(folder: RunFolder) -> bool:
+    """Whether the run has a supervisor now."""
     file = folder.state()
     if file is None:
         # Not written yet, lost or damaged: the next write replaces it.

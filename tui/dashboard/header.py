@@ -10,6 +10,7 @@ from memtop.tui.store import Store
 
 PHASE_MARKS = {
     Phase.CREATED: ("○", MUTED),
+    Phase.QUEUED: ("○", "edge"),
     Phase.STARTING: ("◌", "accent"),
     Phase.TRAINING: ("●", "good"),
     Phase.STOPPING: ("◐", "edge"),

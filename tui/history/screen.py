@@ -185,7 +185,8 @@ class HistoryScreen(FullScreen):
             # Of a recorded or observed run there are only the newest updates.
             run = RunCurves(store.run.name)
             run.take(store.metrics)
-        track = None if run is None or not run.times else run.track(name)
+        # Without their times they have no place here.
+        track = None if run is None or not run.times or not run.times[0] else run.track(name)
         return [] if run is None or track is None else [Curve(words, unit, track=track, begins=run.times[0])]
 
     # --- how it looks -----------------------------------------------------------------------------

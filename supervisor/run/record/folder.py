@@ -60,6 +60,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     grip: Grip | None = None
     """Of an external command that `memtop adopt` has taken over: what its first attempt resumes
     from."""
+    after: str | None = None
+    """The folder of the run that ends before this one begins."""
+    queue: bool = False
+    """Whether it begins only when no other run and no other program uses its GPUs."""
+    then: str | None = None
+    """A shell command for the very end."""
     step_pattern: str | None = None
     """MEMTOP_STEP: a regular expression for the lines of an external command that have its step."""
     profile: ProgramProfile | None = None

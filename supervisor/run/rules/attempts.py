@@ -56,7 +56,7 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
     allocator = change.assignments.get("allocator", model.allocator) if settings is None else ""
     knobs = trainer.knobs_after(model, change) if settings is None else {}
     number = model.newest_number + 1
-    reason = "start" if number == 1 and cause is Cause.START else explain.restart_reason(change)
+    reason = "start" if number == 1 and cause in (Cause.START, Cause.QUEUE) else explain.restart_reason(change)
     launching = Launching(
         number=number,
         cause=cause,

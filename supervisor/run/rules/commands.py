@@ -26,7 +26,7 @@ from memtop.supervisor.run.model import (
     note,
     refused,
 )
-from memtop.supervisor.run.rules import attempts, restart, stopping, trainer, trials
+from memtop.supervisor.run.rules import attempts, queue, restart, stopping, trainer, trials
 from memtop.supervisor.wire import (
     Answer,
     Change,
@@ -132,6 +132,8 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
         return _call_off(model, client, request)
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
+    if model.phase is Phase.QUEUED:
+        return done(queue.leave(model), client, request.id, "stopped before it began")
     if model.phase is not Phase.STOPPING or model.pending is not None:
         model = stopping.stop_run(model)
     if saves_when_stopped(model.settings, model.progress.offers):

@@ -16,7 +16,7 @@ def begin(model: Model, change: Change, cause: Cause, *, client: int | None = No
     UsageError if the
     change is not possible.
     """
-    if model.phase.final or model.restart is not None:
+    if model.phase.final or model.phase is Phase.QUEUED or model.restart is not None:
         return attempts.launch(model, change, cause, client=client, request=request)
     if change.state_before is not None:
         # The program saves once more when it stops, which may remove the oldest state.

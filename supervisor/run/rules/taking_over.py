@@ -19,7 +19,7 @@ from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
-from memtop.supervisor.run.rules import attempts, configurations, stopping, survival, trainer, trials
+from memtop.supervisor.run.rules import attempts, configurations, queue, stopping, survival, trainer, trials
 from memtop.supervisor.wire import Change, Phase
 
 _FINAL = {phase.value: phase for phase in Phase if phase.final}
@@ -30,6 +30,8 @@ def opened(model: Model, event: SupervisorStarted) -> Model:
     """Restore the model of an earlier supervisor. The newest attempt's reports follow."""
     model = replace(model, configurations=Configurations(records=event.records), states=event.states)
     newest = newest_started(event.attempts, event.unstarted)
+    if newest is None and model.run.waits and event.change is None:
+        return queue.begin(model)
     if newest is None:
         return _begin(model, event.change or Change(), Cause.START)
     last = event.attempts[-1]

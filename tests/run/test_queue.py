@@ -1,0 +1,254 @@
+"""Runs that wait for others (`--after`, `--queue`), and the command at the very end (`--then`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
+from memtop.supervisor.run.afterwards import Afterwards
+from memtop.supervisor.run.effects import GiveUp, Launch
+from memtop.supervisor.run.events import CommandEnded, LaunchRefused, Queue, SupervisorStarted
+from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.queue import ahead
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, create_run, write_json
+from memtop.supervisor.run.view import needs_supervisor, read_state
+from memtop.supervisor.wire import Change, Outcome, Phase, RunState
+from tests.conftest import Runs
+from tests.run.brain import RUN, SETTINGS, Brain, restart, spec, stop
+
+MACHINE = MachineSnapshot(time=1.0)
+GIB = 1 << 30
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def waiting(why: str = "waits for b to end (training)") -> Brain:
+    brain = Brain(Model(run=replace(RUN, waits=True), settings=SETTINGS, supervisor_pid=7))
+    brain.tell(SupervisorStarted())
+    brain.tick(queue=Queue(waits_for=why))
+    assert (brain.model.phase, brain.model.reason, brain.asked(Launch)) == (Phase.QUEUED, why, [])
+    return brain
+
+
+def test_a_run_waits_and_says_for_what_once() -> None:
+    brain = waiting()
+    brain.tick()
+    brain.tick(queue=Queue(waits_for="waits for b to end (training)"))
+    brain.tick(queue=Queue(waits_for="waits behind c"))
+    assert brain.messages("queued") == ["waits for b to end (training)", "waits behind c"]
+
+
+def test_it_starts_once_when_its_turn_has_come() -> None:
+    brain = waiting()
+    brain.tick(queue=Queue(waits_for=None))
+    brain.tick(queue=Queue(waits_for=None))
+    (launch,) = brain.asked(Launch)
+    assert (launch.number, launch.reason) == (1, "start")
+
+
+def test_a_run_that_cannot_be_started_then_has_failed() -> None:
+    brain = waiting()
+    brain.tick(queue=Queue(waits_for=None))
+    brain.tell(LaunchRefused(number=1, why="python is gone"))
+    assert (brain.model.phase, brain.model.reason) == (Phase.FAILED, "python is gone")
+    assert brain.asked(GiveUp) == [], "its supervisor stays to tell it"
+
+
+def test_stopping_a_waiting_run_starts_nothing() -> None:
+    brain = waiting()
+    stop(brain)
+    assert (brain.model.phase, brain.answers()[-1].outcome) == (Phase.STOPPED, Outcome.DONE)
+    brain.tick(queue=Queue(waits_for=None))
+    assert brain.asked(Launch) == []
+
+
+def test_a_restart_begins_at_once() -> None:
+    brain = waiting()
+    restart(brain, Change(assignments={"batch": "4", "accumulation": "8"}))
+    (launch,) = brain.asked(Launch)
+    assert launch.settings is not None
+    assert launch.settings.batch == 4
+
+
+def test_a_new_supervisor_waits_again() -> None:
+    brain = Brain(Model(run=replace(RUN, waits=True), settings=SETTINGS, supervisor_pid=8))
+    brain.tell(
+        SupervisorStarted(state=StateFile(run=RunState(name="a", folder="/a", state=Phase.QUEUED, created=1.0), socket=""))
+    )
+    assert brain.model.phase is Phase.QUEUED
+
+
+# --- what is ahead --------------------------------------------------------------------------------
+
+
+def run_in(runs_dir: Path, name: str, phase: Phase, *, lives: bool, created: float = 1.0, gpus: str = "") -> RunFolder:
+    """A run whose supervisor is this process, or is gone."""
+    own = spec(name, created)
+    assert own.settings is not None
+    device = "cuda" if gpus else "cpu"
+    own = replace(own, settings=replace(own.settings, gpus=gpus, device=device), queue=phase is Phase.QUEUED)
+    folder = create_run(runs_dir, own, fresh=False)
+    me = identify(os.getpid())
+    assert me is not None
+    run = RunState(
+        name=name,
+        folder=str(folder.path),
+        state=phase,
+        created=created,
+        supervisor_pid=me.pid,
+        attempt=int(phase is not Phase.QUEUED),
+    )
+    ticks = me.started_ticks if lives else me.started_ticks + 1
+    write_json(folder.state_path, StateFile(run=run, socket="none", supervisor_started_ticks=ticks))
+    if lives:
+        # Held until this process ends, as by a supervisor.
+        lock = RunLock(folder)
+        assert lock.acquire()
+        LOCKS.append(lock)
+    return folder
+
+
+LOCKS: list[RunLock] = []
+
+
+@pytest.mark.parametrize(
+    ("phase", "lives", "words"),
+    [
+        (Phase.TRAINING, True, "waits for b to end (training)"),
+        (Phase.RESTARTING, True, "waits for b to end (restarting)"),
+        (Phase.QUEUED, True, "waits for b to end (queued)"),
+        (Phase.FINISHED, True, None),
+        (Phase.FAILED, False, None),
+        (Phase.TRAINING, False, None),
+    ],
+)
+def test_after_a_run_means_after_its_end_whatever_it_is(tmp_path: Path, phase: Phase, lives: bool, words: str | None) -> None:
+    other = run_in(tmp_path, "b", phase, lives=lives)
+    mine = create_run(tmp_path, replace(spec("a"), after=str(other.path)), fresh=False)
+    assert ahead(mine, mine.spec(), MACHINE) == words
+
+
+def test_a_run_that_was_deleted_is_over(tmp_path: Path) -> None:
+    mine = create_run(tmp_path, replace(spec("a"), after=str(tmp_path / "gone")), fresh=False)
+    assert ahead(mine, mine.spec(), MACHINE) is None
+
+
+def test_the_queue_is_in_the_order_of_creation(tmp_path: Path) -> None:
+    first, second = (run_in(tmp_path, name, Phase.QUEUED, lives=True, created=n) for n, name in enumerate("xy"))
+    assert ahead(second, second.spec(), MACHINE) == "waits behind x"
+    assert ahead(first, first.spec(), MACHINE) is None
+
+
+def test_on_the_cpu_every_living_run_is_waited_for(tmp_path: Path) -> None:
+    run_in(tmp_path, "b", Phase.TRAINING, lives=True)
+    run_in(tmp_path, "over", Phase.FINISHED, lives=True)
+    mine = run_in(tmp_path, "a", Phase.QUEUED, lives=True)
+    assert ahead(mine, mine.spec(), MACHINE) == "waits for b to end (training)"
+
+
+def card(index: int, *used: int) -> GpuSample:
+    return GpuSample(
+        index=index, processes=tuple(GpuProcess(pid=n, name="python", used_bytes=b) for n, b in enumerate(used, 7))
+    )
+
+
+def test_only_runs_and_programs_on_the_same_gpus_are_waited_for(tmp_path: Path) -> None:
+    run_in(tmp_path, "b", Phase.TRAINING, lives=True, gpus="0")
+    mine = run_in(tmp_path, "a", Phase.QUEUED, lives=True, gpus="1")
+    free = MachineSnapshot(time=1.0, gpus=(card(0, 9 * GIB), card(1, 100 << 20)))
+    assert ahead(mine, mine.spec(), free) is None, "a desktop's context is no training"
+    busy = MachineSnapshot(time=1.0, gpus=(card(0), card(1, 100 << 20, 2 * GIB)))
+    assert ahead(mine, mine.spec(), busy) == "waits for GPU 1: python (pid 8) uses 2.0 GiB"
+    both = run_in(tmp_path, "c", Phase.QUEUED, lives=True, created=0.0, gpus="0,1")
+    assert ahead(both, both.spec(), free) == "waits for b to end (training)"
+
+
+def test_a_waiting_run_whose_supervisor_is_gone_says_so_and_wants_one(tmp_path: Path) -> None:
+    folder = run_in(tmp_path, "a", Phase.QUEUED, lives=False)
+    state = read_state(folder)
+    assert (state.state, state.supervisor_pid) == (Phase.QUEUED, None)
+    assert "memtop watch a starts a new one" in (state.reason or "")
+    assert needs_supervisor(folder)
+
+
+# --- the command at the end -----------------------------------------------------------------------
+
+
+def ended(
+    afterwards: Afterwards, monkeypatch: pytest.MonkeyPatch, attempt: int = 1, phase: Phase = Phase.FAILED
+) -> CommandEnded | None:
+    """What is said after the end of an attempt; None if nothing was started."""
+    assert afterwards.tick(attempt, phase, over=True) is None, "a person may restart it"
+    later = time.monotonic() + 60
+    monkeypatch.setattr("memtop.supervisor.run.afterwards.time.monotonic", lambda: later)
+    found = afterwards.tick(attempt, phase, over=True)
+    while found is None and afterwards.busy:
+        time.sleep(0.01)
+        found = afterwards.tick(attempt, phase, over=True)
+    monkeypatch.undo()
+    return found
+
+
+def test_the_command_runs_once_for_each_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    command = 'echo "$MEMTOP_STATE $MEMTOP_RUN" >> out; echo done'
+    one = Afterwards(folder, command, str(tmp_path))
+    found = ended(one, monkeypatch)
+    assert found is not None
+    assert found.words == f"--then: {command}: has finished"
+    assert ended(one, monkeypatch) is None
+    assert ended(Afterwards(folder, command, str(tmp_path)), monkeypatch) is None, "another supervisor knows of it"
+    assert ended(one, monkeypatch, attempt=2, phase=Phase.FINISHED) is not None, "the run has gone on"
+    assert (tmp_path / "out").read_text() == f"failed {folder.path}\nfinished {folder.path}\n"
+    assert (folder.path / "then.log").read_text() == "done\ndone\n"
+
+
+def test_a_command_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    found = ended(Afterwards(folder, "exit 3", str(tmp_path)), monkeypatch)
+    assert found is not None
+    assert found.words == "--then: exit 3: has failed with exit status 3, see then.log"
+    gone = ended(Afterwards(folder, "true", str(tmp_path / "gone")), monkeypatch, attempt=2)
+    assert gone is not None
+    assert gone.words == "--then: cannot be started: No such file or directory"
+
+
+# --- whole ----------------------------------------------------------------------------------------
+
+
+def test_the_next_run_begins_after_one_that_failed_whoever_was_killed(runs: Runs) -> None:
+    go, trace = runs.root / "go", runs.root / "trace"
+    first = f"while [ ! -e {go} ]; do sleep 0.1; done; echo first >> {trace}; exit 3"
+    runs.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", first)
+    second = ("train", "--name", "second", "--detach", "--after", "first", "--then", f"echo then >> {trace}")
+    runs.memtop(*second, "--", "sh", "-c", f"echo second >> {trace}")
+    document = runs.wait("second", lambda d: d["reason"] is not None and "waits for first" in d["reason"])
+    assert (document["state"], document["attempts"]) == ("queued", [])
+    # Its supervisor is killed while it waits: the end of the first run brings it back.
+    os.kill(document["supervisor_pid"], signal.SIGKILL)
+    go.touch()
+    runs.wait("first", lambda d: d["state"] == "failed")
+    runs.wait("second", lambda d: d["state"] == "finished")
+    folder = RunFolder(Path(runs.path) / "second")
+    while not (folder.path / "then.log").exists() or "then" not in trace.read_text():
+        time.sleep(0.1)
+    assert trace.read_text() == "first\nsecond\nthen\n"
+
+
+def test_a_waiting_run_is_stopped(runs: Runs) -> None:
+    runs.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
+    runs.memtop("train", "--name", "second", "--detach", "--queue", "--", "sh", "-c", "echo no > no")
+    runs.wait("second", lambda d: d["state"] == "queued" and "first" in d["reason"])
+    assert "queued" in runs.memtop("runs").stdout
+    assert "stopped before it began" in runs.memtop("stop", "second").stdout
+    assert runs.show("second")["state"] == "stopped"
+    runs.memtop("stop", "first")
+    assert not (runs.root / "no").exists()
