@@ -42,6 +42,18 @@ class Phase(str, Enum):
         return self in (Phase.FINISHED, Phase.STOPPED, Phase.FAILED)
 
 
+class Stage(str, Enum):
+    """What a program does before its first update."""
+
+    STARTING = "starting"
+    IMPORTING = "importing torch"
+    LOADING_MODEL = "loading the model"
+    READING_DATA = "reading the data"
+    LOADING = "loading"
+    """Of a program that does not report it: torch, the model or the data."""
+    FIRST_UPDATE = "first update"
+
+
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A `train_latest_state` folder, as described by its manifest."""
 
@@ -148,6 +160,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     state: Phase
     reason: str | None = None
     """Why the run is in this state, if that is not obvious."""
+    stage: Stage | None = None
+    """While the state is `starting`; else None."""
     alive: bool = False
     """A training process of this run exists."""
     observed: bool = False

@@ -94,6 +94,7 @@ def _train(
     engine, position = open_engine(settings, accelerator, config, found, tell=partial(notify, warning=False))
     record("after model load")
     host = agree_on_host_plan(settings, accelerator)
+    channel.report("phase", phase="data")
     data = open_data(settings, tokens, level=host.level)
     record("after data load")
     for note in (*data.notes, *_host_notes(settings, host), *_evaluation_notes(settings, data)):

@@ -66,6 +66,16 @@ class RunFeed:
     def messages(self) -> AsyncIterator[FeedMessage]:
         return turned(self._messages(), self._turns)
 
+    def first_state(self) -> wire.RunState | None:
+        """The run as its folder describes it, for the first frame; None if that cannot be read."""
+        from memtop.supervisor.run.record.folder import RunFolder
+        from memtop.supervisor.run.view import read_state
+
+        try:
+            return read_state(RunFolder(self._folder))
+        except (MemtopError, OSError):
+            return None
+
     async def _messages(self) -> AsyncIterator[FeedMessage]:
         while True:
             client = await self._connect()

@@ -202,7 +202,7 @@ def _measured(state: RunState) -> dict[str, Any]:
     update, and what a search for the batch found."""
     now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
     names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "padding_fraction", "step_seconds", "split", "ranks")
-    more = ("gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
+    more = ("stage", "gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
     rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, *more)}
     return now | rest
 

@@ -16,6 +16,7 @@ from memtop.supervisor.monitor.processes.proc import (
     ProcessStat,
     command_words,
     environment,
+    has_loaded_torch,
     own_family,
     read_stat,
     whole_number,
@@ -76,17 +77,9 @@ class Programs:
         row = self.rows[pid]
         found = self._known_torch.get(row.guise)
         if found is None or (not found[0] and row.rss_bytes >= found[1] + _LEAST_GROWTH):
-            found = self._has_loaded_torch(pid), row.rss_bytes
+            found = has_loaded_torch(pid, self._root), row.rss_bytes
         self._torch[row.guise] = found
         return found[0]
-
-    def _has_loaded_torch(self, pid: int) -> bool:
-        """Whether torch's library is loaded. Also False if this user may not know."""
-        try:
-            with (self._root / str(pid) / "maps").open("rb") as maps:
-                return any(b"/libtorch" in line for line in maps)
-        except OSError:
-            return False
 
     def _is_memtops(self, pid: int) -> bool:
         program = self._program(pid)

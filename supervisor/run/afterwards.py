@@ -35,6 +35,8 @@ class Afterwards:
         self._folder, self._command, self._cwd = folder, command, cwd
         self._process: subprocess.Popen[bytes] | None = None
         self._over_since: tuple[int, float] | None = None
+        self._given_up: int | None = None
+        """The attempt after which the command could not be started: it is not tried again."""
 
     @property
     def busy(self) -> bool:
@@ -56,7 +58,7 @@ class Afterwards:
         return self._start(attempt, phase)
 
     def _claimed(self, attempt: int) -> bool:
-        if self._command is None:
+        if self._command is None or self._given_up == attempt:
             return True
         claim = read_derived(self._folder.path / FILE, ThenFile)
         return claim is not None and claim.attempt >= attempt
@@ -77,6 +79,7 @@ class Afterwards:
                     env=environment,
                 )
         except OSError as error:
+            self._given_up = attempt
             return CommandEnded(words=f"--then: cannot be started: {error.strerror}")
         return None
 

@@ -311,6 +311,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """What has begun or stopped growing, as messages and data."""
     stopped: tuple[int, ...] = ()
     """The program or its ranks, as far as a signal has stopped them: SIGSTOP, Ctrl-Z."""
+    torch_loaded: bool = False
+    """While the program starts: one of its processes has loaded torch's library."""
     not_heard: NotHeard | None = None
     """Why the program has reported nothing for some time; None if it has, or is young."""
     disk_free: int | str | None = None

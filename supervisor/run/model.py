@@ -197,6 +197,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     alive: bool = False
     """The training program exists."""
     trainer_pid: int | None = None
+    torch_loaded: bool = False
+    """Whether the program has loaded torch, as far as it was looked up: until its first update."""
     stopped: tuple[int, ...] = ()
     """The program or its ranks, as far as a signal has stopped them: SIGSTOP, Ctrl-Z."""
     watched: bool = False

@@ -119,7 +119,7 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):
-    """loading | training"""
+    """loading | data | training"""
 
     phase: Word
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
-from memtop.supervisor.monitor.processes.proc import ProcessId, is_stopped
+from memtop.supervisor.monitor.processes.proc import ProcessId, has_loaded_torch, is_stopped
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
@@ -51,6 +51,7 @@ class Sensors:
         self._trends, self._measurements = TrendWatch(), Measurements()
         self._samples = 0
         self._silence_due = _SILENCE_SECONDS
+        self._torch_loaded = False
         self._not_heard: NotHeard | None = None
         self._knows_workers = False
         """Whether this supervisor has seen how often the launcher has started the workers."""
@@ -62,6 +63,7 @@ class Sensors:
         self._stall = StallWatch(attempt.log_path, self._monotonic)
         self._trends, self._measurements = TrendWatch(), Measurements()
         self._silence_due, self._not_heard = _SILENCE_SECONDS, None
+        self._torch_loaded = False
         self._knows_workers = new
 
     def reported(self, rank: int, report: Report) -> None:
@@ -107,10 +109,17 @@ class Sensors:
             trends=self._trends.trends,
             own_trends=self._trends.own,
             trend_news=tuple(self._trends.news()),
+            torch_loaded=self._has_loaded_torch(model),
             not_heard=self._heard_nothing(model),
             disk_free=free_bytes(self._folder.path) if waits_for_disk else None,
             queue=queue,
         )
+
+    def _has_loaded_torch(self, model: Model) -> bool:
+        """Looked up while the program starts, until a process has."""
+        if not self._torch_loaded and model.phase is Phase.STARTING and self.attempt is not None:
+            self._torch_loaded = any(has_loaded_torch(process.pid) for process in self.attempt.processes())
+        return self._torch_loaded
 
     def _stopped(self, trainer: int, model: Model) -> tuple[int, ...]:
         """Which of the program and its ranks are stopped. The program reports the pids of its

@@ -14,7 +14,7 @@ from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.wire import Checkpoint, Proposal, RunState
+from memtop.supervisor.wire import Checkpoint, Phase, Proposal, RunState, Stage
 
 _OF_ATTEMPT = ("started", "ended", "exit_status")
 _OF_STEP = ("epoch", "learning_rate", "padding_fraction")
@@ -36,6 +36,7 @@ def _reported(model: Model) -> RunState:
         folder=run.folder,
         state=model.phase,
         reason=model.reason,
+        stage=_stage(model) if model.phase is Phase.STARTING else None,
         alive=model.alive,
         adopted=model.adopted,
         supervisor_pid=model.supervisor_pid,
@@ -66,6 +67,21 @@ def _reported(model: Model) -> RunState:
         proposal=_proposal(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+_STAGES = {"loading": Stage.LOADING_MODEL, "data": Stage.READING_DATA, "training": Stage.FIRST_UPDATE}
+
+
+def _stage(model: Model) -> Stage:
+    """What the program does before its first update."""
+    if model.progress.phase in _STAGES:
+        return _STAGES[model.progress.phase]
+    if model.progress.plan is not None:
+        return Stage.FIRST_UPDATE
+    if not model.torch_loaded:
+        return Stage.STARTING
+    # memtop's own trainer reports as soon as it has imported torch.
+    return Stage.IMPORTING if model.settings is not None else Stage.LOADING
 
 
 def _effective_batch(model: Model) -> int | None:

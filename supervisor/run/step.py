@@ -196,6 +196,7 @@ def _observed(model: Model, event: Tick) -> Model:
         and model.alive is event.alive
         and model.trainer_pid == event.trainer_pid
         and model.stopped == event.stopped
+        and model.torch_loaded is event.torch_loaded
         and model.trends is event.trends
         and model.own_trends is event.own_trends
         and model.disk_free == event.disk_free
@@ -208,6 +209,7 @@ def _observed(model: Model, event: Tick) -> Model:
         alive=event.alive,
         trainer_pid=event.trainer_pid,
         stopped=event.stopped,
+        torch_loaded=event.torch_loaded,
         trends=event.trends,
         own_trends=event.own_trends,
         disk_free=event.disk_free,

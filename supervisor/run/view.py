@@ -73,6 +73,8 @@ def read_state(folder: RunFolder) -> RunState:
         changes |= _unrecorded_end(folder, state)
     elif not supervised and training:
         changes["reason"] = f"the supervisor is gone, training continues: memtop watch {folder.name} starts a new one"
+    if changes.get("state", state.state) is not Phase.STARTING:
+        changes["stage"] = None
     return msgspec.structs.replace(state, **changes)
 
 

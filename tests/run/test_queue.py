@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -219,6 +220,22 @@ def test_a_command_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytes
     gone = ended(Afterwards(folder, "true", str(tmp_path / "gone")), monkeypatch, attempt=2)
     assert gone is not None
     assert gone.words == "--then: cannot be started: No such file or directory"
+
+
+def test_a_command_that_cannot_be_claimed_is_not_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    afterwards = Afterwards(folder, "true", str(tmp_path))
+    monkeypatch.setattr("memtop.supervisor.run.afterwards.write_json", full)
+    assert afterwards.tick(1, Phase.FAILED, over=True) is None
+    later = time.monotonic() + 60
+    monkeypatch.setattr("memtop.supervisor.run.afterwards.time.monotonic", lambda: later)
+    found = [afterwards.tick(1, Phase.FAILED, over=True) for _ in range(3)]
+    assert [event and event.words for event in found] == ["--then: cannot be started: No space left on device", None, None]
+    assert not afterwards.busy, "the supervisor need not stay for it"
 
 
 # --- whole ----------------------------------------------------------------------------------------

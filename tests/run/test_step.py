@@ -3,6 +3,8 @@ process, no file; the test sets the clock."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,16 +12,17 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.monitor.processes.proc import has_loaded_torch
 from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Examine, Launch, SaveState, UpdateAttempt
 from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed
-from memtop.supervisor.run.model import Model, move
+from memtop.supervisor.run.model import CurrentAttempt, Model, move
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Change, Outcome, Phase
-from tests.run.brain import GIB, HALF, MIB, RUN, SETTINGS, die, end, proposal, states, stop, training
+from memtop.supervisor.wire import Change, Outcome, Phase, Stage
+from tests.run.brain import GIB, HALF, HELLO, MIB, RUN, SETTINGS, STEP, Brain, die, end, proposal, states, stop, training
 
 OOM = {
     "type": "oom",
@@ -293,3 +296,48 @@ def test_splits_that_were_found_for_unlike_gpus_are_shown_and_kept() -> None:
     kept = run_state(brain.model).settings
     assert kept is not None
     assert (kept.splits, kept.auto_batch) == (((12, 2), (4, 2)), False)
+
+
+# --- the stages before the first update -----------------------------------------------------------
+
+
+def test_the_stages_of_memtops_own_trainer() -> None:
+    brain = Brain(starting(SETTINGS))
+    seen = [run_state(brain.model).stage]
+    brain.tick(torch_loaded=True)
+    seen.append(run_state(brain.model).stage)
+    for phase in ("loading", "data", "training"):
+        brain.report({"type": "phase", "time": 10.0, "phase": phase})
+        seen.append(run_state(brain.model).stage)
+    words = ["starting", "importing torch", "loading the model", "reading the data", "first update"]
+    assert [stage and stage.value for stage in seen] == words
+    brain.report(STEP)
+    assert (run_state(brain.model).state, run_state(brain.model).stage) == (Phase.TRAINING, None)
+
+
+def test_a_program_that_reports_no_stage_is_only_loading() -> None:
+    brain = Brain(starting(None))
+    assert run_state(brain.model).stage is Stage.STARTING
+    brain.tick(torch_loaded=True)
+    assert run_state(brain.model).stage is Stage.LOADING
+    brain.report(HELLO, PLAN)
+    assert run_state(brain.model).stage is Stage.FIRST_UPDATE, "its framework has told the plan"
+
+
+def starting(settings: Settings | None) -> Model:
+    attempt = CurrentAttempt(number=1, started=1.0)
+    return Model(run=replace(RUN, settings=settings), settings=settings, phase=Phase.STARTING, attempt=attempt, alive=True)
+
+
+def test_the_kernel_tells_whether_a_process_has_loaded_torch() -> None:
+    code = "import sys; sys.stdin.read(1); import torch; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        assert not has_loaded_torch(program.pid)
+        program.stdin.write(b"1")
+        program.stdin.flush()
+        program.stdout.readline()
+        assert has_loaded_torch(program.pid)
+        program.stdin.close()
+    assert not has_loaded_torch(program.pid), "it is gone"

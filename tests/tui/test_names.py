@@ -7,8 +7,8 @@ from rich.cells import cell_len
 
 from memtop.supervisor.wire import Phase
 from memtop.tui.dashboard.header import draw_header
+from memtop.tui.dashboard.notice import notice
 from memtop.tui.dashboard.overview import draw_processes
-from memtop.tui.dashboard.training import notice
 from memtop.tui.line import MUTED, NAME, STRONG, fit, name_cell, plain, spread, width_of, with_short_names
 from tests.tui.support import (
     NOW,

@@ -13,15 +13,11 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.tui.dashboard.events import draw_events
 from memtop.tui.dashboard.header import PHASE_MARKS, draw_header
 from memtop.tui.dashboard.layout import plan
-from memtop.tui.dashboard.training import (
-    draw_compact_training,
-    draw_events,
-    draw_loss,
-    draw_training,
-    notice,
-)
+from memtop.tui.dashboard.notice import notice
+from memtop.tui.dashboard.training import draw_compact_training, draw_loss, draw_training
 from memtop.tui.feed import Connected, Disconnected, Followed, Others, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, label_of, offered
 from memtop.tui.line import plain, width_of
@@ -158,9 +154,17 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
-def test_the_header_distinguishes_a_first_update_from_loading() -> None:
-    store = store_of(running(gpu(), state=wire.Phase.STARTING, total_updates=60))
-    assert "◌ first update…" in plain(draw_header(store, 80, 1)[0])
+def test_a_run_that_starts_says_in_which_stage_it_is() -> None:
+    starting = {"state": wire.Phase.STARTING, "stage": wire.Stage.LOADING_MODEL, "updates": None}
+    store = store_of(running(gpu(), **starting))
+    assert "◌ loading the model" in plain(draw_header(store, 80, 1)[0])
+    wide = "✓ starting  ✓ importing torch  ◌ loading the model  · reading the data  · first update"
+    assert plain(draw_training(store, 100, 12)[0]).rstrip() == wide
+    assert plain(draw_training(store, 60, 12)[0]).rstrip() == "◌ loading the model, 3 of 5"
+    own = store_of(running(gpu(), **starting | {"stage": wire.Stage.LOADING, "settings": None}))
+    assert plain(draw_training(own, 60, 12)[0]).rstrip() == "✓ starting  ◌ loading  · first update"
+    again = store_of(running(gpu(), **starting | {"updates": 12}))
+    assert plain(draw_training(again, 100, 12)[0]).startswith("update 12 /"), "a resumed run has its place"
 
 
 def test_slow_runs_have_numbers_that_mean_something() -> None:

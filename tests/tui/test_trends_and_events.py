@@ -8,7 +8,9 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
-from memtop.tui.dashboard.training import draw_compact_training, draw_events, draw_notice, notice
+from memtop.tui.dashboard.events import draw_events
+from memtop.tui.dashboard.notice import draw_notice, notice
+from memtop.tui.dashboard.training import draw_compact_training
 from memtop.tui.feed import ReplayPosition
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.line import plain

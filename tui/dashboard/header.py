@@ -51,15 +51,11 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
 
 
 def _phase(run: RunState) -> Line:
-    """`● training`.
-
-    A program that works on its first update is still `starting`, so it gets its own words.
-    """
+    """`● training`, or what a run that starts does: `◌ loading the model`."""
     sign, role = PHASE_MARKS[run.state]
     if run.observed and run.state is Phase.STARTING:
         return line((f"{sign} progress not known", MUTED))
-    first = run.state is Phase.STARTING and run.total_updates is not None
-    return line((f"{sign} {'first update…' if first else run.state.value}", role))
+    return line((f"{sign} {run.state.value if run.stage is None else run.stage.value}", role))
 
 
 def _followed(store: Store) -> str:

@@ -9,8 +9,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from memtop.supervisor.monitor.values import GpuSample
+from memtop.tui.dashboard.events import draw_events
 from memtop.tui.dashboard.overview import draw_processes
-from memtop.tui.dashboard.training import draw_events, draw_loss, draw_training
+from memtop.tui.dashboard.training import draw_loss, draw_training
 from memtop.tui.line import Line, fact, line
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, gpu_title
 from memtop.tui.machine.host import draw_host

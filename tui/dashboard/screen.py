@@ -29,13 +29,14 @@ from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.dashboard import overview as machine_drawing
 from memtop.tui.dashboard import training as training_drawing
+from memtop.tui.dashboard.events import draw_events
 from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
 from memtop.tui.dashboard.header import draw_header
 from memtop.tui.dashboard.layout import GPU_PANELS, DashboardLayout, plan
 from memtop.tui.dashboard.log import LogPanel
+from memtop.tui.dashboard.notice import draw_notice, notice
 from memtop.tui.dashboard.panels import ProcessPanel, gpu_panel
 from memtop.tui.dashboard.result import DashboardResult, result_of
-from memtop.tui.dashboard.training import draw_notice, notice
 from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.machine import gpu as gpu_drawing
@@ -66,6 +67,7 @@ def first_store(feed: Feed, label: str | None) -> Store:
     return Store(
         read_only=feed.read_only,
         label=label,
+        run=feed.first_state() if isinstance(feed, RunFeed) else None,
         all_pids_visible=here and sees_all_pids(),
     )
 
@@ -126,12 +128,12 @@ class DashboardScreen(Dashboard):
             with Vertical(id="right"):
                 yield LinePanel(draw_host, title="Host memory", opens="host", id="host", classes="panel host")
                 yield LinePanel(t.draw_training, title="Training", id="training", classes="panel")
-                yield LinePanel(t.draw_events, title="Events", id="events", classes="panel")
+                yield LinePanel(draw_events, title="Events", id="events", classes="panel")
         with Vertical(id="compact"):
             yield LinePanel(m.draw_compact_machine, id="compact-machine")
             yield LinePanel(t.draw_compact_training, id="compact-training")
         yield ProcessPanel(m.draw_processes, title="GPU processes", opens="processes", id="processes", classes="panel")
-        yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
+        yield LinePanel(draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
         yield LogPanel(self.pace, id="log", classes="panel")
         yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
         yield FlashPanel()

@@ -1,27 +1,19 @@
-"""The run's panels: notice line, training numbers, loss curve, events."""
+"""The run's panels: its numbers and its loss curve."""
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Sequence
 
-from rich.cells import cell_len
-
 from memtop.supervisor import units
-from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.names import shortened
-from memtop.supervisor.wire import Event, Phase, RunState
+from memtop.supervisor.wire import Phase, RunState, Stage
 from memtop.tui.bars import progress_bar
 from memtop.tui.charts import Point, curve, curve_spark
 from memtop.tui.dashboard.header import PHASE_MARKS
 from memtop.tui.line import (
     MUTED,
-    SHORTEST_NAME,
     STRONG,
     Line,
-    cropped,
     fact,
     fit,
     grid,
@@ -32,10 +24,8 @@ from memtop.tui.line import (
     width_of,
     wrap,
 )
-from memtop.tui.machine.gpu import driver_silence
-from memtop.tui.store import ConnectionState, Store
-from memtop.tui.trends import before_the_end, first_full, sentence
-from memtop.tui.words import BOTTLENECKS, age, in_words
+from memtop.tui.store import Store
+from memtop.tui.words import BOTTLENECKS, age
 
 _LINES = 6
 """Lines of the training panel without the reason and the ranks."""
@@ -136,7 +126,28 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
     return [fit(part, width) for part in (first, second, third)][:height]
 
 
+_STAGES = (Stage.STARTING, Stage.IMPORTING, Stage.LOADING_MODEL, Stage.READING_DATA, Stage.FIRST_UPDATE)
+_STAGES_OF_PROGRAMS = (Stage.STARTING, Stage.LOADING, Stage.FIRST_UPDATE)
+
+
+def _stages(run: RunState, stage: Stage, width: int) -> Line:
+    """`✓ starting  ◌ importing torch  · loading the model`, or `importing torch, 2 of 5`."""
+    stages = _STAGES if run.settings is not None else _STAGES_OF_PROGRAMS
+    at = stages.index(stage) if stage in stages else 0
+    sign, role = PHASE_MARKS[Phase.STARTING]
+    parts = []
+    for number, one in enumerate(stages):
+        mark = ("✓", "good") if number < at else (sign, role) if number == at else ("·", MUTED)
+        parts.append(line(mark, (f" {one.value}", STRONG if number == at else MUTED)))
+    row = join(parts)
+    if width_of(row) <= width:
+        return row
+    return fit(line((f"{sign} ", role), (stage.value, STRONG), (f", {at + 1} of {len(stages)}", MUTED)), width)
+
+
 def _progress(run: RunState, width: int) -> Line:
+    if run.stage is not None and not run.updates:
+        return _stages(run, run.stage, width)
     done, total = run.updates, run.total_updates
     fraction = None if not total or done is None else done / total
     left = line(("update ", MUTED), (units.count(done), STRONG), (f" / {units.count(total)}  ", MUTED))
@@ -275,64 +286,6 @@ def _losses(store: Store) -> list[Point]:
     return [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
 
 
-def draw_events(store: Store, width: int, height: int) -> list[Line]:
-    """Newest first; long messages are wrapped.
-
-    Of several routine events in a row only the newest is shown.
-    """
-    if not store.events:
-        return [line(("nothing yet", MUTED))]
-    lines: list[Line] = []
-    above: str | None = None
-    for event in reversed(store.events):
-        if len(lines) >= height:
-            break
-        if event.kind in _ROUTINE and event.kind == above:
-            continue
-        above = event.kind
-        lines += _event(event, width)
-    return lines[:height]
-
-
-# Frequent saves would push all other events off the screen; the ledger has them all.
-_ROUTINE = ("checkpoint", "memory")
-
-
-def _event(event: Event, width: int) -> list[Line]:
-    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    sign, role = _event_look(event)
-    head = line((f"{clock} ", MUTED), (f"{sign:<2} ", role))
-    indent = line(" " * width_of(head))
-    parts = wrap(in_words(event.message), max(1, width - width_of(head)), role)
-    return [(*(indent if number else head), *part) for number, part in enumerate(parts)]
-
-
-_EVENT_LOOKS = {
-    "oom": ("✗", "bad"),
-    "spike": ("✗", "bad"),
-    "failed": ("✗", "bad"),
-    "error": ("✗", "bad"),
-    "survived": ("✓", "good"),
-    "remedy": ("↻", "accent"),
-    "workers": ("↻", "edge"),
-    "settings": ("▸", "accent"),
-    "batch_search": ("▸", "accent"),
-    "trial": ("◌", "accent"),
-    "trend": ("^", "edge"),
-    "pressure": ("^", "edge"),
-    "warning": ("!", "edge"),
-}
-
-
-def _event_look(event: Event) -> tuple[str, str]:
-    if event.kind == "band":
-        # The message names the new band: "GPU 1: safe -> edge, 86.2 %".
-        for band, role in ((Band.DANGER, "bad"), (Band.EDGE, "edge"), (Band.SAFE, "safe")):
-            if f"-> {band.value}" in event.message:
-                return (mark(band), role)
-    return _EVENT_LOOKS.get(event.kind, ("", "text"))
-
-
 def _step(seconds: float | None) -> str:
     """`1.15 s`, `0.0042 s`, and `123 s` without hundredths."""
     return f"{units.UNKNOWN if seconds is None else f'{seconds:.2f}' if 0.1 <= seconds < 100 else f'{seconds:.3g}'} s"
@@ -348,81 +301,3 @@ def _thousands(value: float | None) -> str:
     if value < 10:
         return units.rate(value)
     return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)
-
-
-def draw_notice(store: Store, width: int, height: int) -> list[Line]:
-    """The end of the run, problems of the connection, old values, and warnings of the run."""
-    words = notice(store, width - 1)
-    role = "good" if words.startswith(PHASE_MARKS[Phase.FINISHED][0]) else "edge"
-    return [fit(line((f" {words}", role)), width)] if words else []
-
-
-def notice(store: Store, width: int = 160) -> str:
-    """The sentence below the header, shortened to `width` cells if needed; empty if there is
-    none.
-    """
-    run = store.run
-    if store.proposal is not None and store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED):
-        what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
-        # The key is more important than the end of the summary.
-        room = max(0, width - len(key) - 2)
-        return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
-    answers = store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED)
-    if run is not None and run.state.final and run.unsaved is None and answers and not store.replaying:
-        return _end(run, width)
-    if store.link in (ConnectionState.GONE, ConnectionState.ENDED):
-        return f"! {store.link_reason}" if store.link is ConnectionState.GONE else store.link_reason
-    if store.link is ConnectionState.WAITING:
-        return f"… {store.link_reason}"
-    if store.quiet_seconds > 0:
-        return f"! no data for {store.quiet_seconds:.0f} s, these are the last known values"
-    if store.machine is not None and store.machine.gpu_age_seconds is not None:
-        return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
-    if run is None:
-        more = f"  (and {len(store.others) - 1} more)" if len(store.others) > 1 else ""
-        return f"{store.others[0]}{more}" if store.others else ""
-    return _notice_of_run(store, run, width)
-
-
-def _end(run: RunState, width: int) -> str:
-    """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
-    after 00:03:10; r resumes at update 40`."""
-    at = "" if run.updates is None else f" at update {units.count(run.updates)}"
-    lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
-    why = f": {run.reason}" if run.reason and run.state is Phase.FAILED else ""
-    brief = f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}"
-    # Without room the name is shortened first, then how long it took and the reason are left out.
-    for end in (f"{brief}{lasted}", brief):
-        excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)
-        key = f"; {_next_step(run, shortened(run.name, max(SHORTEST_NAME, cell_len(run.name) - excess)))}"
-        room = max(0, width - cell_len(key))
-        if cell_len(end) <= room:
-            break
-    what = f"{end}{why}"
-    return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
-
-
-def _next_step(run: RunState, name: str) -> str:
-    if run.state is Phase.FINISHED:
-        own = run.settings is None
-        return f"memtop report {name} writes a page about it" if own else f"memtop export {name} DIR writes the model"
-    saved = run.checkpoint if run.resumes else None
-    if saved is not None and saved.complete and saved.updates is not None:
-        return f"r resumes at update {units.count(saved.updates)}"
-    return "r starts it again from the beginning"
-
-
-def _notice_of_run(store: Store, run: RunState, width: int) -> str:
-    if run.unsaved is not None:
-        whole = f"! {run.unsaved}"
-        # Without room, the folder is dropped before the problem.
-        return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", whole), width)
-    urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
-    if urgent is not None:
-        return f"^ {sentence(urgent, run, width - 2)}"
-    if run.trial is not None and run.trial.state.startswith("measuring"):
-        return f"… trial of {run.trial.title}: {run.trial.state}"
-    if run.warnings:
-        more = len(run.warnings) - 1
-        return f"! {run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
-    return ""

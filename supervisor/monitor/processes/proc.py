@@ -342,6 +342,15 @@ def holds_gpu(pid: int, minors: frozenset[int] = frozenset(), proc_root: Path = 
     return False if looked else None
 
 
+def has_loaded_torch(pid: int, proc_root: Path = PROC) -> bool:
+    """Whether torch's library is loaded. Also False if this user may not know."""
+    try:
+        with (proc_root / str(pid) / "maps").open("rb") as maps:
+            return any(b"/libtorch" in line for line in maps)
+    except OSError:
+        return False
+
+
 def _device(link: str) -> str:
     try:
         return os.readlink(link)  # noqa: PTH115 - a hot loop over descriptors

@@ -143,6 +143,7 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         adopted=False,
         alive=True,
         trainer_pid=None,
+        torch_loaded=False,
         stalled=None,
         agents=frozenset(),
         announced=frozenset(),
