@@ -24,6 +24,7 @@ from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 from textual.widgets import Static
 
+from memtop.supervisor.language import tr
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
@@ -225,7 +226,7 @@ class TooSmallScreen(Screen[None]):
     def on_resize(self, event: Resize) -> None:
         width, height = SMALLEST
         size = f"{event.size.width}x{event.size.height}"
-        self.query_one("#sentence", Static).update(f"terminal too small: {size},\nmemtop needs {width}x{height}")
+        self.query_one("#sentence", Static).update(tr(f"terminal too small: {size},\nmemtop needs {width}x{height}"))
 
 
 def terminal_gone(descriptor: int) -> bool:

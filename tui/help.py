@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Button, Static
 
+from memtop.supervisor.language import tr
 from memtop.tui.keymap import ACTIONS, offered
 from memtop.tui.screen import Dialog
 from memtop.tui.store import Store
@@ -47,11 +48,11 @@ def help_page(store: Store) -> Group:
         table.add_column(min_width=19, no_wrap=True)
         table.add_column()
         for row in rows:
-            table.add_row(Text(f"  {row.shown_key}", "bold"), row.label.rstrip("…"), row.description)
-        parts += [Text(title, "bold underline"), table, Text()]
+            table.add_row(Text(f"  {row.shown_key}", "bold"), tr(row.label).rstrip("…"), tr(row.description))
+        parts += [Text(tr(title), "bold underline"), table, Text()]
     if store.read_only:
-        parts += [Text("Read-only: nothing can be changed from here.", "bold"), Text()]
-    return Group(*parts, Text(_MARKS))
+        parts += [Text(tr("Read-only: nothing can be changed from here."), "bold"), Text()]
+    return Group(*parts, Text(tr(_MARKS)))
 
 
 class HelpDialog(Dialog[None]):
@@ -67,7 +68,7 @@ class HelpDialog(Dialog[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog help") as box:
-            box.border_title = "Keys and marks"
+            box.border_title = tr("Keys and marks")
             yield Static(help_page(self._store))
             with Horizontal(classes="buttons"):
-                yield Button("Close", id="cancel", compact=True)
+                yield Button(tr("Close"), id="cancel", compact=True)

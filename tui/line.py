@@ -14,6 +14,7 @@ from rich.cells import cell_len, set_cell_size
 from textual.content import Content
 
 from memtop.supervisor.clean import clean
+from memtop.supervisor.language import has_wide, tr, wrapped_anywhere
 from memtop.supervisor.names import shortened
 
 Span = tuple[str, str]
@@ -84,8 +85,13 @@ ROLES = (
 
 
 def line(*parts: str | Span) -> Line:
-    """A line from spans and plain strings, cleaned, without empty ones."""
+    """A line from spans and plain strings in the reader's language, cleaned, without empty ones."""
     spans = ((part, TEXT) if isinstance(part, str) else part for part in parts)
+    return foreign(*((text if role in (NAME, JOB) else tr(text), role) for text, role in spans))
+
+
+def foreign(*spans: Span) -> Line:
+    """A line of text that is not memtop's own: cleaned, never translated."""
     cleaned = ((clean(text), role) for text, role in spans)
     return tuple(span for span in cleaned if span[0])
 
@@ -201,7 +207,7 @@ def grid(cells: Sequence[Line], width: int) -> Line:
 
 def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
     """The text wrapped at words; a word longer than a line is broken."""
-    return [((part, role),) for part in _wrapped(text, max(1, width))]
+    return [((part, role),) for part in _wrapped(tr(text), max(1, width))]
 
 
 @lru_cache(maxsize=1024)
@@ -209,6 +215,8 @@ def _wrapped(text: str, width: int) -> tuple[str, ...]:
     # Cached, because the same texts are drawn again every second. After a broken word Textual keeps
     # the blank.
     words = " ".join(clean(text).split())
+    if has_wide(words):
+        return tuple(wrapped_anywhere(words, width))
     parts = (part.plain.strip() for part in Content(words).wrap(width)) if words else ()
     return tuple(part for part in parts if part)
 

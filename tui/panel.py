@@ -12,6 +12,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from memtop.supervisor.language import tr
 from memtop.tui.line import Line, fit
 from memtop.tui.store import Store
 
@@ -81,7 +82,7 @@ class LinePanel(RoleStyles):
     def show(self, store: Store) -> None:
         """Draw the store. Unchanged lines are not painted again."""
         self._store = store
-        title = self._title if isinstance(self._title, str) else self._title(store)
+        title = tr(self._title if isinstance(self._title, str) else self._title(store))
         if title and self.border_title != title:
             self.border_title = title
         width, height = self._drawn_for

@@ -18,6 +18,7 @@ from textual.widgets import Button, DataTable, Static
 from memtop.presets import Preset
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.schema import Settings
+from memtop.supervisor.language import tr
 from memtop.supervisor.wire import RunState
 from memtop.tui.restart_plan import where_it_resumes
 from memtop.tui.screen import Dialog
@@ -47,18 +48,18 @@ class PresetDialog(Dialog[str]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog presets") as box:
-            box.border_title = f"Preset for {self._run.name}"
+            box.border_title = tr(f"Preset for {self._run.name}")
             yield DataTable(cursor_type="row", zebra_stripes=False)
             yield Static(id="description", classes="muted", markup=False)
-            yield Static(where_it_resumes(self._run), classes="muted", markup=False)
+            yield Static(tr(where_it_resumes(self._run)), classes="muted", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Apply", id="confirm", variant="primary", compact=True)
+                yield Button(tr("Cancel"), id="cancel", compact=True)
+                yield Button(tr("Apply"), id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
         table = self.query_one(DataTable)
         for label in ("", "key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes"):
-            table.add_column(label)
+            table.add_column(tr(label))
         for look in self._outlooks.values():
             table.add_row(*self._row(look), key=look.preset.name)
         wanted = int(self._chosen_key) if self._chosen_key else self._present_key()
@@ -105,7 +106,7 @@ class PresetDialog(Dialog[str]):
             # The split and ZeRO have their own columns.
             "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
         )
-        return [Text(cell, style="bold" if chosen else "") for cell in cells]
+        return [Text(tr(cell), style="bold" if chosen else "") for cell in cells]
 
 
 def _description(look: Outlook) -> str:

@@ -20,6 +20,7 @@ from textual.widgets import Button
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind
+from memtop.supervisor.language import tr
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.tui.bars import Share, memory_bar
@@ -76,9 +77,9 @@ class OomCard(Dialog[Remedy]):
             yield LinePanel(self._draw_why, id="oom-why")
             yield LinePanel(self._draw_status, id="oom-status")
             with Horizontal(classes="buttons"):
-                yield Button("Close (Esc)", id="cancel", compact=True)
-                yield Button("Stay stopped (s)", id="stay", compact=True)
-                yield Button("Apply (Enter)", id="confirm", variant="primary", compact=True)
+                yield Button(tr("Close (Esc)"), id="cancel", compact=True)
+                yield Button(tr("Stay stopped (s)"), id="stay", compact=True)
+                yield Button(tr("Apply (Enter)"), id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
         self.follow(self._dashboard, self._take)
@@ -100,7 +101,7 @@ class OomCard(Dialog[Remedy]):
     def _frame(self, box: Vertical, page: LineList) -> None:
         """Set the title and the height for the content."""
         if self._proposal is not None:
-            box.border_title = card_title(self._proposal.diagnosis)
+            box.border_title = tr(card_title(self._proposal.diagnosis))
         width = min(_WIDEST, self.app.size.width * 96 // 100)
         box.styles.height = min(page.lines_wanted(width - _SIDES) + _AROUND, self.app.size.height - 1)
 

@@ -17,6 +17,7 @@ from memtop.presets import apply_preset
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import FIELDS
 from memtop.presets.schema import Settings
+from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.wire import Change, RunState
@@ -53,25 +54,25 @@ class RestartDialog(Dialog[RestartRequest]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as box:
-            box.border_title = f"Restart {shortened(self._run.name, TITLE_NAME)} from train_latest_state"
+            box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from train_latest_state")
             with Horizontal(classes="fields"):
                 for field in NUMBER_FIELDS:
                     with Vertical(classes="field"):
-                        yield Label(field)
-                        yield Input(number_text(self._settings, field), id=field, compact=True, tooltip=FIELDS[field].unit)
+                        yield Label(tr(field))
+                        yield Input(number_text(self._settings, field), id=field, compact=True, tooltip=tr(FIELDS[field].unit))
                 with Vertical(classes="field"):
-                    yield Label("preset")
+                    yield Label(tr("preset"))
                     options = [(name, name) for name in self._presets]
                     yield Select(options, value=self._settings.preset, allow_blank=False, id="preset", compact=True)
             yield Static(id="problem", classes="problem", markup=False)
             yield Static(id="consequences", markup=False)
             yield LinePanel(self._draw_outlook, id="outlook")
-            yield Static(where_it_resumes(self._run), id="resumes", classes="muted", markup=False)
-            yield Static(_LIVE, id="ways", markup=False)
+            yield Static(tr(where_it_resumes(self._run)), id="resumes", classes="muted", markup=False)
+            yield Static(tr(_LIVE), id="ways", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Apply now", id="live", variant="success", compact=True)
-                yield Button("Restart", id="confirm", variant="primary", compact=True)
+                yield Button(tr("Cancel"), id="cancel", compact=True)
+                yield Button(tr("Apply now"), id="live", variant="success", compact=True)
+                yield Button(tr("Restart"), id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
         # The run's state may change while the form is open.
@@ -79,7 +80,7 @@ class RestartDialog(Dialog[RestartRequest]):
 
     def _take(self, store: Store) -> None:
         self._run = store.run or self._run
-        self.query_one("#resumes", Static).update(where_it_resumes(self._run))
+        self.query_one("#resumes", Static).update(tr(where_it_resumes(self._run)))
         self._judge()
 
     @on(Input.Changed)
@@ -132,8 +133,8 @@ class RestartDialog(Dialog[RestartRequest]):
             self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")
         problem = self.query_one("#problem", Static)
         problem.display = plan.problem is not None
-        problem.update(f"✗ {plan.problem}" if plan.problem else "")
-        self.query_one("#consequences", Static).update("\n".join(plan.lines))
+        problem.update(f"✗ {tr(plan.problem)}" if plan.problem else "")
+        self.query_one("#consequences", Static).update("\n".join(map(tr, plan.lines)))
         self.query_one("#confirm", Button).disabled = plan.change is None
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         for name in ("#live", "#ways"):

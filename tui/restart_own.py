@@ -13,6 +13,7 @@ from textual.widgets import Button, Input, Label, Static
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
 from memtop.supervisor.run.record.folder import RunFolder
@@ -46,18 +47,18 @@ class OwnProgramDialog(Dialog[Change]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as box:
-            box.border_title = f"Restart {shortened(self._run.name, TITLE_NAME)} from its newest checkpoint"
+            box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from its newest checkpoint")
             with Horizontal(classes="fields"):
                 for field, text in self._shown.items():
                     with Vertical(classes="field"):
-                        yield Label(field)
+                        yield Label(tr(field))
                         yield Input(text, id=field, compact=True)
             yield Static(id="problem", classes="problem", markup=False)
             yield Static(id="consequences", markup=False)
             yield Static(clean(" ".join(self._run.command)), classes="muted", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Restart", id="confirm", variant="primary", compact=True)
+                yield Button(tr("Cancel"), id="cancel", compact=True)
+                yield Button(tr("Restart"), id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
         self._judge()
@@ -90,7 +91,7 @@ class OwnProgramDialog(Dialog[Change]):
         self._change = Change(assignments=changed) if why is None else None
         problem = self.query_one("#problem", Static)
         problem.display = why is not None
-        problem.update(f"✗ {why}" if why is not None else "")
+        problem.update(f"✗ {tr(why)}" if why is not None else "")
         lines = [one for one in words.split("; ") if one] if changed else ["the same settings as now"]
-        self.query_one("#consequences", Static).update("\n".join(lines))
+        self.query_one("#consequences", Static).update("\n".join(map(tr, lines)))
         self.query_one("#confirm", Button).disabled = why is not None

@@ -19,6 +19,7 @@ from textual.widgets import Input
 from memtop.supervisor import units, wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.language import tr
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders
@@ -75,7 +76,9 @@ class RunsScreen(FullScreen):
 
     def compose(self) -> ComposeResult:
         yield self.title_panel()
-        yield Input(id="runs-input", compact=True, placeholder="words of the name, state or program; Enter keeps, Esc clears")
+        yield Input(
+            id="runs-input", compact=True, placeholder=tr("words of the name, state or program; Enter keeps, Esc clears")
+        )
         yield LineList(self._draw_page, id="runs-list")
         yield self.message_panel()
         yield KeyLine(self)
@@ -172,9 +175,9 @@ class RunsScreen(FullScreen):
         places, at = [], _MARK
         for column, width in columns:
             sorted_by = column.id == self._column
-            name = column.id + (("▾" if self._descending else "▴") if sorted_by else "")
+            name = column.title + (("▾" if self._descending else "▴") if sorted_by else "")
             # The arrow takes the blank before the next column.
-            padded = f"{name:>{width + sorted_by}}" if column.right else f"{name:<{width + sorted_by}}"
+            padded = Placed(column, width + sorted_by).aligned(name)
             spans.append((padded + " " * (2 - sorted_by), "heading" if sorted_by else MUTED))
             places.append(Heading(column.id, at, at + width + 2))
             at += width + 2

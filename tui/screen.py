@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 from textual import on
@@ -27,6 +28,7 @@ from textual.widgets import Button, Static
 
 from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import History
 from memtop.tui.line import NAME, STRONG, Line, join, line, spread
 from memtop.tui.pace import Pace
@@ -177,11 +179,11 @@ class ConfirmDialog(Dialog[bool]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
-            box.border_title = self._title
-            yield Static("\n".join(map(clean, self._lines)), markup=False, id="what")
+            box.border_title = tr(self._title)
+            yield Static("\n".join(clean(tr(one)) for one in self._lines), markup=False, id="what")
             with Horizontal(classes="buttons"):
-                yield Button(f"{self._cancel} (n)", id="cancel", compact=True)
-                yield Button(f"{self._confirm} (y)", id="confirm", variant="error", compact=True)
+                yield Button(f"{tr(self._cancel)} (n)", id="cancel", compact=True)
+                yield Button(f"{tr(self._confirm)} (y)", id="confirm", variant="error", compact=True)
 
     @on(Button.Pressed, "#confirm")
     def action_confirm(self) -> None:
@@ -202,14 +204,14 @@ class KeysDialog(Dialog[None]):
         tips = {b.key: b.tooltip for b in type(self._of).BINDINGS if isinstance(b, Binding)}
         table = Table.grid(padding=(0, 2))
         for key, shown, words in keys_of(self._of):
-            table.add_row(Text(shown, "bold"), words.rstrip("…"), tips.get(key, ""))
+            table.add_row(Text(shown, "bold"), words.rstrip("…"), tr(tips.get(key, "")))
         back = "One step back: clear the input, the search, the ticks, the filter, then leave this screen"
-        table.add_row(Text("Esc", "bold"), "Back", back)
+        table.add_row(Text("Esc", "bold"), tr("Back"), tr(back))
         with VerticalScroll(classes="dialog help") as box:
-            box.border_title = "Keys of this screen"
+            box.border_title = tr("Keys of this screen")
             yield Static(table)
             with Horizontal(classes="buttons"):
-                yield Button("Close", id="cancel", compact=True)
+                yield Button(tr("Close"), id="cancel", compact=True)
 
 
 # --- full screens ---------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
     found = []
     for binding in type(screen).BINDINGS:
         if isinstance(binding, Binding) and binding.show and screen.check_action(binding.action.partition("(")[0], ()):
-            found.append((binding.key, binding.key_display or binding.key, binding.description))
+            found.append((binding.key, binding.key_display or binding.key, tr(binding.description)))
     return found
 
 
@@ -322,12 +324,13 @@ class KeyLine(Widget):
         key_style = self.get_component_rich_style("action--key", partial=True)
         shown_line = Text(no_wrap=True)
         self._places = []
-        room = self.size.width - sum(len(_key_words(shown, words)) for _, shown, words in _ALWAYS)
-        for key, shown, words in (*keys_of(self._of), *_ALWAYS):
+        always = [(key, shown, tr(words)) for key, shown, words in _ALWAYS]
+        room = self.size.width - sum(cell_len(_key_words(shown, words)) for _, shown, words in always)
+        for key, shown, words in (*keys_of(self._of), *always):
             text = _key_words(shown, words)
-            if (key, shown, words) not in _ALWAYS and shown_line.cell_len + len(text) > room:
+            if (key, shown, words) not in always and shown_line.cell_len + cell_len(text) > room:
                 continue
-            self._places.append((shown_line.cell_len, shown_line.cell_len + len(text), key))
+            self._places.append((shown_line.cell_len, shown_line.cell_len + cell_len(text), key))
             shown_line.append_text(Text.assemble(" ", (shown, key_style), f" {words} "))
         return shown_line
 

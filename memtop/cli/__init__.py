@@ -15,7 +15,9 @@ import sys
 import click
 
 from memtop import __version__
+from memtop.cli.language import HelpContext, chosen_language, without_language
 from memtop.cli.output import print_lines, print_message
+from memtop.supervisor import language
 from memtop.supervisor.errors import MemtopError, UsageError
 
 COMMAND_GROUPS = {
@@ -68,6 +70,8 @@ _MODULES = {
 class LazyGroup(click.Group):
     """Commands that are imported when they are called."""
 
+    context_class = HelpContext
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -76,6 +80,7 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"memtop.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name)
+        command.context_class = HelpContext
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -95,8 +100,9 @@ class LazyGroup(click.Group):
     "running out of it, and resume without losing a sample.",
 )
 @click.option("--version", is_flag=True, help="print the version")
+@click.option("--lang", metavar="en|zh", help="the language of screen and command line [that of the locale]")
 @click.pass_context
-def app(context: click.Context, version: bool) -> int | None:
+def app(context: click.Context, version: bool, lang: str | None) -> int | None:
     if version:
         print_lines(f"memtop {__version__}")
     elif context.invoked_subcommand is None:
@@ -113,6 +119,8 @@ def run(arguments: list[str]) -> int:
     stderr."""
     try:
         arguments, program = _without_program(arguments)
+        arguments, given = without_language(arguments)
+        language.use(given or chosen_language())
         result = app.main(arguments, prog_name="memtop", standalone_mode=False, obj=program)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0

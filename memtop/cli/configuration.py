@@ -52,6 +52,7 @@ KEYS = {
     "on-spike": Key(what="what to do when the loss of a recipe jumps and stays high"),
     "program-profile": Key(what="the profile of your own programs: its name, auto or none", default="auto"),
     "save-every": Key(what="updates between two saves", is_number=True),
+    "lang": Key(what="the language of screen and command line: en or zh"),
     "energy-price": Key(what='what a kWh costs you, for example "0.30 EUR"'),
     "notify-on": Key(what="what you are notified of", default="end,failure,stall,survived,leak"),
     "notify-desktop": Key(what="how a dashboard's terminal notifies you: bell, osc9 or osc777"),

@@ -99,5 +99,5 @@ def _printed(command: Sequence[str], python_path: Sequence[str]) -> int:
         assert child.stderr is not None
         for line in child.stderr:
             print_message(line.rstrip("\n"))
-        print_lines(*child.stdout.read().splitlines())
+        print_lines(*child.stdout.read().splitlines(), own=False)
     return child.returncode

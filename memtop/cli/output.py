@@ -11,17 +11,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from memtop.supervisor.clean import clean
+from memtop.supervisor.language import tr
 
 
-def print_lines(*lines: str) -> None:
-    """Print lines to stdout: what the command was asked for."""
-    _print(lines, sys.stdout)
+def print_lines(*lines: str, own: bool = True) -> None:
+    """Print lines to stdout: what the command was asked for. `own`: texts of memtop, which are
+    translated."""
+    _print(lines, sys.stdout, own=own)
 
 
 def print_message(*lines: str) -> None:
     """Print lines to stderr: messages. The command goes on if a full disk cannot take them."""
     try:
-        _print(lines, sys.stderr)
+        _print(lines, sys.stderr, own=True)
     except BrokenPipeError:
         raise
     except OSError:
@@ -50,8 +52,8 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
     return json.dumps(document, indent=indent, separators=separators, allow_nan=False).replace("\x7f", "\\u007f")
 
 
-def _print(lines: Iterable[str], stream: TextIO) -> None:
-    text = "".join(f"{clean(line)}\n" for line in lines)
+def _print(lines: Iterable[str], stream: TextIO, *, own: bool) -> None:
+    text = "".join(f"{clean(tr(line) if own else line)}\n" for line in lines)
     # A terminal of another encoding shows a question mark for what it lacks.
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))

@@ -39,7 +39,7 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
     elif not rows:
         print_message(f"no runs in {where}")
     else:
-        print_lines(*table(rows, time.time(), shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        print_lines(*table(rows, time.time(), shutil.get_terminal_size().columns if sys.stdout.isatty() else None), own=False)
     return 0
 
 
@@ -75,7 +75,7 @@ def show(run_name: str, as_json: bool, metrics: bool, samples: bool, runs_dir: P
                 f"{folder.name}: no samples are written yet; they need --set sample.prompts=FILE --set sample.every=N"
             )
         for event in events:
-            print_lines(*_sample_lines(event.data))
+            print_lines(*_sample_lines(event.data), own=False)
         return 0
     state = view.read_state(folder)  # before the ledger, which gets the end of an attempt first
     with readable_ledger(folder):

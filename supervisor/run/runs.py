@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
@@ -138,6 +139,11 @@ class RunColumn(NamedTuple):
     rank: int = 0
     """Without room the columns with the highest numbers are left out."""
 
+    @property
+    def title(self) -> str:
+        """In the reader's language."""
+        return tr(self.id)
+
 
 def _of_run(name: str) -> Callable[[RunRow], Any]:
     return lambda row: None if row.run is None else getattr(row.run, name)
@@ -154,8 +160,8 @@ def _age(row: RunRow, now: float) -> str:
     seconds = max(0.0, now - row.run.created)
     for limit, each, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
-            return f"{seconds / each:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} days"
+            return tr(f"{seconds / each:.0f} {unit}")
+    return tr(f"{seconds / 86_400:.0f} days")
 
 
 def _progress(row: RunRow, now: float) -> str:
@@ -172,7 +178,7 @@ def _loss(row: RunRow, now: float) -> str:
 NAME = RunColumn("name", lambda row, now: clean(row.name), lambda row: row.name.casefold(), right=False)
 COLUMNS = (
     NAME,
-    RunColumn("state", lambda row, now: _state(row), _state, right=False),
+    RunColumn("state", lambda row, now: tr(_state(row)), _state, right=False),
     RunColumn("program", lambda row, now: clean(row.program or units.UNKNOWN), lambda row: row.program, right=False, rank=5),
     RunColumn("age", _age, _of_run("created"), rank=2),
     RunColumn("update", _progress, _of_run("updates")),
@@ -197,7 +203,10 @@ class Placed(NamedTuple):
 
     def cell(self, row: RunRow, now: float) -> str:
         """The text, shortened and padded to the width."""
-        text = shortened(self.column.text(row, now), self.width)
+        return self.aligned(shortened(self.column.text(row, now), self.width))
+
+    def aligned(self, text: str) -> str:
+        """The text, padded to the width."""
         padding = " " * (self.width - cell_len(text))
         return padding + text if self.column.right else text + padding
 
@@ -205,7 +214,7 @@ class Placed(NamedTuple):
 def placed(rows: Sequence[RunRow], now: float, width: int | None) -> list[Placed]:
     """The columns that fit, and their widths. Names are shortened before a column is left out;
     states are never shortened."""
-    found = [Placed(one, max(map(cell_len, (one.id, *(one.text(row, now) for row in rows))))) for one in COLUMNS]
+    found = [Placed(one, max(map(cell_len, (one.title, *(one.text(row, now) for row in rows))))) for one in COLUMNS]
     while width is not None and (excess := sum(one.width + _BETWEEN for one in found) - _BETWEEN - width) > 0:
         name = found[0]
         if name.width > _SHORTEST_NAME:
@@ -216,14 +225,14 @@ def placed(rows: Sequence[RunRow], now: float, width: int | None) -> list[Placed
             break
         found.remove(last)
         # What the column leaves free is the name's again.
-        found[0] = Placed(NAME, max(map(cell_len, ("name", *(NAME.text(row, now) for row in rows)))))
+        found[0] = Placed(NAME, max(map(cell_len, (NAME.title, *(NAME.text(row, now) for row in rows)))))
     return found
 
 
 def table(rows: Sequence[RunRow], now: float, width: int | None = None) -> Iterator[str]:
     """The heading and a line for each run."""
     columns = placed(rows, now, width)
-    heads = [f"{one.column.id:{'>' if one.column.right else '<'}{one.width}}" for one in columns]
+    heads = [one.aligned(one.column.title) for one in columns]
     yield (" " * _BETWEEN).join(heads).rstrip()
     for row in rows:
         if row.run is None:

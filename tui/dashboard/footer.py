@@ -14,6 +14,7 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widget import Widget
 
+from memtop.supervisor.language import tr
 from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel
@@ -44,8 +45,8 @@ class ActionButton(Widget, can_focus=True):
         super().__init__(id=f"action-{action.id}")
         self.action = action
         self.key = action.shown_key
-        self.label = action.label
-        self.tooltip = action.description
+        self.label = tr(action.label)
+        self.tooltip = tr(action.description)
 
     def say(self, key: str, label: str) -> None:
         """Change key and label; the layout is computed again only if they differ."""
@@ -85,7 +86,7 @@ class ActionBar(Container):
         buttons = list(self.query(ActionButton))
         for button in buttons:
             button.set_class(obstacle(button.action, store) is not None, "-unavailable")
-            button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))
+            button.say(key_of(button.action, preset_keys), tr(label_of(button.action, store, narrow=narrow)))
         # Buttons of screens are dropped first; their keys still work.
         grid = width < _TWO_LINES_BELOW
         room = _IN_TWO_LINES if grid else width

@@ -18,7 +18,8 @@ from textual.strip import Strip
 
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
-from memtop.tui.line import Line, line
+from memtop.supervisor.language import tr
+from memtop.tui.line import MUTED, TEXT, Line, foreign
 from memtop.tui.pace import Pace
 from memtop.tui.panel import RoleStyles
 
@@ -164,7 +165,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         state = "▸ following" if self.following else "■ not following (l follows)"
         searching = f"  /{self.query_text}: {len(self._matches())} lines" if self.query_text else ""
         # As content, because a string would be read as markup.
-        self.border_title = Content(f"Log  {state}{searching}")
+        self.border_title = Content(tr(f"Log  {state}{searching}"))
 
 
 def mark_log_line(text: str, query: str) -> Line:
@@ -172,12 +173,12 @@ def mark_log_line(text: str, query: str) -> Line:
     if query and query in text.casefold():
         start = text.casefold().index(query)
         end = start + len(query)
-        return line(text[:start], (text[start:end], "match"), text[end:])
+        return foreign((text[:start], TEXT), (text[start:end], "match"), (text[end:], TEXT))
     role = "bad" if any(word in text.casefold() for word in _ALARMING) else "text"
     if text.startswith("[") and "]" in text:
         cut = text.index("]") + 1
-        return line((text[:cut], "muted"), (text[cut:], role))
-    return line((text, role))
+        return foreign((text[:cut], MUTED), (text[cut:], role))
+    return foreign((text, role))
 
 
 FIRST_BYTES = 256 * 1024

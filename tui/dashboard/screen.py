@@ -24,6 +24,7 @@ from textual.widgets import Input
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.files import usable
 from memtop.supervisor import wire
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -135,7 +136,7 @@ class DashboardScreen(Dashboard):
         yield ProcessPanel(m.draw_processes, title="GPU processes", opens="processes", id="processes", classes="panel")
         yield LinePanel(draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
         yield LogPanel(self.pace, id="log", classes="panel")
-        yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
+        yield Input(placeholder=tr("find in the log, Enter searches, Esc leaves"), id="search", compact=True)
         yield FlashPanel()
         yield ActionBar()
 

@@ -95,7 +95,7 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
     if run is None:
         return []
     eta = line("  ", *fact("ETA", units.duration(run.eta_seconds)))
-    first = (*_progress(run, width - sum(len(t) for t, _ in eta)), *eta)
+    first = (*_progress(run, width - width_of(eta)), *eta)
     best = line((f" best {_number(run.best_loss, '.3f')}", MUTED))
     second = join(
         (
@@ -152,7 +152,7 @@ def _progress(run: RunState, width: int) -> Line:
     fraction = None if not total or done is None else done / total
     left = line(("update ", MUTED), (units.count(done), STRONG), (f" / {units.count(total)}  ", MUTED))
     right = line((f"  {units.percent(fraction, 0):>5}", STRONG))
-    room = width - sum(len(t) for t, _ in (*left, *right))
+    room = width - width_of((*left, *right))
     return fit((*left, *progress_bar(room, fraction), *right), width)
 
 

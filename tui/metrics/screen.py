@@ -19,6 +19,7 @@ from textual.widgets import Button, OptionList, Static
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.language import tr
 from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, Line, line
 from memtop.tui.metrics.curves import AXES, RunCurves
@@ -319,12 +320,12 @@ class RunsDialog(Dialog[list[Path]]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog") as box:
-            box.border_title = "Runs to lay over this one"
+            box.border_title = tr("Runs to lay over this one")
             yield OptionList(*map(self._prompt, self._all))
-            yield Static("Space ticks a run, Enter shows the ticked ones.", classes="muted", markup=False)
+            yield Static(tr("Space ticks a run, Enter shows the ticked ones."), classes="muted", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Show", id="confirm", variant="primary", compact=True)
+                yield Button(tr("Cancel"), id="cancel", compact=True)
+                yield Button(tr("Show"), id="confirm", variant="primary", compact=True)
 
     def _prompt(self, folder: Path) -> Text:
         return Text(f"[{'x' if folder in self._chosen else ' '}] {clean(folder.name)}")

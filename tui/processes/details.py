@@ -19,6 +19,7 @@ from textual.widgets import Button, Static
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.charts import trail
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
@@ -228,12 +229,12 @@ class EnvironmentDialog(Dialog[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog help") as box:
-            box.border_title = f"Environment of process {self._process.pid}"
+            box.border_title = tr(f"Environment of process {self._process.pid}")
             yield Static(self._text(), id="variables")
             with Horizontal(classes="buttons"):
                 if any(is_secret(name, value) for name, value in self._variables.items()):
-                    yield Button("Show hidden (v)", id="reveal", compact=True)
-                yield Button("Close", id="cancel", compact=True)
+                    yield Button(tr("Show hidden (v)"), id="reveal", compact=True)
+                yield Button(tr("Close"), id="cancel", compact=True)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         if event.button.id == "reveal":
@@ -249,4 +250,4 @@ class EnvironmentDialog(Dialog[None]):
             hidden = is_secret(name, value) and not self._revealed
             text.append(f"{clean(name)}=", "bold")
             text.append("hidden\n" if hidden else f"{clean(value)}\n", "italic" if hidden else "")
-        return text if self._variables else Text("the process has no environment variables")
+        return text if self._variables else Text(tr("the process has no environment variables"))

@@ -18,6 +18,7 @@ from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
 from memtop.supervisor import units, wire
+from memtop.supervisor.language import tr
 from memtop.tui.line import cropped, name_cell, plain, wrap
 from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog
 from memtop.tui.store import Holder, Store, holders
@@ -95,17 +96,17 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
-            box.border_title = "Processes that hold GPU memory"
+            box.border_title = tr("Processes that hold GPU memory")
             header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'GPU':<{_GPU_WIDTH}}  {'VRAM':>9}  command"
             empty = [] if self._missing else ["only this run's processes use a GPU"]
             above = [*self._missing, *([header] if self._rows else empty)]
-            yield Static("\n".join(above), classes="muted", markup=False)
+            yield Static(tr("\n".join(above)), classes="muted", markup=False)
             yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
-            yield Static(note, classes="muted", markup=False)
+            yield Static(tr(note), classes="muted", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("End the ticked…", id="confirm", variant="error", compact=True, disabled=True)
+                yield Button(tr("Cancel"), id="cancel", compact=True)
+                yield Button(tr("End the ticked…"), id="confirm", variant="error", compact=True, disabled=True)
 
     def on_mount(self) -> None:
         rows = self.query_one(TickList)

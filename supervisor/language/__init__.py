@@ -1,0 +1,188 @@
+"""The texts of screen and command line in the reader's language.
+
+memtop writes every text in English where it arises, also into records and answers. `tr` translates
+it where it is shown. So a run that was recorded under one language is read under another, and JSON
+is the same in all.
+
+A catalogue is a folder of TOML files, `"English" = "translation"`. `{0}`, `{1}`, … stand for the
+parts that vary; these are translated themselves. A text that is not in the catalogue is looked up
+in parts: columns, clauses, and what stands in brackets.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LANGUAGES = ("en", "zh")
+_WIDE = re.compile(r"[\u2e80-\uffef]")
+_UNBROKEN = re.compile(r"\s+|[^\s\u2e80-\uffef]+[，。；：、）]?|[\u2e80-\uffef][，。；：、）]?")
+"""What stays on one line: a word, or a Chinese character; punctuation never begins a line."""
+_HERE = Path(__file__).resolve().parent
+_PART = re.compile(r"\{(\d+)\}")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_COLUMNS = re.compile(r"( {2,})")
+_MARKED = re.compile(r"(memtop: |[^\w\s(\[{\"'`/<-]{1,2} +)(?=\S)")
+_BRACKETS = re.compile(r"(.+) \(([^()]+)\)")
+_BETWEEN = {"; ": "；", ". ": "。", ": ": "：", ", ": "，"}
+"""What joins two clauses, in the order in which a text is taken apart."""
+
+
+def language_of(environment: Mapping[str, str]) -> str:
+    """The language of MEMTOP_LANG or else of the locale; English if it has no catalogue."""
+    names = ("MEMTOP_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
+    wanted = next((environment[name] for name in names if environment.get(name)), "en")
+    language = re.split(r"[_.@-]", wanted)[0].lower()
+    return language if language in LANGUAGES else "en"
+
+
+def use(language: str) -> None:
+    """Show texts in this language from now on: one of LANGUAGES."""
+    global _catalogue
+    _catalogue = None if language == "en" else Catalogue(read_catalogue(language))
+
+
+def in_use() -> bool:
+    """Whether texts are translated."""
+    return _catalogue is not None
+
+
+def read_catalogue(language: str) -> dict[str, str]:
+    """The translations by their English texts."""
+    found: dict[str, str] = {}
+    for path in sorted((_HERE / language).glob("*.toml")):
+        found |= tomllib.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def tr(text: str) -> str:
+    """The text in the reader's language, as far as the catalogue has it."""
+    return text if _catalogue is None else _catalogue.translate(text)
+
+
+def has_wide(text: str) -> bool:
+    """Whether it has Chinese characters, which may be parted anywhere."""
+    return _WIDE.search(text) is not None
+
+
+def wrapped_anywhere(text: str, width: int) -> Iterator[str]:
+    """The lines of a text without blanks between its words, as Chinese has none."""
+    row = ""
+    for piece in _UNBROKEN.findall(text):
+        if row and cell_len(row) + cell_len(piece.rstrip()) > width:
+            yield row.rstrip()
+            row = ""
+        row += piece if row else piece.lstrip()
+        while cell_len(row) > width:
+            start = set_cell_size(row, width).rstrip()
+            yield start
+            row = row[len(start) :]
+    if row.strip():
+        yield row.rstrip()
+
+
+class _Template(NamedTuple):
+    """A text with parts that vary."""
+
+    pattern: re.Pattern[str]
+    translation: str
+    literal: int
+    """Characters that do not vary: the text with the most of them is the right one."""
+
+
+class Catalogue:
+    """The translations into one language."""
+
+    def __init__(self, entries: Mapping[str, str]) -> None:
+        self._texts: dict[str, str] = {}
+        self._templates: dict[str, list[_Template]] = {}
+        """By a word that they contain."""
+        for english, translation in entries.items():
+            if _PART.search(english):
+                self._templates.setdefault(_key_word(english), []).append(_template(english, translation))
+            else:
+                self._texts[english] = translation
+        self.translate = lru_cache(maxsize=8192)(self._translate)
+
+    def _translate(self, text: str) -> str:
+        if not _WORD.search(text):
+            return text
+        found = self._find(text)
+        return found if found is not None else self._in_parts(text)
+
+    def _find(self, text: str) -> str | None:
+        """The translation of the whole text."""
+        found = self._texts.get(text)
+        if found is not None:
+            return found
+        candidates = [one for word in {"", *_WORD.findall(text)} for one in self._templates.get(word, ())]
+        for one in sorted(candidates, key=lambda template: -template.literal):
+            match = one.pattern.fullmatch(text)
+            if match is not None:
+                return _PART.sub(lambda part: self.translate(match[f"p{part[1]}"]), one.translation)  # noqa: B023 - called at once
+        return None
+
+    def _in_parts(self, text: str) -> str:
+        if "\n" in text:
+            return "\n".join(map(self.translate, text.split("\n")))
+        pieces = _COLUMNS.split(text)
+        if len(pieces) > 1:
+            return "".join(self._padded(pieces))
+        core = text.strip()
+        if core != text:
+            before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+            return f"{before}{self.translate(core)}{after}" if core else text
+        mark = _MARKED.match(text)
+        if mark is not None:
+            return f"{mark[0]}{self.translate(text[mark.end() :])}"
+        brackets = _BRACKETS.fullmatch(text)
+        if brackets is not None:
+            return f"{self.translate(brackets[1])} ({self.translate(brackets[2])})"
+        for separator, translated in _BETWEEN.items():
+            clauses = text.split(separator)
+            if len(clauses) > 1:
+                shown = [self.translate(clause) for clause in clauses]
+                same = [one == clause and bool(_WORD.search(clause)) for one, clause in zip(shown, clauses, strict=True)]
+                # What a sentence lists is translated whole or not at all.
+                return text if all(same) or (any(same) and separator == ", ") else translated.join(shown)
+        return text
+
+    def _padded(self, pieces: list[str]) -> Iterator[str]:
+        """Columns keep their places where the translation is not longer."""
+        for column, blanks in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+            shown = self.translate(column)
+            spare = cell_len(column) - cell_len(shown)
+            yield shown + (" " * max(2, len(blanks) + spare) if blanks else "")
+
+
+def _template(english: str, translation: str) -> _Template:
+    literals = _PART.split(english)
+    seen: set[str] = set()
+    pattern = ""
+    for number, piece in enumerate(literals):
+        if number % 2 == 0:
+            pattern += re.escape(piece)
+        else:
+            pattern += f"(?P=p{piece})" if piece in seen else f"(?P<p{piece}>.+?)"
+            seen.add(piece)
+    return _Template(re.compile(pattern, re.DOTALL), translation, sum(len(piece) for piece in literals[::2]))
+
+
+def _key_word(english: str) -> str:
+    """The longest word of a template that no part that varies can touch."""
+    words = re.findall(r"(?<![}A-Za-z])[A-Za-z]{2,}(?![{A-Za-z])", english)
+    return max(words, key=len, default="")
+
+
+_catalogue: Catalogue | None = None

@@ -1,0 +1,179 @@
+"""The texts of screen and command line in Chinese: what the catalogue has, how it is looked up, and
+what the reader sees."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from memtop.cli import run
+from memtop.supervisor import language
+from memtop.supervisor.language import Catalogue, language_of, read_catalogue, wrapped_anywhere
+from tests.conftest import Runs
+
+ROOT = Path(__file__).resolve().parents[1]
+PART = re.compile(r"\{\d+\}")
+
+
+@pytest.fixture(autouse=True)
+def in_english_again() -> Iterator[None]:
+    yield
+    language.use("en")
+
+
+# --- the catalogue --------------------------------------------------------------------------------
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """All texts of a module, with `{0}`, `{1}`, … where they vary; also docstrings by paragraph."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+            yield from (" ".join(paragraph.split()) for paragraph in node.value.split("\n\n"))
+            yield from node.value.split("\n")
+        elif isinstance(node, ast.JoinedStr):
+            parts = (one.value if isinstance(one, ast.Constant) else None for one in node.values)
+            numbers = iter(range(99))
+            yield "".join(str(one) if one is not None else f"{{{next(numbers)}}}" for one in parts)
+
+
+def test_every_entry_translates_a_text_of_memtop() -> None:
+    """An entry whose text was changed would be dead, and its text English again."""
+    folders = ("memtop/cli", "presets", "supervisor", "tui")
+    texts = (text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
+    known = "\n".join({*(" ".join(text.split()) for text in texts), "Usage: Options: Commands"})
+    # A label may be put together from words: `best {0}`.
+    strange = [entry for entry in read_catalogue("zh") if not all(one in known for one in literals(entry))]
+    assert strange == []
+
+
+def literals(entry: str) -> list[str]:
+    return [" ".join(part.split()) for part in PART.split(entry)]
+
+
+def test_no_translation_asks_for_a_part_that_its_text_lacks() -> None:
+    wrong = {
+        english: translation
+        for english, translation in read_catalogue("zh").items()
+        if not set(PART.findall(translation)) <= set(PART.findall(english))
+    }
+    assert wrong == {}
+
+
+# --- how it is looked up --------------------------------------------------------------------------
+
+SMALL = Catalogue(
+    {
+        "training": "训练中",
+        "killed by signal {0}": "被信号 {0} 终止",
+        "update {0} of {1}": "共 {1} 步中的第 {0} 步",
+        "{0} updates": "{0} 步",
+        "saved": "已保存",
+        "state": "状态",
+        "the state is not complete: {0}": "状态不完整：{0}",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("english", "shown"),
+    [
+        ("training", "训练中"),
+        ("update 3 of 9", "共 9 步中的第 3 步"),
+        ("  training ", "  训练中 "),
+        ("✗ training", "✗ 训练中"),
+        ("memtop: training", "memtop: 训练中"),
+        ("killed by signal 9 (training)", "被信号 9 (训练中) 终止"),
+        ("saved (3 updates)", "已保存 (3 步)"),
+        ("training; saved, update 3 of 9", "训练中；已保存，共 9 步中的第 3 步"),
+        ("the state is not complete: 3 updates", "状态不完整：3 步"),
+        ("the state is not complete: no such file", "状态不完整：no such file"),
+        ("training, my own words", "training, my own words"),
+        ("qwen-sft; /data/run, a", "qwen-sft; /data/run, a"),
+        ("16.6 / 20.0 GiB", "16.6 / 20.0 GiB"),
+        ("training\nsaved", "训练中\n已保存"),
+    ],
+)
+def test_texts_are_found_whole_or_in_parts(english: str, shown: str) -> None:
+    assert SMALL.translate(english) == shown
+
+
+def test_columns_keep_their_places() -> None:
+    row = "name      state     training  x"
+    shown = SMALL.translate(row)
+    assert shown == "name      状态      训练中    x"
+    assert [cell_len(shown[: shown.index(word)]) for word in ("状态", "训练中", "x")] == [
+        row.index(w) for w in ("state", "tr", "x")
+    ]
+
+
+def test_chinese_is_wrapped_between_characters() -> None:
+    text = "显存不足，请把 --batch 减半，再从检查点恢复。"
+    lines = list(wrapped_anywhere(text, 16))
+    assert all(cell_len(line) <= 16 for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert not any(line.startswith(("，", "。")) for line in lines)
+    assert any("--batch" in line for line in lines), "words stay whole"
+    assert list(wrapped_anywhere("x" * 20, 16)) == ["x" * 16, "x" * 4]
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, "en"),
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}, "en"),
+        ({"LANG": "de_DE.UTF-8"}, "en"),
+        ({"LANG": "C", "MEMTOP_LANG": "zh"}, "zh"),
+    ],
+)
+def test_the_language_of_the_locale(environment: dict[str, str], found: str) -> None:
+    assert language_of(environment) == found
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_lang_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ("--lang zh train --help", "train --lang=zh --help", "train --help --lang zh"):
+        assert run(arguments.split()) == 0
+        assert "选项" in capsys.readouterr().out
+    assert run(["train", "--help"]) == 0
+    assert "选项" not in capsys.readouterr().out, "the next command is in English again"
+    assert run(["runs", "--lang", "xx"]) == 2
+    assert capsys.readouterr().err == "memtop: --lang xx: unknown; there are en and zh\n"
+
+
+def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ([], ["train"], ["watch"], ["restart"]):
+        assert run([*command, "--help", "--lang", "zh"]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if cell_len(line) > 80] == []
+
+
+def test_documents_are_the_same_in_every_language(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", "exit 3", status=1)
+    shown = {lang: json.loads(runs.memtop("show", "a", "--json", "--lang", lang).stdout) for lang in ("en", "zh")}
+    assert shown["en"] == shown["zh"]
+    assert "失败" in runs.memtop("show", "a", "--lang", "zh").stdout
+    assert "失败" in runs.memtop("runs", "--lang", "zh").stdout
+    assert "已失败" not in runs.memtop("runs").stdout
+
+
+def test_the_configuration_and_the_terminal_choose_the_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "memtop").mkdir()
+    (tmp_path / "memtop" / "config.toml").write_text('lang = "zh"\n')
+    assert run(["--help"]) == 0
+    assert "选项" in capsys.readouterr().out
+    monkeypatch.setenv("MEMTOP_ASCII", "1")
+    assert run(["--help"]) == 0
+    assert "选项" not in capsys.readouterr().out, "a terminal that shows ASCII only"
