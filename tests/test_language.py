@@ -177,3 +177,26 @@ def test_the_configuration_and_the_terminal_choose_the_language(
     monkeypatch.setenv("MEMTOP_ASCII", "1")
     assert run(["--help"]) == 0
     assert "选项" not in capsys.readouterr().out, "a terminal that shows ASCII only"
+
+
+# --- the README -----------------------------------------------------------------------------------
+
+
+def test_the_chinese_readme_names_what_the_english_one_names() -> None:
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    blocks = re.findall(r"```sh\n(.*?)```", chinese, re.DOTALL)
+    assert len(blocks) == 3
+    assert [block for block in blocks if block not in english] == []
+    joined = " ".join(english.split())
+    said = {code for code in re.findall(r"`([^`\n]+)`", chinese.replace("```", "")) if re.match(r"memtop |--", code)}
+    assert len(said) > 30
+    assert {code for code in said if code not in joined} == set()
+    keys = [re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE) for section in (of_keys(english), of_keys(chinese))]
+    assert keys[0] == keys[1]
+    for link in re.findall(r"\]\((docs/[^)#]+)", chinese):
+        assert (ROOT / link).exists(), link
+
+
+def of_keys(readme: str) -> str:
+    """The first table of keys."""
+    return re.split(r"\n## ", readme[readme.index("| `f` |") :])[0].split("\n\n")[0]
