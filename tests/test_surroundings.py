@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -87,7 +88,7 @@ def test_a_link_that_loops_is_reported_in_one_line(runs: Runs) -> None:
         name = options[-1] if options else "true"
         assert done.stderr == f"memtop: {loop}/{name}: cannot be created: Not a directory; choose another --runs-dir\n"
     unreadable = f"unreadable: {loop}/run.json: cannot be read: Too many levels of symbolic links\n"
-    assert runs.memtop("runs").stdout == f"loop                 {unreadable}"
+    assert runs.memtop("runs").stdout.splitlines(keepends=True)[1:] == [f"loop  {unreadable}"]
     assert runs.memtop("show", "loop", status=2).stderr.startswith("memtop: run 'loop': not found in ")
 
 
@@ -110,10 +111,10 @@ def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     }
     assert listed["c"]["state"] == "finished"
     table = runs.memtop("runs").stdout
-    assert f"b                    unreadable: {runs.path}/b/run.json: cannot be decoded" in table
-    assert "c                    finished" in table
+    assert re.search(rf"^b +unreadable: {re.escape(str(runs.path))}/b/run.json: cannot be decoded", table, re.MULTILINE)
+    assert re.search(r"^c +finished", table, re.MULTILINE)
     once = runs.memtop("watch", "--once")
-    assert "b                    unreadable: " in once.stdout
+    assert re.search(r"^b +unreadable: ", once.stdout, re.MULTILINE)
     assert once.stderr == ""
     assert len(json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]) == 3
     for command, name, file in (("restart", "b", "run.json"), ("show", "c", "ledger.sqlite")):

@@ -104,7 +104,9 @@ class RunRow(NamedTuple):
 
 
 def row_of(folder: RunFolder) -> RunRow:
-    """What a list shows of a run, or why it cannot be read."""
+    """What a list shows of a run, or why it cannot be read. Of a run whose ledger is damaged, it
+    shows what `state.json` says."""
+    run = None
     try:
         folder.spec()
         run = view.read_state(folder)
@@ -114,11 +116,11 @@ def row_of(folder: RunFolder) -> RunRow:
             attempts = ledger.attempts()
             peaks = [attempt.peak_bytes for attempt in attempts] + [ledger.highest_peak(run.attempt)]
     except MemtopError as error:
-        return RunRow(folder, None, " ".join(str(error).split()))
+        return RunRow(folder, run, " ".join(str(error).split()))
     except (sqlite3.Error, msgspec.MsgspecError) as error:
         return RunRow(folder, run, f"{folder.ledger_path}: cannot be read: {error}")
     except OSError as error:
-        return RunRow(folder, None, why_unreadable(Path(error.filename or folder.path), error))
+        return RunRow(folder, run, why_unreadable(Path(error.filename or folder.path), error))
     joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
     highest = max((peak for peak in peaks if peak is not None), default=None)
     return RunRow(folder, run, peak_bytes=highest, energy_joules=sum(joules) if joules else None)

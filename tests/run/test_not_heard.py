@@ -104,17 +104,17 @@ def test_it_is_looked_for_once_a_minute_and_only_in_silent_programs_of_users(tmp
 
     def look(at: float) -> Absence | None:
         now[0] = 1000.0 + at
-        found = sensors.tick(watched=False, alive=True).not_heard
+        found = sensors.tick(watched=False, alive=True, queue=None).not_heard
         return found and found.absence
 
     with running(sys.executable, "-c", READY, environment={}) as process:
         write_json(folder.attempt(1) / "process.json", ProcessFile(process.pid, process.started_ticks, 1, 0))
         sensors.follow(RunningAttempt(folder, 1, None), 1.0, new=False)
         assert [look(0.0), look(59.0), look(60.0)] == [None, None, Absence.ENVIRONMENT]
-        assert not sensors.tick(watched=False, alive=True).stopped
+        assert not sensors.tick(watched=False, alive=True, queue=None).stopped
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert sensors.tick(watched=False, alive=True).stopped
+        assert sensors.tick(watched=False, alive=True, queue=None).stopped
     # The process is gone, which is seen a minute later.
     assert [look(119.0), look(120.0)] == [Absence.ENVIRONMENT, Absence.NO_PYTHON]
     model[0] = replace(silent, progress=replace(silent.progress, heard=1))

@@ -214,7 +214,7 @@ async def test_a_low_terminal_scrolls_the_facts() -> None:
 async def test_a_click_on_a_panel_or_a_row_of_the_table_opens_it_in_full() -> None:
     feed = RecordingFeed(machine(gpu(0), gpu(1, processes=(process(5),))))
     async with opened(feed) as (app, pilot):
-        for panel, title in (("#gpu-1", "GPU 1"), ("#host", "Host")):
+        for panel, title in (("#gpu-1", "GPU 1"), ("#host-big", "Host")):
             await click(pilot, panel, offset=(4, 2))
             assert isinstance(app.screen, MachineScreen)
             assert title in screen_text(app).splitlines()[0]
