@@ -176,13 +176,6 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     risk: str | None = None
     """A warning, in one line, if this run has run out of memory with settings like these."""
 
-    @property
-    def effective_text(self) -> str:
-        """The effective batch after a switch, and the guide's if it differs: `16 (guide: 18, +12.5
-        %)`."""
-        kept, guide = self.kept.effective_batch, self.whole.effective_batch
-        return str(kept) if kept == guide else f"{kept} (guide: {guide}, {(guide - kept) / kept * 100:+.1f} %)"
-
 
 def outlook(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Outlook:
     """Compare one preset with the present settings. `failed`: settings with which the run ran out

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
+from rich.cells import cell_len
 
 from memtop.cli import COMMAND_GROUPS, COMMANDS, EXAMPLES, app, run, strays
+from memtop.presets import load_presets, load_recipes
+from memtop.supervisor.language import Catalogue, read_catalogue
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
@@ -267,7 +271,46 @@ def test_the_ladder_shows_the_values_after_a_switch_and_those_of_its_guide(runs:
     assert rows["stage2_offload"]["zero"] == {"stage": 2, "offload_optimizer": True, "offload_parameters": False}
     assert "checkpointing on" in rows["stage2_offload"]["changes"]
     assert "lora.r 64 -> 48" in rows["stage2_offload"]["reason_whole"]
-    assert "16 (guide: 18, +12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
+    assert "with --fresh: effective batch 16 -> 18 (+12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
+
+
+def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
+    lines = runs.memtop("presets").stdout.splitlines()
+    heads = ["key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch", "with --fresh"]
+    assert re.split(r" {2,}", lines[0]) == heads
+    low = next(line for line in lines if line.startswith("6 "))
+    assert re.split(r" {2,}", low) == ["6", "low", "4 x 8 x 1", "32", "128", "4096", "plain", "resumes", "resumes"]
+    assert low.index("low") == lines[0].index("preset")
+    assert low.index("plain") == lines[0].index("strategy")
+    assert low.index("4096") + 4 == lines[0].index("tokens/update") + len("tokens/update")
+    chinese = runs.memtop("presets", "--lang", "zh").stdout.splitlines()
+    low = next(line for line in chinese if line.startswith("6 "))
+    assert cell_len(low[: low.index("plain")]) == cell_len(
+        chinese[0][: chinese[0].index(Catalogue(read_catalogue("zh")).translate("strategy"))]
+    )
+    screen = Terminal(
+        [sys.executable, "-m", "memtop", "presets"], columns=80, rows=60, cwd=str(runs.root), environment=runs.environment
+    )
+    try:
+        assert screen.wait() == 0
+        assert "strategy" in screen.text()
+        assert "tokens/update" not in screen.text(), "a narrow terminal leaves columns out"
+    finally:
+        screen.close()
+
+
+def test_help_of_train_lists_recipes_and_presets_also_those_of_the_user(runs: Runs, tmp_path: Path) -> None:
+    help_text = runs.memtop("train", "--help").stdout
+    for name in (*load_recipes(), *load_presets()):
+        assert re.search(rf"^  {name}  +\S", help_text, re.MULTILINE), name
+    assert max(map(len, help_text.splitlines())) <= 80
+    levels = tmp_path / "config" / "memtop" / "levels"
+    levels.mkdir(parents=True)
+    (levels / "mine.toml").write_text('title = "My own"\ndescription = "Mine."\n')
+    environment = runs.environment | {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+    assert re.search(r"^  mine +My own$", runs.memtop("train", "--help", env=environment).stdout, re.MULTILINE)
+    (levels / "mine.toml").write_text("title = 3 =")
+    assert "The recipes and presets cannot be listed: " in runs.memtop("train", "--help", env=environment).stdout
 
 
 def test_presets_are_compared_with_the_run_in_progress(runs: Runs) -> None:

@@ -118,6 +118,11 @@ def run(arguments: list[str]) -> int:
     """Run one command and return the exit status. An error of the user prints one line to
     stderr."""
     try:
+        if wanted := os.environ.get("_MEMTOP_COMPLETE"):
+            from memtop.cli.completion import answer
+
+            print_lines(*answer(app, wanted), own=False)
+            return 0
         arguments, program = _without_program(arguments)
         arguments, given = without_language(arguments)
         language.use(given or chosen_language())

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from memtop.cli import completion
 from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.options import RUN_HELP, json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines
@@ -47,7 +48,7 @@ class ComparedRun(msgspec.Struct, kw_only=True):
 
 
 @click.command(epilog=RUN_HELP)
-@click.argument("run_names", metavar="RUN RUN...", nargs=-1, required=True)
+@click.argument("run_names", metavar="RUN RUN...", nargs=-1, required=True, shell_complete=completion.runs)
 @json_option
 @runs_dir_option
 def compare(run_names: tuple[str, ...], as_json: bool, runs_dir: Path | None) -> int:

@@ -33,7 +33,7 @@ Windows for an error (NTSTATUS), without and with a sign."""
 
 
 @click.command()
-@click.argument("log", required=False, metavar="[LOG | -]")
+@click.argument("log", type=click.Path(), required=False, metavar="[LOG | -]")
 @click.option("--exit-code", type=WHOLE, metavar="N", help="the program's exit status; negative or 128 + N for signal N")
 @json_option
 def diagnose(log: str | None, exit_code: int | None, as_json: bool) -> int:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 import click
 import msgspec
 
+from memtop.cli import completion
 from memtop.cli.common import find_run
 from memtop.cli.configuration import notify_topics, read_layers, value_of
 from memtop.cli.options import RUN_HELP, runs_dir_option
@@ -53,7 +54,7 @@ class _Refused(Exception):
 
 
 @click.command(epilog=RUN_HELP)
-@click.argument("run_name", metavar="[RUN]", required=False)
+@click.argument("run_name", metavar="[RUN]", required=False, shell_complete=completion.runs)
 @click.option("--test", "is_test", is_flag=True, help="send a test message to each of your addresses")
 @runs_dir_option
 def notify(run_name: str | None, is_test: bool, runs_dir: Path | None) -> int:

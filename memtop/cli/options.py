@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from memtop.cli import completion
 from memtop.presets.edits import is_for_each
 from memtop.presets.fields import FIELDS
 from memtop.supervisor.errors import UsageError
@@ -59,7 +60,7 @@ class _Seconds(click.ParamType[float]):
 
 WHOLE, SECONDS, PATH = _Whole(), _Seconds(), click.Path(path_type=Path)
 
-run_argument = click.argument("run_name", metavar="RUN")
+run_argument = click.argument("run_name", metavar="RUN", shell_complete=completion.runs)
 runs_dir_option = click.option("--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [./runs]")
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
@@ -67,7 +68,7 @@ detach_option = click.option("--detach", is_flag=True, help="start the run, prin
 gpus_option = click.option("--gpus", metavar="0,1|free:N", help="the GPUs to use, or N free ones; one process per GPU")
 _BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: one for each process; auto: the largest that fits"
 _EDITS = (
-    click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),
+    click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`", shell_complete=completion.presets),
     click.option("--batch", type=_Batch(), metavar="B|B,B|auto", help=_BATCH_HELP),
     click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
     click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),

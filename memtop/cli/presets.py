@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+from rich.cells import cell_len
 
+from memtop.cli import completion
 from memtop.cli.common import living_runs
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
-from memtop.presets.comparison import Outlook, outlook
+from memtop.presets.comparison import Outlook, effective_change, outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
+from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import tr
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -26,7 +32,7 @@ _DEFAULT_RECIPE = "first-run"
 
 
 @click.command()
-@click.argument("name", required=False, metavar="[NAME]")
+@click.argument("name", required=False, metavar="[NAME]", shell_complete=completion.presets)
 @json_option
 def presets(name: str | None, as_json: bool) -> int:
     """List the presets and what each of them would change.
@@ -42,12 +48,14 @@ def presets(name: str | None, as_json: bool) -> int:
         rows = [_row(look) for _, looks in groups for look in looks]
         print_json(rows[0] if name else rows)
         return 0
-    for heading, looks in groups:
-        print_lines(heading)
-        for look in looks:
-            print_lines(*(_full(look) if name else _lines(look)))
-    if not name:
-        print_message("(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)")
+    print_lines(*_table(groups), own=False)
+    if name:
+        print_lines(*(line for _, looks in groups for look in looks for line in _full(look)))
+    else:
+        print_message(
+            "(switch: what becomes of a run that switches to the preset; it keeps effective batch, T, LoRA and learning rate)",
+            "(with --fresh: the same for `memtop train --fresh --preset NAME`, which takes all values of the preset)",
+        )
     return 0
 
 
@@ -117,21 +125,51 @@ def _row(look: Outlook) -> dict[str, Any]:
     }
 
 
-def _lines(look: Outlook) -> Iterator[str]:
+_HEADS = ("key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch", "with --fresh")
+_NUMBERS = ("effective", "T", "tokens/update")
+_LESS = ("tokens/update", "with --fresh")
+"""The columns that a narrow terminal has no room for."""
+
+
+def _table(groups: list[tuple[str, list[Outlook]]]) -> Iterator[str]:
+    """One heading for all groups; below each preset, what it changes."""
+    cells = [_cells(look) for _, looks in groups for look in looks]
+    widths = [max(map(cell_len, column)) for column in zip(map(tr, _HEADS), *cells, strict=True)]
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < sum(widths) + 2 * len(widths)
+    shown = [place for place, head in enumerate(_HEADS) if not (narrow and head in _LESS)]
+
+    def aligned(row: Sequence[str]) -> str:
+        padded = []
+        for place in shown:
+            blanks = " " * (widths[place] - cell_len(row[place]))
+            padded.append(blanks + row[place] if _HEADS[place] in _NUMBERS else row[place] + blanks)
+        return "  ".join(padded).rstrip()
+
+    yield aligned([tr(head) for head in _HEADS])
+    for heading, looks in groups:
+        yield ""
+        yield tr(heading)
+        for look in looks:
+            yield aligned(_cells(look))
+            yield from map(tr, _details(look))
+
+
+def _cells(look: Outlook) -> tuple[str, ...]:
+    key = units.UNKNOWN if look.preset.key is None else str(look.preset.key)
     kept = look.kept
-    key = "-" if look.preset.key is None else str(look.preset.key)
-    split = kept.split_text
-    yield (
-        f"{key}  {look.preset.name:<16} {split:<10} = {look.effective_text:<26} T {kept.seq_len:<5}"
-        f" {kept.tokens_per_update:>6} tokens  {kept.zero.short:<16} {look.switch}; whole: {look.switch_whole}"
-    )
-    yield f"   {look.preset.title}. {'; '.join(look.changes) or 'nothing changes'}"
+    numbers = (str(kept.effective_batch), str(kept.seq_len), str(kept.tokens_per_update))
+    return (key, look.preset.name, kept.split_text, *numbers, kept.zero.short, tr(look.switch), tr(look.switch_whole))
+
+
+def _details(look: Outlook) -> Iterator[str]:
+    yield f"     {look.preset.title}. {'; '.join(look.changes) or 'nothing changes'}"
+    if look.whole.effective_batch != look.kept.effective_batch:
+        yield f"     with --fresh: effective batch {effective_change(look.kept.effective_batch, look.whole.effective_batch)}"
     if look.risk is not None:
-        yield f"   ! {look.risk}"
+        yield f"     ! {look.risk}"
 
 
 def _full(look: Outlook) -> Iterator[str]:
-    yield from _lines(look)
     whole = look.whole
     yield f"   {look.preset.description}"
     yield f"   a switch   {look.switch}: {look.reason}"

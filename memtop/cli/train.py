@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop import __version__
+from memtop.cli import completion
 from memtop.cli.configuration import configured, default_runs_dir
 from memtop.cli.interpreters import libraries_of, python_for, refuse_missing, refuse_missing_trackers, said_at_start
 from memtop.cli.options import (
@@ -37,6 +38,7 @@ from memtop.presets import (
     SettingsError,
     choose_preset,
     edit_settings,
+    load_presets,
     load_recipes,
 )
 from memtop.presets.checks import did_you_mean
@@ -65,8 +67,33 @@ def _known_on_oom(value: str, given: str) -> str:
     return value
 
 
-@click.command()
-@click.argument("recipe", required=False, metavar="[RECIPE]")
+class _TrainCommand(click.Command):
+    """Its help lists the recipes and presets, the user's own included."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        try:
+            recipes = [(one.name, one.title) for one in load_recipes().values()]
+            presets = [(one.name, one.title) for one in load_presets().values()]
+        except PresetFileError as error:
+            formatter.write_paragraph()
+            formatter.write_text(f"The recipes and presets cannot be listed: {error}")
+            return
+        for heading, rows in (("Recipes", recipes), ("Presets (memtop presets shows what each changes)", presets)):
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+        with formatter.section("Examples"):
+            formatter.write_dl(list(_EXAMPLES.items()), col_max=42)
+
+
+_EXAMPLES = {
+    "memtop train": "the recipe first-run, which needs no GPU",
+    "memtop train pretrain-causal --batch auto": "with the largest batch that fits",
+    "memtop train -- python train.py --lr 1e-4": "your own program, unchanged",
+}
+
+
+@click.command(cls=_TrainCommand)
+@click.argument("recipe", required=False, metavar="[RECIPE]", shell_complete=completion.recipes)
 @edit_options
 @gpus_option
 @click.option("--name", metavar="NAME", help="the name of the run")
@@ -77,7 +104,7 @@ def _known_on_oom(value: str, given: str) -> str:
 @click.option("--on-oom", metavar="auto|ask|stop", help="what to do when memory runs out [auto; your own program: ask]")
 @click.option("--on-spike", metavar="ask|back|stop", help="what to do when the loss of a recipe jumps and stays high [ask]")
 @click.option("--program-profile", metavar="NAME", help="the profile of your own program, or none [the one that fits]")
-@click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends")
+@click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends", shell_complete=completion.runs)
 @click.option("--queue", is_flag=True, help="begin when no other run and no other program uses the GPUs of this one")
 @click.option("--then", metavar="COMMAND", help="a shell command for the very end, e.g. to shut a rented machine down")
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from memtop.cli import dashboard
+from memtop.cli import completion, dashboard
 from memtop.cli.common import Unreadable, find_run, run_line, state_of, summary
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import watched
@@ -93,7 +93,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command(epilog=RUN_HELP)
-@click.argument("run_name", required=False, metavar="[RUN]")
+@click.argument("run_name", required=False, metavar="[RUN]", shell_complete=completion.runs)
 @click.option(
     "--pid",
     type=WHOLE,
