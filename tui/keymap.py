@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.store import ConnectionState, Store, holders
@@ -185,6 +186,16 @@ ACTIONS = (
         "screen",
         gives_way=True,
     ),
+    Action(
+        "whole_log",
+        ("L",),
+        "L",
+        "Whole log",
+        "Log",
+        "The log of all attempts with times: search in all, copy by OSC 52, jump from attempt to attempt",
+        "screen",
+        gives_way=True,
+    ),
     Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run continues (also q)", "session"),
     Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
     Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the end of the log, or stop following", "view"),
@@ -215,7 +226,7 @@ ACTIONS = (
 BY_ID = {action.id: action for action in ACTIONS}
 BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay"))
 """The actions with a button. Screens and actions that give way have one only if there is room."""
-_OF_A_RUN = ("recovery", "configurations", "speed", "samples")
+_OF_A_RUN = ("recovery", "configurations", "speed", "samples", "whole_log")
 
 
 def offered(action: Action, store: Store) -> bool:
@@ -286,6 +297,8 @@ def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
         return "the run has not run out of memory" if store.proposal is None else None
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
+    if action.id == "whole_log":
+        return None if Path(run.folder).is_dir() else f"the run's folder is not on this machine: {run.folder}"
     if action.id == "samples":
         return None if any(event.kind == "sample" for event in store.events) else _no_samples(run)
     if run.advice is None and run.trial is None:

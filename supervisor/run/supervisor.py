@@ -288,7 +288,7 @@ class Supervisor:
             self.handle(event)
 
     def _trim_log(self, attempt: RunningAttempt) -> None:
-        self._check("log", attempt.log.trim())
+        self._check("log", attempt.log.trim() or attempt.log.mark(time.time()))
 
     def _check(self, topic: str, problem: str | None) -> None:
         """Warn of a problem, or take the warning back; nothing if that has been done."""

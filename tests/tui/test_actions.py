@@ -396,7 +396,7 @@ async def test_read_only_has_no_actions() -> None:
         text = screen_text(app)
         assert "read-only" in text
         shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
-        nothing_to_show = {"recovery", "configurations", "speed", "samples"}
+        nothing_to_show = {"recovery", "configurations", "speed", "samples", "whole_log"}
         assert shown == {action.id for action in BAR if action.group not in ("run", "machine")} - nothing_to_show
         assert {"detach", "help", "processes"} <= shown
         for key in ("f", "k", "r", "1", "c", "s"):

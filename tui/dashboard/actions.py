@@ -6,6 +6,7 @@ Imported at the first action, not at start-up.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
@@ -244,6 +245,14 @@ async def speed(dashboard: Dashboard, key: str) -> None:
         await dashboard.ask_supervisor(lambda number: wire.Try(id=number, change=change))
 
 
+async def whole_log(dashboard: Dashboard, key: str) -> None:
+    from memtop.tui.whole_log import WholeLogScreen
+
+    run = dashboard.store.run
+    assert run is not None
+    await dashboard.app.push_screen_wait(WholeLogScreen(dashboard, Path(run.folder)))
+
+
 async def samples(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.samples import SamplesScreen
 
@@ -275,5 +284,6 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "undo": undo,
     "speed": speed,
     "samples": samples,
+    "whole_log": whole_log,
     "help": show_help,
 }

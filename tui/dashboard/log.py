@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.segment import Segment
 from textual import work
 from textual.content import Content
+from textual.events import MouseScrollDown, MouseScrollUp
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -25,6 +26,7 @@ from memtop.tui.panel import RoleStyles
 
 LINES_KEPT = 5_000
 _POLL_SECONDS = 0.5
+_WHEEL_LINES = 3
 _ALARMING = ("error", "out of memory", "outofmemory", "traceback", "killed")
 
 
@@ -104,6 +106,20 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
     def page(self, direction: int) -> None:
         """Scroll by a page: -1 back, 1 forward. At the end, the log follows again."""
         target = self.scroll_offset.y + direction * max(1, self.scrollable_content_region.height - 1)
+        self._to_row(target)
+        self._set_following(direction > 0 and target >= self.max_scroll_y)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        self._wheel(event, -1)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        self._wheel(event, 1)
+
+    def _wheel(self, event: MouseScrollUp | MouseScrollDown, direction: int) -> None:
+        """Scroll, and stay there: the log follows again when the wheel reaches its end."""
+        event.stop()
+        event.prevent_default()
+        target = self.scroll_offset.y + direction * _WHEEL_LINES
         self._to_row(target)
         self._set_following(direction > 0 and target >= self.max_scroll_y)
 
@@ -231,12 +247,12 @@ class LogTail:
             # Reading began in the middle of a line.
             del lines[0]
         notice = [f"[{units.size(left_out)} of output are not shown]"] if left_out else []
-        return notice + [_shown(raw) for raw in lines]
+        return notice + [shown_line(raw) for raw in lines]
 
     @property
     def partial(self) -> str:
         """The unfinished last line: half a line, or a progress bar that is redrawn."""
-        return _shown(self._partial)
+        return shown_line(self._partial)
 
 
 def _newest(line: bytes) -> bytes:
@@ -249,7 +265,7 @@ def _newest(line: bytes) -> bytes:
     return kept + b"\r" if len(text) < len(line) else kept
 
 
-def _shown(line: bytes) -> str:
+def shown_line(line: bytes) -> str:
     """What a terminal would show of a line: the part after the last carriage return, cleaned."""
     text = line.rstrip(b"\r")
     text = text[text.rfind(b"\r") + 1 :]

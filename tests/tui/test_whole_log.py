@@ -1,0 +1,217 @@
+"""The log of all attempts, and the wheel in the dashboard's log."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.events import MouseScrollDown, MouseScrollUp
+from textual.pilot import Pilot
+
+from memtop.supervisor.run.record.folder import RunFolder, create_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.output_log import OutputLog, OutputTimes, times_path
+from memtop.tui.app import DashboardApp
+from memtop.tui.dashboard.result import DashboardResult
+from memtop.tui.whole_log import AttemptLog, WholeLogScreen
+from tests.conftest import Runs
+from tests.run.brain import spec
+from tests.tui.support import SETTINGS, RecordingFeed, machine, press, running, screen_text, settle
+
+NOW = 1_790_000_000.0
+
+
+def wrote(folder: RunFolder, number: int, text: bytes) -> Path:
+    path = folder.attempt(number) / "output.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run whose first attempt ran out of memory and whose second one goes on."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    found = create_run(tmp_path, spec("tiny", NOW), fresh=False)
+    with Ledger(found.ledger_path).transaction():
+        pass
+    ledger = Ledger(found.ledger_path)
+    ledger.add_attempt(1, "start", SETTINGS, NOW)
+    ledger.update_attempt(1, ended=NOW + 60, outcome="failed", updates=90)
+    ledger.add_attempt(2, "out of memory", SETTINGS, NOW + 70)
+    ledger.close()
+    first = wrote(found, 1, b"".join(b"first %d\n" % n for n in range(50)))
+    OutputLog(first).mark(NOW + 12)
+    wrote(found, 2, b"".join(b"second %d\n" % n for n in range(50)) + b"Loss is NaN \x1b]52;c;aGk=\x07here\n")
+    return found
+
+
+@asynccontextmanager
+async def opened(
+    folder: RunFolder, size: tuple[int, int] = (100, 30)
+) -> AsyncIterator[tuple[DashboardApp, Pilot[DashboardResult], WholeLogScreen]]:
+    app = DashboardApp(RecordingFeed(machine(), running(folder=str(folder.path), name="tiny")))  # type: ignore[arg-type]
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await press(pilot, "L")
+        screen = app.screen
+        assert isinstance(screen, WholeLogScreen)
+        while not screen.page.logs:
+            await pilot.pause(0.02)
+        await settle(pilot)
+        yield app, pilot, screen
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
+async def test_all_attempts_with_their_times_and_ends(folder: RunFolder, size: tuple[int, int]) -> None:
+    async with opened(folder, size) as (app, pilot, _):
+        assert "second 49" in screen_text(app), "it opens at the end"
+        await press(pilot, "left")
+        assert "attempt 2  2026-09-21 14:14:30" in screen_text(app)
+        await press(pilot, "home")
+        text = screen_text(app)
+        assert "attempt 1  2026-09-21 14:13:20" in text
+        assert "14:13:32  first 0" in text, "the time that the supervisor noted"
+        await press(pilot, "right")
+        text = screen_text(app)
+        assert "attempt 2" in text
+        assert "–         second 0" in text, "no time is known yet"
+        await press(pilot, "pageup")
+        assert "attempt 1 failed at 14:14:20 after 00:01:00, at update 90" in screen_text(app)
+
+
+async def test_search_finds_in_all_attempts_and_says_where(folder: RunFolder) -> None:
+    async with opened(folder) as (app, pilot, _):
+        await press(pilot, "slash", *"LOSS", "enter")
+        while "match" not in screen_text(app):
+            await pilot.pause(0.02)
+        assert "match 1 of 1" in screen_text(app)
+        await press(pilot, "slash", *" 7", "enter")
+        while "of 2" not in screen_text(app):
+            await pilot.pause(0.02)
+        assert "match 2 of 2" in screen_text(app)
+        assert "second 7" in screen_text(app)
+        await press(pilot, "n")
+        assert "match 1 of 2" in screen_text(app)
+        assert "first 7" in screen_text(app)
+        await press(pilot, "slash", *"nowhere", "enter")
+        while "not found" not in screen_text(app):
+            await pilot.pause(0.02)
+        await press(pilot, "escape", "escape")
+        assert app.screen is app.dashboard
+
+
+async def test_lines_are_copied_by_osc_52_without_what_the_program_hid_in_them(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(folder) as (app, pilot, _):
+        written: list[str] = []
+        assert app._driver is not None
+        monkeypatch.setattr(app._driver, "write", written.append)
+        await press(pilot, "y")
+        (sent,) = [text for text in written if "\x1b]52;c;" in text]
+        copied = base64.b64decode(sent.split("\x1b]52;c;")[1].split("\a")[0]).decode()
+        assert "second 49" in copied
+        assert "Loss is NaN here" in copied
+        assert "\x1b" not in copied
+        assert f"copied {copied.count(chr(10)) + 1} lines" in screen_text(app)
+        await pilot.mouse_down("#whole-log", offset=(12, 3))
+        await pilot.hover("#whole-log", offset=(20, 5))
+        await pilot.mouse_up("#whole-log", offset=(20, 5))
+        await press(pilot, "y")
+        assert "copied 3 marked lines" in screen_text(app)
+
+
+async def test_it_stays_at_the_end_while_the_log_grows_and_where_the_user_scrolled(folder: RunFolder) -> None:
+    async with opened(folder) as (app, pilot, screen):
+        with (folder.attempt(2) / "output.log").open("ab") as file:
+            file.write(b"later\n" * 40 + b"the newest")
+        while "the newest" not in screen_text(app):
+            await pilot.pause(0.05)
+        await press(pilot, "home")
+        with (folder.attempt(2) / "output.log").open("ab") as file:
+            file.write(b" line\n")
+        rows = screen.page._rows
+        while screen.page._rows < rows:
+            await pilot.pause(0.05)
+        await pilot.pause(1.2)
+        assert "first 0" in screen_text(app)
+
+
+def test_a_long_log_with_a_hole_is_indexed_in_little_memory(tmp_path: Path, folder: RunFolder) -> None:
+    path = folder.attempt(3) / "output.log"
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.write(b"begin\n" * 1000)
+        file.seek(2 << 30)
+        file.write(b"after the hole\n" + b"end %d\n" % 7)
+    with Ledger(folder.ledger_path).transaction():
+        pass
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_attempt(3, "start", SETTINGS, NOW + 100)
+    attempt = ledger.attempts()[-1]
+    ledger.close()
+    log = AttemptLog(folder, attempt)
+    while log.extend():
+        pass
+    log.extend()
+    assert log.line(0) == "begin"
+    assert log.line(len(log) - 2).endswith("after the hole")
+    assert log.line(len(log) - 1) == "end 7"
+    assert len(log) < 1100
+
+
+def test_times_survive_a_supervisor_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_bytes(b"one\n")
+    OutputLog(path).mark(100.0)
+    with times_path(path).open("ab") as file:
+        file.write(b"half")
+    path.write_bytes(b"one\ntwo\n")
+    log = OutputLog(path)
+    assert log.mark(200.0) is None
+    path.write_bytes(b"one\ntwo\nthree\n")
+    assert log.mark(203.0) is None, "not within the same seconds"
+    times = OutputTimes(path)
+    assert [times.at(4), times.at(8), times.at(9)] == [100.0, 200.0, None]
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_bytes(b"one\n")
+    times_path(path).mkdir()
+    assert "the times of the log's lines cannot be written" in (OutputLog(path).mark(1.0) or "")
+
+
+def test_a_real_supervisor_notes_the_times(runs: Runs) -> None:
+    begun = time.time()
+    runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", "echo hello; sleep 1.5; echo bye")
+    times = OutputTimes(runs.path / "a" / "attempts" / "0001" / "output.log")
+    moment = times.at(len("hello\n"))
+    assert moment is not None
+    assert begun <= moment <= time.time()
+
+
+async def test_the_wheel_holds_the_dashboards_log(tmp_path: Path) -> None:
+    app = DashboardApp(RecordingFeed(machine(), running()))  # type: ignore[arg-type]
+    async with app.run_test(size=(120, 40)) as pilot:
+        log = app.dashboard.log_panel
+        log.append([f"line {n}" for n in range(200)])
+        await settle(pilot)
+        assert log.following
+        await pilot._post_mouse_events([MouseScrollUp], "#log", (4, 2))
+        await settle(pilot)
+        assert not log.following
+        held = log.scroll_offset.y
+        log.append([f"more {n}" for n in range(50)])
+        await settle(pilot)
+        assert log.scroll_offset.y == held, "new lines do not move it"
+        for _ in range(40):
+            await pilot._post_mouse_events([MouseScrollDown], "#log", (4, 2))
+        await settle(pilot)
+        assert log.following
