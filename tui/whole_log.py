@@ -298,8 +298,9 @@ class WholeLogScreen(FullScreen):
         marked = self.get_selected_text()
         text = (marked or self.page.visible_text())[:_MOST_COPIED]
         self.app.copy_to_clipboard(text)
-        lines = text.count("\n") + 1
-        self.say(f"copied {lines} {'marked ' if marked else ''}lines; the terminal must allow OSC 52", "good")
+        count = text.count("\n") + 1
+        lines = f"{count} marked lines" if marked else f"{count} lines"
+        self.say(f"copied {lines}; the terminal must allow OSC 52", "good")
 
     def action_search(self) -> None:
         search = self.query_one(Input)
