@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import mark
 from memtop.supervisor.recovery.forecast import forecast, foreseen, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
@@ -45,7 +46,7 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resume
     below: list[Line] = []
     if remedy.forecast is not None:
         prediction = predicted_line(remedy.forecast, room)
-        both = join((prediction, join(price, ", ")), "   ")
+        both = join((prediction, join(price, separator(", "))), "   ")
         below = [both] if width_of(both) <= room else [prediction, *_packed(price, room)]
     else:
         if is_applicable(remedy):
@@ -57,6 +58,12 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resume
         *((*(indent if n else head), *part) for n, part in enumerate(title)),
         *((*indent, *part) for part in below),
     )
+
+
+def why_words(remedy: Remedy) -> str:
+    """Why it helps and what its prediction comes from, in the reader's language."""
+    basis = f" {tr(f'Predicted from: {remedy.forecast.basis}.')}" if remedy.forecast is not None else ""
+    return f"{tr(remedy.why)}{basis}"
 
 
 def predicted_line(forecast: Forecast, width: int) -> Line:
@@ -107,7 +114,7 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
     """Parts side by side on as many lines as needed."""
     lines: list[Line] = []
     for part in parts:
-        longer = join((lines[-1], part), ", ") if lines else part
+        longer = join((lines[-1], part), separator(", ")) if lines else part
         if lines and width_of(longer) <= width:
             lines[-1] = longer
         else:

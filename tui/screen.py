@@ -30,7 +30,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import History
-from memtop.tui.line import NAME, STRONG, Line, join, line, spread
+from memtop.tui.line import NAME, STRONG, Line, foreign, join, line, spread
 from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
@@ -289,8 +289,8 @@ class FullScreen(ClosingScreen[None]):
 
 def named(text: str, name: str = "") -> Line:
     """A title line, in bold; `{name}` in the text stands for the name of a run or a device."""
-    before, _, after = text.partition("{name}")
-    return line((before, STRONG), (name, NAME), (after, STRONG))
+    before, _, after = tr(text).partition("{name}")
+    return foreign((before, STRONG), (name, NAME), (after, STRONG))
 
 
 def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:

@@ -5,8 +5,9 @@ it where it is shown. So a run that was recorded under one language is read unde
 is the same in all.
 
 A catalogue is a folder of TOML files, `"English" = "translation"`. `{0}`, `{1}`, … stand for the
-parts that vary; these are translated themselves. A text that is not in the catalogue is looked up
-in parts: columns, clauses, and what stands in brackets.
+parts that vary; these are translated themselves, unless the translation has `{0!}`: a name. `{0#}`
+stands for a number only, with its unit if it has one. A text that is not in the catalogue is looked
+up in parts: columns, clauses, and what stands in brackets.
 """
 
 from __future__ import annotations
@@ -30,13 +31,28 @@ _WIDE = re.compile(r"[\u2e80-\uffef]")
 _UNBROKEN = re.compile(r"\s+|[^\s\u2e80-\uffef]+[，。；：、）]?|[\u2e80-\uffef][，。；：、）]?")
 """What stays on one line: a word, or a Chinese character; punctuation never begins a line."""
 _HERE = Path(__file__).resolve().parent
-_PART = re.compile(r"\{(\d+)\}")
+_PART = re.compile(r"\{(\d+)(#?)\}")
+_NUMBER = r"[-–+~≥? ]*[\d–?](?:[\d .,:/]*\d)?(?: ?[A-Za-z%°/]{1,5})?"
+_PLACE = re.compile(r"\{(\d+)(!?)\}")
+"""A part in a translation; with `!` it stays as it is."""
+_LETTER = re.compile(r"[A-Za-z]")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _COLUMNS = re.compile(r"( {2,})")
 _MARKED = re.compile(r"(memtop: |[^\w\s(\[{\"'`/<-]{1,2} +)(?=\S)")
 _BRACKETS = re.compile(r"(.+) \(([^()]+)\)")
 _BETWEEN = {"; ": "；", ". ": "。", ": ": "：", ", ": "，"}
 """What joins two clauses, in the order in which a text is taken apart."""
+
+
+class Verbatim(str):
+    """A text that is not memtop's, such as the name of a run: `tr` leaves it as it is."""
+
+    __slots__ = ()
+
+
+def verbatim(text: str | None) -> Verbatim | None:
+    """The same as a text that is not memtop's; None if it is not known."""
+    return None if text is None else Verbatim(text)
 
 
 def language_of(environment: Mapping[str, str]) -> str:
@@ -68,7 +84,12 @@ def read_catalogue(language: str) -> dict[str, str]:
 
 def tr(text: str) -> str:
     """The text in the reader's language, as far as the catalogue has it."""
-    return text if _catalogue is None else _catalogue.translate(text)
+    return text if _catalogue is None or isinstance(text, Verbatim) else _catalogue.translate(text)
+
+
+def separator(english: str) -> str:
+    """What joins two clauses in the reader's language: for `, `, `; `, `: ` or `. `."""
+    return english if _catalogue is None else _BETWEEN[english]
 
 
 def has_wide(text: str) -> bool:
@@ -116,7 +137,7 @@ class Catalogue:
         self.translate = lru_cache(maxsize=8192)(self._translate)
 
     def _translate(self, text: str) -> str:
-        if not _WORD.search(text):
+        if not _LETTER.search(text):
             return text
         found = self._find(text)
         return found if found is not None else self._in_parts(text)
@@ -130,8 +151,12 @@ class Catalogue:
         for one in sorted(candidates, key=lambda template: -template.literal):
             match = one.pattern.fullmatch(text)
             if match is not None:
-                return _PART.sub(lambda part: self.translate(match[f"p{part[1]}"]), one.translation)  # noqa: B023 - called at once
+                return _PLACE.sub(lambda place: self._part(match, place), one.translation)  # noqa: B023 - called at once
         return None
+
+    def _part(self, match: re.Match[str], place: re.Match[str]) -> str:
+        part = match[f"p{place[1]}"]
+        return part if place[2] else self.translate(part)
 
     def _in_parts(self, text: str) -> str:
         if "\n" in text:
@@ -167,16 +192,19 @@ class Catalogue:
 
 
 def _template(english: str, translation: str) -> _Template:
-    literals = _PART.split(english)
     seen: set[str] = set()
-    pattern = ""
-    for number, piece in enumerate(literals):
-        if number % 2 == 0:
-            pattern += re.escape(piece)
-        else:
-            pattern += f"(?P=p{piece})" if piece in seen else f"(?P<p{piece}>.+?)"
-            seen.add(piece)
-    return _Template(re.compile(pattern, re.DOTALL), translation, sum(len(piece) for piece in literals[::2]))
+
+    def part(place: re.Match[str]) -> str:
+        name = f"p{place[1]}"
+        if name in seen:
+            return f"(?P={name})"
+        seen.add(name)
+        return f"(?P<{name}>{_NUMBER if place[2] else '.+?'})"
+
+    literals = _PART.split(english)[::3]
+    places = [*map(part, _PART.finditer(english)), ""]
+    pattern = "".join(re.escape(piece) + place for piece, place in zip(literals, places, strict=True))
+    return _Template(re.compile(pattern, re.DOTALL), translation, sum(map(len, literals)))
 
 
 def _key_word(english: str) -> str:

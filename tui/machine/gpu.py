@@ -12,6 +12,7 @@ from memtop.tui.line import (
     MUTED,
     STRONG,
     Line,
+    cell,
     cropped,
     dimmed,
     fact,
@@ -66,7 +67,7 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
     old = driver_silence(store)
     warning = line((f"! {old}", "edge")) if old else gpu_warning(gpu, store.now)
     lines = [
-        (("VRAM".ljust(LABEL), MUTED), *vram_bar(store, gpu, width - LABEL)),
+        ((cell("VRAM", LABEL), MUTED), *vram_bar(store, gpu, width - LABEL)),
         _numbers(store, gpu, width),
         vram_legend(store, gpu, width),
         _state(store, gpu, width),
@@ -116,7 +117,7 @@ def gpu_warning(gpu: GpuSample, now: float | None) -> Line:
     if gpu.details.remapping_failed:
         return line(("!! ", "bad"), ("no spare memory rows are left: the card should be replaced", "bad"))
     if gpu.details.throttle_reasons:
-        return line(("^ clocks held down: ", "edge"), (", ".join(gpu.details.throttle_reasons), "edge"))
+        return line((f"^ clocks held down: {', '.join(gpu.details.throttle_reasons)}", "edge"))
     return ()
 
 
@@ -174,7 +175,7 @@ def _forecast(store: Store, gpu: GpuSample) -> Line:
     seconds = seconds_until_full(store.gpu_history.get(gpu_key(gpu), ()))
     if seconds is None:
         return ()
-    return line(("^ full in ", "edge"), (trends.minutes(seconds), "edge"), (" at this rate", MUTED))
+    return line((f"^ full in {trends.minutes(seconds)}", "edge"), (" at this rate", MUTED))
 
 
 def celsius(value: float | None) -> str:

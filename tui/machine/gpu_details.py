@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.language import verbatim
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.tui.bars import banded
@@ -194,9 +195,9 @@ def _identity(store: Store, gpu: GpuSample, width: int) -> Group:
 
 
 def _add_identity(facts: FactGroup, gpu: GpuSample) -> None:
-    facts.add("model", gpu.name, "name")
-    facts.add("UUID", gpu.uuid, "uuid")
-    facts.add("bus", gpu.pci_bus_id, "pci_bus_id")
+    facts.add("model", verbatim(gpu.name), "name")
+    facts.add("UUID", verbatim(gpu.uuid), "uuid")
+    facts.add("bus", verbatim(gpu.pci_bus_id), "pci_bus_id")
 
 
 def _card(store: Store, gpu: GpuSample, width: int) -> Group:

@@ -19,7 +19,7 @@ from textual.widgets import Button, OptionList, Static
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, Line, line
 from memtop.tui.metrics.curves import AXES, RunCurves
@@ -99,13 +99,13 @@ class MetricsScreen(FullScreen):
             parts.append(f"smoothed over {SMOOTHINGS[self._smoothing]} dots")
         if self._log_scale:
             parts.append("log scale")
-        return (*line((", ".join(parts), MUTED)), *super().headline_right(store))
+        return (*line((separator(", ").join(map(tr, parts)), MUTED)), *super().headline_right(store))
 
     def hint(self, store: Store, width: int) -> Line:
         parts = [
             part
             for kind in METRICS
-            for part in ((f"{kind.key} ", "accent"), (f"{kind.words}  ", "strong" if kind.name in self._chosen else MUTED))
+            for part in ((f"{kind.key} ", "accent"), (f"{tr(kind.words)}  ", "strong" if kind.name in self._chosen else MUTED))
         ]
         return line(*parts)
 
