@@ -15,7 +15,7 @@ from memtop.presets.comparison import changes, describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.language import Verbatim
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Configuration
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
@@ -289,7 +289,7 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
     lines = [f"Restart {name} with the settings of configuration {row.number}?", ""]
     lines.append(f"Changes: {'; '.join(differences(row, now))}.")
     if row.settings is not None and now is not None and now.settings is not None:
-        lines.append(f"{describe_split(now.settings, row.settings)}.".capitalize())
+        lines.append(_sentence(describe_split(now.settings, row.settings)))
     if row.peak is not None:
         lines.append(f"Its peak was {peak_words(row.peak)} (measured).")
     if went_badly(row.outcome):
@@ -302,6 +302,11 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
             "trained again, their state is moved aside, not deleted."
         )
     elif run is not None:
-        words = where_it_resumes(run)
-        lines.append(f"{words[0].upper()}{words[1:]}.")
+        lines.append(_sentence(where_it_resumes(run)))
     return lines
+
+
+def _sentence(words: str) -> str:
+    """The words with a capital letter and a full stop, in the reader's language."""
+    shown = tr(words)
+    return f"{shown[0].upper()}{shown[1:]}{separator('. ').rstrip()}"

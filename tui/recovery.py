@@ -21,7 +21,7 @@ from textual.widgets import Button
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind
-from memtop.supervisor.language import Verbatim, tr
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.tui.bars import Share, memory_bar
@@ -277,7 +277,7 @@ def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
     parts = [
         fact("phase", diagnosis.phase) if diagnosis.phase != "unknown" else (),
         () if diagnosis.rank is None else fact("rank", str(diagnosis.rank)),
-        line((diagnosis.certainty, "good" if diagnosis.confidence >= PROVEN else "edge"), (f" by {source}", MUTED)),
+        line((diagnosis.certainty, "good" if diagnosis.confidence >= PROVEN else "edge"), (" by ", MUTED), (source, MUTED)),
     ]
     return [*wrap(diagnosis.summary, width, STRONG), join_fitting([part for part in parts if part], width)]
 
@@ -392,7 +392,7 @@ def _bar_lines(head: str, parts: list[Part], whole: int | None, free: int | None
     finer = scale._replace(digits=2) if free is not None and scale.unit == "GiB" and free < units.GIB else scale
     legend.append(fact("free", f"{finer.number(free)} {scale.unit}" if free is not None else units.UNKNOWN))
     return [
-        *wrap(f"{head}, {units.size(whole)}", width, MUTED),
+        *wrap(Verbatim(f"{tr(head)}{separator(', ')}{units.size(whole)}"), width, MUTED),
         memory_bar(width, shares, limits=False),
         *_rows(legend, width),
     ]

@@ -48,7 +48,7 @@ def full_in(trend: Trend, run: RunState) -> Line:
         return line((f"^ grows {units.size(trend.bytes_per_second)}/s", "edge"))
     if not before_the_end(trend, run):
         return line((f"^ grows {_rate(trend)}, {_NOT_BEFORE}", MUTED))
-    return line((f"^ full in {minutes(trend.full_in_seconds)}", "edge"), (f"{_where(trend)} at this rate", MUTED))
+    return line((f"^ full in {minutes(trend.full_in_seconds)}", "edge"), (_where(trend), MUTED), (" at this rate", MUTED))
 
 
 def sentence(trend: Trend, run: RunState, width: int) -> str:
@@ -59,11 +59,11 @@ def sentence(trend: Trend, run: RunState, width: int) -> str:
         return tr(trend.message)
     what = trend.what.removeprefix("anonymous ")
     if not before_the_end(trend, run):
-        forms = [f"{what}: grows {_rate(trend)}, {_NOT_BEFORE}", f"{what}: {_NOT_BEFORE}"]
+        forms: list[tuple[str, ...]] = [(f"{what}: grows {_rate(trend)}, {_NOT_BEFORE}",), (f"{what}: {_NOT_BEFORE}",)]
     else:
-        full = f"{what}: full in {minutes(trend.full_in_seconds)}"
-        forms = [f"{full}{_where(trend)} at this rate", f"{full}{_where(trend)}", full]
-    shown = [tr(form) for form in forms]
+        full, where = f"{what}: full in {minutes(trend.full_in_seconds)}", _where(trend)
+        forms = [(full, where, " at this rate"), (full, where), (full,)]
+    shown = ["".join(map(tr, form)) for form in forms]
     return next((form for form in shown if cell_len(form) <= width), shown[-1])
 
 
