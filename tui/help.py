@@ -48,7 +48,7 @@ def help_page(store: Store) -> Group:
         table.add_column(min_width=19, no_wrap=True)
         table.add_column()
         for row in rows:
-            table.add_row(Text(f"  {row.shown_key}", "bold"), tr(row.label).rstrip("…"), tr(row.description))
+            table.add_row(Text(f"  {tr(row.shown_key)}", "bold"), tr(row.label).rstrip("…"), tr(row.description))
         parts += [Text(tr(title), "bold underline"), table, Text()]
     if store.read_only:
         parts += [Text(tr("Read-only: nothing can be changed from here."), "bold"), Text()]

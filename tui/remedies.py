@@ -135,19 +135,19 @@ class MeasuredMemory:
         """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
         there is no forecast. Of the present settings only what was measured.
         """
-        what = "VRAM" if self.on_gpu else "RAM"
+        what = "VRAM peak" if self.on_gpu else "RAM peak"
         now = self.current
         if now is not None and not now.failed and now.batch == after.batch and peaks_of(after, [now], on_gpu=self.on_gpu):
             peak = foreseen(now.bytes, self.total_bytes, "")
             return [
-                fit(line((f"{what} peak ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)
+                fit(line((f"{what} ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)
             ]
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
-            return wrap(f"? {what} peak cannot be predicted: {found}", width, "unknown")
+            return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
         before = "" if self.current is None else f"{units.size(self.current.bytes)} measured -> "
         predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
-        head = line((f"{what} peak ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
+        head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
 
 

@@ -300,7 +300,7 @@ def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
     found = []
     for binding in type(screen).BINDINGS:
         if isinstance(binding, Binding) and binding.show and screen.check_action(binding.action.partition("(")[0], ()):
-            found.append((binding.key, binding.key_display or binding.key, tr(binding.description)))
+            found.append((binding.key, tr(binding.key_display or binding.key), tr(binding.description)))
     return found
 
 

@@ -32,7 +32,7 @@ _UNBROKEN = re.compile(r"\s+|[^\s\u2e80-\uffef]+[，。；：、）]?|[\u2e80-\u
 """What stays on one line: a word, or a Chinese character; punctuation never begins a line."""
 _HERE = Path(__file__).resolve().parent
 _PART = re.compile(r"\{(\d+)(#?)\}")
-_NUMBER = r"[-–+~≥? ]*[\d–?](?:[\d .,:/]*\d)?(?: ?[A-Za-z%°/]{1,5})?"
+_NUMBER = re.compile(r"(?:(?:[-+~≥] ?)?(?:\d+d )?\d(?:[\d .,:/]*\d)?|[–?])(?: ?[A-Za-z%°/]{1,5})?")
 _PLACE = re.compile(r"\{(\d+)(!?)\}")
 """A part in a translation; with `!` it stays as it is."""
 _LETTER = re.compile(r"[A-Za-z]")
@@ -139,14 +139,20 @@ class Catalogue:
     def _translate(self, text: str) -> str:
         if not _LETTER.search(text):
             return text
-        found = self._find(text)
-        return found if found is not None else self._in_parts(text)
-
-    def _find(self, text: str) -> str | None:
-        """The translation of the whole text."""
         found = self._texts.get(text)
         if found is not None:
             return found
+        core = text.strip()
+        if core != text:
+            return text.replace(core, self.translate(core))
+        mark = _MARKED.match(text)
+        if mark is not None:
+            return f"{mark[0]}{self.translate(text[mark.end() :])}"
+        found = self._by_template(text)
+        return found if found is not None else self._in_parts(text)
+
+    def _by_template(self, text: str) -> str | None:
+        """The translation of the whole text by the template that fits best."""
         candidates = [one for word in {"", *_WORD.findall(text)} for one in self._templates.get(word, ())]
         for one in sorted(candidates, key=lambda template: -template.literal):
             match = one.pattern.fullmatch(text)
@@ -164,13 +170,6 @@ class Catalogue:
         pieces = _COLUMNS.split(text)
         if len(pieces) > 1:
             return "".join(self._padded(pieces))
-        core = text.strip()
-        if core != text:
-            before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-            return f"{before}{self.translate(core)}{after}" if core else text
-        mark = _MARKED.match(text)
-        if mark is not None:
-            return f"{mark[0]}{self.translate(text[mark.end() :])}"
         brackets = _BRACKETS.fullmatch(text)
         if brackets is not None:
             return f"{self.translate(brackets[1])} ({self.translate(brackets[2])})"
@@ -178,7 +177,7 @@ class Catalogue:
             clauses = text.split(separator)
             if len(clauses) > 1:
                 shown = [self.translate(clause) for clause in clauses]
-                same = [one == clause and bool(_WORD.search(clause)) for one, clause in zip(shown, clauses, strict=True)]
+                same = [one == clause and _has_words(clause) for one, clause in zip(shown, clauses, strict=True)]
                 # What a sentence lists is translated whole or not at all.
                 return text if all(same) or (any(same) and separator == ", ") else translated.join(shown)
         return text
@@ -191,6 +190,11 @@ class Catalogue:
             yield shown + (" " * max(2, len(blanks) + spare) if blanks else "")
 
 
+def _has_words(text: str) -> bool:
+    """Whether there is something to translate: more than a number with its unit."""
+    return _WORD.search(text) is not None and _NUMBER.fullmatch(text) is None
+
+
 def _template(english: str, translation: str) -> _Template:
     seen: set[str] = set()
 
@@ -199,7 +203,7 @@ def _template(english: str, translation: str) -> _Template:
         if name in seen:
             return f"(?P={name})"
         seen.add(name)
-        return f"(?P<{name}>{_NUMBER if place[2] else '.+?'})"
+        return f"(?P<{name}>{_NUMBER.pattern if place[2] else '.+?'})"
 
     literals = _PART.split(english)[::3]
     places = [*map(part, _PART.finditer(english)), ""]

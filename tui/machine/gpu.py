@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
@@ -231,4 +232,4 @@ def draw_gpu_note(store: Store, width: int, height: int) -> list[Line]:
     if store.machine is None:
         return [line(("waiting for the first sample", MUTED))]
     on_cpu = " - training on CPU" if store.run is not None and store.run.alive else ""
-    return wrap(f"{store.machine.gpu_note or 'no GPU'}{on_cpu}", width)[:height]
+    return wrap(Verbatim(f"{tr(store.machine.gpu_note or 'no GPU')}{tr(on_cpu)}"), width)[:height]
