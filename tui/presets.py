@@ -13,7 +13,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, DataTable, Static
+from textual.widgets import Button, DataTable
 
 from memtop.presets import Preset
 from memtop.presets.comparison import Outlook, outlook
@@ -21,7 +21,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.wire import RunState
 from memtop.tui.restart_plan import where_it_resumes
-from memtop.tui.screen import Dialog
+from memtop.tui.screen import Dialog, Words
 
 
 class PresetDialog(Dialog[str]):
@@ -50,8 +50,8 @@ class PresetDialog(Dialog[str]):
         with Vertical(classes="dialog presets") as box:
             box.border_title = tr(f"Preset for {self._run.name}")
             yield DataTable(cursor_type="row", zebra_stripes=False)
-            yield Static(id="description", classes="muted", markup=False)
-            yield Static(tr(where_it_resumes(self._run)), classes="muted", markup=False)
+            yield Words(id="description", classes="muted")
+            yield Words(tr(where_it_resumes(self._run)), classes="muted")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("Apply"), id="confirm", variant="primary", compact=True)
@@ -74,7 +74,7 @@ class PresetDialog(Dialog[str]):
 
     @on(DataTable.RowHighlighted)
     def _pointed(self, message: DataTable.RowHighlighted) -> None:
-        self.query_one("#description", Static).update(_description(self._outlooks[str(message.row_key.value)]))
+        self.query_one("#description", Words).say(_description(self._outlooks[str(message.row_key.value)]))
 
     @on(DataTable.RowSelected)
     def _entered(self, message: DataTable.RowSelected) -> None:

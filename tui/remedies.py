@@ -75,7 +75,8 @@ def predicted_line(forecast: Forecast, width: int) -> Line:
     of = units.scale(forecast.total_bytes)
     size = f"~{of.number(forecast.peak_bytes)} of {of.number(forecast.total_bytes)} {of.unit}"
     numbers = line(
-        (f"{size} {units.percent(forecast.fraction):>7} ", "predicted"),
+        (size, "predicted"),
+        (f" {units.percent(forecast.fraction):>7} ", "predicted"),
         (f"{mark(forecast.band)} {forecast.band.value}", ROLES[forecast.band]),
     )
     room = min(_BAR if width >= _WIDE_FROM else _SHORT_BAR, width - width_of(numbers) - 1)

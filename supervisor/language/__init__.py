@@ -28,8 +28,9 @@ else:
 
 LANGUAGES = ("en", "zh")
 _WIDE = re.compile(r"[\u2e80-\uffef]")
-_UNBROKEN = re.compile(r"\s+|[^\s\u2e80-\uffef]+[，。；：、）]?|[\u2e80-\uffef][，。；：、）]?")
-"""What stays on one line: a word, or a Chinese character; punctuation never begins a line."""
+_UNBROKEN = re.compile(r"\s+|（?(?:[^\s\u2e80-\uffef]+|[\u2e80-\uffef])[，。；：、）？]*")
+"""What stays on one line: a word, or a Chinese character; punctuation never begins a line, and a
+bracket never ends one."""
 _HERE = Path(__file__).resolve().parent
 _PART = re.compile(r"\{(\d+)(#?)\}")
 _NUMBER = re.compile(r"(?:(?:[-+~≥] ?)?(?:\d+d )?\d(?:[\d .,:/]*\d)?|[–?])(?: ?[A-Za-z%°/]{1,5})?")

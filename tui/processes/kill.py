@@ -14,13 +14,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
-from textual.widgets import Button, OptionList, Static
+from textual.widgets import Button, OptionList
 from textual.widgets.option_list import Option
 
 from memtop.supervisor import units, wire
 from memtop.supervisor.language import Verbatim, tr
 from memtop.tui.line import cell, cropped, name_cell, plain, wrap
-from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog
+from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog, Words
 from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import age
 
@@ -105,10 +105,10 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
             box.border_title = tr("Processes that hold GPU memory")
             empty = [] if self._missing else [tr("only this run's processes use a GPU")]
             above = [*map(tr, self._missing), *([_heading()] if self._rows else empty)]
-            yield Static("\n".join(above), classes="muted", markup=False)
+            yield Words("\n".join(above), classes="muted")
             yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
-            yield Static(tr(note), classes="muted", markup=False)
+            yield Words(tr(note), classes="muted")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("End the ticked…"), id="confirm", variant="error", compact=True, disabled=True)
