@@ -72,7 +72,7 @@ def _label(store: Store) -> Line:
     words = [store.label] if store.label else []
     if store.read_only:
         words.append("read-only")
-    return line((" · ".join(words), "edge")) if words else ()
+    return line((" · ".join(map(tr, words)), "edge")) if words else ()
 
 
 def _short_label(store: Store) -> Line:

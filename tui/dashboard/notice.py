@@ -57,10 +57,10 @@ def _and_more(count: int) -> str:
 def _end(run: RunState, width: int) -> str:
     """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
     after 00:03:10; r resumes at update 40`."""
-    at = "" if run.updates is None else f" at update {units.count(run.updates)}"
+    state = f"{PHASE_MARKS[run.state][0]} {run.state.value}"
     lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
     why = f": {tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
-    brief = tr(f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}")
+    brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
     # Without room the name is shortened first, then how long it took and the reason are left out.
     for end in (f"{brief}{tr(lasted)}", brief):
         excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)

@@ -116,7 +116,7 @@ def _heat(gpu: GpuSample, width: int) -> Group:
     warm = core is not None and slow is not None and core >= slow - _WARM_BELOW_SLOWDOWN
     words = number(core, "°C")
     if words is not None and slow is not None:
-        words += f", slows down at {slow:.0f} °C"
+        words = f"{words}, slows down at {slow:.0f} °C"
     facts.add("temperature", words, "temperature_celsius", role="edge" if warm else STRONG)
     facts.add("memory temperature", number(details.memory_temperature_celsius, "°C"), "memory_temperature_celsius")
     facts.add("fan", share(details.fan_fraction), "fan_fraction")
@@ -214,7 +214,7 @@ def _card(store: Store, gpu: GpuSample, width: int) -> Group:
     facts.add("display active", yes(details.display_active), "display_active")
     if machine is not None:
         driver = machine.driver_version
-        cuda = "" if machine.cuda_version is None else f", CUDA up to {machine.cuda_version}"
-        facts.add("driver", None if driver is None else f"{driver}{cuda}")
+        newest = machine.cuda_version
+        facts.add("driver", driver if driver is None or newest is None else f"{driver}, CUDA up to {newest}")
     facts.add("processes", units.count(len(gpu.processes)))
     return facts.group()

@@ -125,11 +125,13 @@ class ProcessScreen(FullScreen):
         gpu = next((gpu for gpu in store.gpus if (gpu.uuid or gpu.index) == self._row.key[3]), None)
         if held is None or gpu is None:
             return None if held is None else units.size(held)
-        whole, of = gpu.total_bytes, "of card"
-        if self._row.mig_instance is not None:
-            whole = next((one.total_bytes for one in gpu.mig if one.position == self._row.mig_instance), None)
-            of = "of instance"
-        return f"{units.size(held)}, {units.percent(held / whole)} {of}" if whole else units.size(held)
+        whole, position = gpu.total_bytes, self._row.mig_instance
+        if position is not None:
+            whole = next((one.total_bytes for one in gpu.mig if one.position == position), None)
+        if not whole:
+            return units.size(held)
+        size, share = units.size(held), units.percent(held / whole)
+        return f"{size}, {share} of card" if position is None else f"{size}, {share} of instance"
 
     def _fact(self, name: str, value: str | None, process: GpuProcess, width: int) -> Line:
         reason = process.unknown.get(_FIELDS.get(name, name), "")
