@@ -229,7 +229,7 @@ def cell(text: str, width: int, *, right: bool = False) -> str:
 
 
 def between(left: str, middle: str, right: str, width: int) -> str:
-    """Three texts in the reader's language: two at the edges, one in the middle of what they leave."""
+    """Texts in the reader's language: at the left, in the middle of the room, at the right."""
     left, middle, right = tr(left), tr(middle), tr(right)
     room = max(0, width - cell_len(left) - cell_len(right) - cell_len(middle))
     return f"{left}{' ' * (room // 2)}{middle}{' ' * (room - room // 2)}{right}"

@@ -140,9 +140,7 @@ class MeasuredMemory:
         now = self.current
         if now is not None and not now.failed and now.batch == after.batch and peaks_of(after, [now], on_gpu=self.on_gpu):
             peak = foreseen(now.bytes, self.total_bytes, "")
-            return [
-                fit(line((f"{what} ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)
-            ]
+            return [fit(line((f"{what} ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)]
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
             return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")

@@ -1,5 +1,5 @@
-"""The screens in Chinese: nothing is left in English, names and program output stay as they are, and
-every row is exactly as wide as the terminal."""
+"""The screens in Chinese: nothing is left in English, names and program output stay as they are,
+and every row is exactly as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -8,37 +8,48 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 from rich.cells import cell_len
 from textual.binding import Binding
+from textual.events import Paste
+from textual.pilot import Pilot
 from textual.screen import Screen
 from textual.widget import Widget
+from textual.widgets import Input
 
 import memtop.tui
 from memtop.presets import load_presets
-from memtop.supervisor import language
-from memtop.supervisor import wire
+from memtop.supervisor import language, wire
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.language import tr
-from memtop.supervisor.monitor.values import Band, GpuTrouble, MigInstance
+from memtop.supervisor.monitor.values import Band, GpuTrouble, Job, MigInstance
 from memtop.supervisor.program import Program
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
+from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.wire import Phase, Stage
+from memtop.tui import configurations, runs
 from memtop.tui import help as help_page
-from memtop.tui import runs
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.notice import notice
+from memtop.tui.bars import padded_tag
+from memtop.tui.dashboard.overview import draw_processes
+from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.demo import RECORDING
 from memtop.tui.feed import Disconnected, FeedMessage, Followed, LogLines, ReplayPosition
 from memtop.tui.keymap import ACTIONS
-from memtop.tui.recovery import DELIBERATE_SECONDS
+from memtop.tui.line import plain, width_of
+from memtop.tui.machine.vram import vram_legend
+from memtop.tui.processes.kill import _heading, describe
+from memtop.tui.processes.rows import Order, ProcessRow, rows_of
+from memtop.tui.processes.table import columns_for, draw_row, heading
+from memtop.tui.recovery import DELIBERATE_SECONDS, _to_type, evidence_lines
 from memtop.tui.replay import StreamRecording
+from memtop.tui.screen import ConfirmDialog, KeyLine
+from memtop.tui.store import holders
 from tests.tui import pictures, support
 from tests.tui.pictures import SCENES, Scene, feed_of, shown
 from tests.tui.support import (
@@ -57,7 +68,9 @@ from tests.tui.support import (
     screen_text,
     settle,
     store_of,
+    text_of,
 )
+from tests.tui.test_restart import own_run
 from tests.tui.test_runs import NOW, stored
 from tests.tui.test_samples import EVENTS
 from tests.tui.test_speed import ADVICE, TRIAL
@@ -74,28 +87,28 @@ def in_chinese() -> Iterator[None]:
 
 # --- what may stay in English ---------------------------------------------------------------------
 
-NAMES = frozenset(
-    """memtop GPU GPUs CPU CUDA cuda MIG UUID ECC PCIe NVLink NVIDIA RTX Xid SM BAR Wh kWh MHz GiB MiB KiB TiB
-    ZeRO LoRA QLoRA SFT RSS PSS shm tmpfs cgroup pid rank token tok bf16 fp32 hub Hugging Face HTML
-    SIGINT SIGTERM SIGKILL torch torchrun train_latest_state
-    FILE DIR RUN NAME Enter Esc PgUp PgDn Home End
-    batch accumulation seq_len""".split()
+NAMES = re.compile(
+    r"memtop|GPUs?|CPU|CUDA|cuda|MIG|UUID|ECC|PCIe|NVLink|NVIDIA|RTX|Xid|SM|BAR|k?Wh|MHz|[KMGT]iB|B/s|ZeRO|LoRA|QLoRA"
+    r"|RSS|shm|tmpfs|cgroup|pid|rank|tok|token|bf16|hub|Hugging|Face|HTML|SIG[A-Z]+|torch|torchrun|FILE|DIR|RUN|NAME"
+    r"|Enter|Esc|PgUp|PgDn|Home|End|batch|accumulation|seq_len"
 )
-PHRASES = (
+"""Names of things, units, keys, and the settings in a program's own spelling."""
+PHRASES = re.compile(
     r"`[^`]*`|--[a-z][\w.-]*(?:[ =][\w./]+)?|memtop [a-z]+(?: --[a-z-]+)*(?: [A-Za-z0-9]+)?|sample\.(?:prompts|every)\S*"
-    r"|/dev/shm|memory\.high|train_latest_state|expa\w*(?::\w*)?|ZeRO-\d(?: ?\+\w+)*|user:bob\S*|GPU-[\w-]+|[a-z]+:\w*|vram>2g|-word|-job:old|\{name\}"
+    r"|/dev/shm|memory\.high|train_latest_state|expa\w*(?::\w*)?|ZeRO-\d(?: ?\+\w+)*|GPU-[\w-]+|[a-z]+:\w*|vram>2g"
+    r"|-word|-job:old|\{name\}"
 )
 """Options, commands and settings."""
 PRESETS = tuple(load_presets())
 
 
-@lru_cache(maxsize=None)
+@cache
 def left_in_english(text: str, *names: str) -> list[str]:
     """The English words that a Chinese text still has."""
-    for name in (*PRESETS, *names):
+    for name in sorted((*PRESETS, *names), key=len, reverse=True):
         text = text.replace(name, " ")
-    words = re.findall(r"[A-Za-z][A-Za-z_]+", re.sub(PHRASES, " ", text))
-    return [word for word in words if word not in NAMES]
+    words = re.findall(r"[A-Za-z][A-Za-z_]+", PHRASES.sub(" ", text))
+    return [word for word in words if NAMES.fullmatch(word) is None]
 
 
 # --- the texts in the code ------------------------------------------------------------------------
@@ -114,7 +127,9 @@ def literals(path: Path) -> Iterator[tuple[int, str]]:
     """Every text of a module except docstrings, with a sign for each part that varies."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    inside = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node
+    }
     skipped = {
         id(part)
         for node in ast.walk(tree)
@@ -209,23 +224,52 @@ def recording() -> StreamRecording:
     return StreamRecording(RECORDING)
 
 
+class Fitting(NamedTuple):
+    """What has room on a screen."""
+
+    cut: int
+    """Texts that end with an ellipsis."""
+    buttons: frozenset[str]
+    keys: int
+
+
+async def fitting(pilot: Pilot[DashboardResult], scene: Scene, *, checked: bool) -> dict[str, Fitting]:
+    """What has room on each picture of a scene, at each size."""
+    found, app = {}, pilot.app
+    assert isinstance(app, DashboardApp)
+    for picture in scene.pictures:
+        await resize(pilot, *SIZES[0])
+        await pictures.opened(pilot, picture)
+        for columns, rows in SIZES:
+            await resize(pilot, columns, rows)
+            if checked:
+                check(app, "python")
+            # Labels of buttons in the last row end with an ellipsis, too.
+            cut = screen_text(app).rpartition("\n")[0].count("…")
+            buttons = frozenset(str(button.id) for button in app.dashboard.action_bar.children if button.display)
+            keys = sum(len(one._places) for one in app.screen.query(KeyLine))
+            found[f"{picture.name} {columns}x{rows}"] = Fitting(cut, buttons, keys)
+        while not scene.failed and app.screen is not app.get_default_screen():
+            await press(pilot, "escape")
+    return found
+
+
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-async def test_every_scene_is_in_chinese(
+async def test_every_scene_is_in_chinese_and_nothing_is_cut_that_is_whole_in_english(
     scene: Scene, recording: StreamRecording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = {}
     feed = feed_of(scene, recording)
     feed._messages = [readable(message) for message in feed._messages]  # type: ignore[attr-defined]
-    async with shown(feed, "memtop", monkeypatch) as pilot:
-        app = pilot.app
-        assert isinstance(app, DashboardApp)
-        for picture in scene.pictures:
-            await resize(pilot, *SIZES[0])
-            await pictures.opened(pilot, picture)
-            for size in SIZES:
-                await resize(pilot, *size)
-                check(app, "python")
-            while not scene.failed and app.screen is not app.get_default_screen():
-                await press(pilot, "escape")
+    for lang in ("zh", "en"):
+        language.use(lang)
+        async with shown(feed, "memtop", monkeypatch) as pilot:
+            found[lang] = await fitting(pilot, scene, checked=lang == "zh")
+    for name, english in found["en"].items():
+        chinese = found["zh"][name]
+        assert chinese.cut <= english.cut, name
+        assert chinese.buttons >= english.buttons, name
+        assert chinese.keys >= english.keys, name
 
 
 CARD = gpu(
@@ -332,6 +376,150 @@ async def test_what_every_key_opens_is_in_chinese(messages: tuple[FeedMessage, .
         if keys[-1:] == ("enter",) and app.screen is not app.dashboard:
             await pilot.pause(DELIBERATE_SECONDS)
         await press(pilot, *keys)
+        await settle(pilot)
         for size in (SIZES[1], SIZES[0]):
             await resize(pilot, *size)
             check(app, "HOME", "HF_TOKEN", "home", "def main", "return", "Ärger", "sudo", "fallocate", "swapfile")
+
+
+async def test_the_list_of_runs_is_in_chinese(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, state in enumerate(Phase):
+        stored(tmp_path, f"r{place}", NOW - 7000 * place, state, reason=STAND_IN)
+    monkeypatch.setattr(runs, "living_elsewhere", lambda path: [])
+    monkeypatch.chdir(tmp_path)
+    app = DashboardApp(RecordingFeed(machine(gpu())), runs_dir=tmp_path, begins_with_runs=True)
+    async with app.run_test(size=SIZES[0]) as pilot:
+        while len(app.screen.rows) < len(Phase):  # type: ignore[attr-defined]
+            await pilot.pause(0.02)
+        for keys in (("end", "space"), ("x",), ("escape", "home", "r"), ("escape", "slash", "r"), ("enter", "question_mark")):
+            await press(pilot, *keys)
+            for size in SIZES:
+                await resize(pilot, *size)
+                check(app, "first-run", "-model", str(tmp_path))
+
+
+async def test_the_form_of_an_own_program_is_in_chinese(tmp_path: Path) -> None:
+    grip = Grip(output_dir="/out", batch=8, accumulation=2, seq_len=64, fixed_length=True)
+    feed = RecordingFeed(own_run(tmp_path, grip, updates=7))
+    async with opened(feed, "r", size=SIZES[1]) as (app, pilot):
+        check(app, "python train.py", "train.py", "python")
+        await resize(pilot, 50, 12)
+        check(app)
+
+
+# --- what is not memtop's -------------------------------------------------------------------------
+
+
+async def test_names_and_the_output_of_programs_stay_as_they_are() -> None:
+    """All of them are words that have a translation."""
+    held = process(11, user="main", command="loss data", job="j", run="cache", container="context")
+    card = gpu(name="memory", processes=(held,))
+    job = Job(key="j", name="workers", leader_pid=10, pids=(10, 11), used_bytes=GIB, gpu_indices=(0,))
+    state = running(card, name="training", alive=True)
+    state = msgspec.structs.replace(state, machine=msgspec.structs.replace(state.machine, jobs=(job,)))
+    said = msgspec.structs.replace(EVENTS[0], data={**EVENTS[0].data, "prompts": ["loss"], "texts": ["  finished"]})
+    feed = RecordingFeed(state, CONFIGURATIONS, wire.EventRows(rows=(said,)), LogLines(("update", "failed: loss")))
+    async with opened(feed, size=(160, 50)) as (app, pilot):
+        expected = {
+            (): ("memtop   training  ", "GPU 0  memory", "failed: loss"),
+            ("s",): ("停止 training？", "memtop restart training"),
+            ("r",): ("重启 training ",),
+            ("1",): ("training 的预设",),
+            ("k",): (" main ", "loss data"),
+            ("o",): (" main ", "workers", "loss data", "context"),
+            ("o", "down", "enter"): (
+                "命令        loss data",
+                "用户        main",
+                "运行        cache",
+                "容器        context",
+                "workers: ",
+            ),
+            ("o", "down", "k"): ("在 GPU 0 上： loss data", "运行 cache 会丢失"),
+            ("g",): ("型号                 memory",),
+            ("u",): ("training 的配置",),
+            ("v",): ("training 的指标",),
+            ("t",): ("training 写了什么", " loss ", "    finished"),
+        }
+        for keys, texts in expected.items():
+            await press(pilot, *keys)
+            await settle(pilot)
+            shown = screen_text(app)
+            assert [text for text in texts if text not in shown] == [], keys
+            while app.screen is not app.dashboard:
+                await press(pilot, "escape")
+
+
+def test_jobs_commands_to_type_and_quoted_lines_stay_as_they_are() -> None:
+    job = Job(key="j", name="workers", leader_pid=10, pids=(11,), used_bytes=GIB)
+    card = gpu(processes=(process(11, job="j"),))
+    legend = vram_legend(store_of(msgspec.structs.replace(machine(card), jobs=(job,))), card, 100)
+    assert "█ workers 1.0  ░ 占用者未报告" in plain(legend)
+    assert plain(_to_type(((None, "training"),), 0, 60)) == "输入： training"
+    quoted = msgspec.structs.replace(PROPOSAL.diagnosis, evidence=("training: failed",))
+    assert text_of(evidence_lines(quoted, 100)) == "│ training: failed"
+
+
+# --- widths ---------------------------------------------------------------------------------------
+
+
+def columns_of(text: str) -> list[str]:
+    """The character in each cell; empty in the second cell of a wide one."""
+    return [part for character in text for part in (character, *[""] * (cell_len(character) - 1))]
+
+
+def test_the_columns_of_tables_line_up() -> None:
+    store = store_of(machine(gpu(processes=(process(11, user="张三", run="实验一"), process(12, run="r")))), CONFIGURATIONS)
+    overview = [plain(one) for one in draw_processes(store, 100, 9)]
+    assert len({columns_of(one).index("1", 20) if n else columns_of(one).index("存") for n, one in enumerate(overview)}) == 2
+    rows = rows_of(store.machine)
+    columns = columns_for(120, rows)
+    names, places = heading(columns, Order(), 120)
+    lines = [columns_of(plain(names)), *(columns_of(plain(draw(row, columns))) for row in rows)]
+    assert all(line[place.end - 1] == " " for line in lines for place in places[:-1])
+    table, at = configurations.heading(100)
+    below = [configurations.row(one, 100, present=False) for one in CONFIGURATIONS.rows]
+    assert all(columns_of(plain(line))[place.end] == " " for line in (table, *below) for place in at)
+    holder = holders(store.machine)[0]
+    head, row = columns_of(_heading()), columns_of(f"[ ] {describe(holder, support.NOW, command_width=20)}")
+    assert "".join(head[53:55]) == "命"
+    assert "".join(row[53:]).startswith("python")
+
+
+def draw(row: ProcessRow, columns: Any) -> Any:
+    return draw_row(row, columns, ticked=False, followed=False, search="")
+
+
+def test_a_band_is_as_wide_as_another() -> None:
+    assert len({width_of(padded_tag(band)) for band in (Band.SAFE, Band.EDGE, Band.DANGER)}) == 1
+
+
+# --- typing ---------------------------------------------------------------------------------------
+
+
+async def test_chinese_can_be_typed_and_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (process(11, user="张三", command="python 微调.py", reason=STAND_IN), process(12, stray=True))
+    async with opened(RecordingFeed(machine(gpu(processes=rows))), "o", "f", "张", "三", size=SIZES[1]) as (app, pilot):
+        assert [row.pid for row in app.screen.rows] == [11]  # type: ignore[attr-defined]
+        check(app, "python", "py")
+        for pasted, pids in (("残留", [12]), ("user：张", [11]), ("ｐｉｄ＞11", [12])):
+            app.screen.query_one(Input).value = ""
+            app.post_message(Paste(pasted))
+            await settle(pilot)
+            assert app.screen.query_one(Input).value == pasted
+            assert [row.pid for row in app.screen.rows] == pids, pasted  # type: ignore[attr-defined]
+        assert cell_len(screen_text(app).splitlines()[0]) == 80
+    async with opened(RecordingFeed(running(gpu())), "r", "四", size=SIZES[1]) as (app, pilot):
+        assert "批大小 '四'：必须是整数" in screen_text(app)
+        check(app)
+
+
+async def test_what_is_long_is_wrapped_between_characters_and_stays_inside_its_dialog() -> None:
+    text = "结束" * 60
+    dialog = ConfirmDialog(text, [text, f"  {text}", "python train.py --long " * 9], confirm="End it")
+    async with opened(RecordingFeed(machine(gpu())), size=SIZES[1]) as (app, pilot):
+        app.push_screen(dialog)
+        await settle(pilot)
+        rows = screen_text(app).splitlines()
+        assert {cell_len(row) for row in rows} == {80}
+        inside = [row for row in rows if "结束" in row and "│" in row and "(y)" not in row]
+        assert sum(row.count("结") for row in inside) == 120

@@ -18,6 +18,7 @@ from memtop.tui.line import (
     dimmed,
     fact,
     fit,
+    foreign,
     join,
     join_fitting,
     line,
@@ -53,10 +54,10 @@ def cuda_name(gpu: GpuSample) -> str:
     return "" if gpu.visible_index in (None, gpu.index) else f"cuda:{gpu.visible_index}"
 
 
-def gpu_title(gpu: GpuSample) -> str:
+def gpu_title(gpu: GpuSample) -> Verbatim:
     """`GPU 0  RTX A4500  GPU-5f1c`: index, model and the start of the UUID."""
     words = (f"GPU {gpu.index}", cuda_name(gpu), short_name(gpu), (gpu.uuid or "")[:8])
-    return "  ".join(word for word in words if word)
+    return Verbatim("  ".join(word for word in words if word))
 
 
 def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line]:
@@ -223,7 +224,7 @@ def draw_gpu_table(store: Store, width: int, height: int) -> list[Line]:
     if spare < 4 or not gpus:
         return rows[:height]
     chosen = gpus[selected]
-    title = line((f"{gpu_title(chosen)} ", STRONG), ("─" * max(0, width - len(gpu_title(chosen)) - 1), "limit"))
+    title = foreign((f"{gpu_title(chosen)} ", STRONG), ("─" * max(0, width - len(gpu_title(chosen)) - 1), "limit"))
     return [*rows, title, *draw_gpu(store, chosen, width, spare - 1)]
 
 
