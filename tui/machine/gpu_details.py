@@ -47,7 +47,7 @@ def _head(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
-    facts = FactGroup("Memory", width, gpu.unknown, gpu.details.unknown)
+    facts = FactGroup("GPU memory", width, gpu.unknown, gpu.details.unknown)
     total = units.gib(gpu.total_bytes)
     used = None if gpu.taken_bytes is None else f"{units.gib(gpu.taken_bytes)} of {total} GiB"
     facts.add("used", used, "used_bytes")
@@ -93,7 +93,7 @@ def _clocks(gpu: GpuSample, width: int) -> Group:
     facts = FactGroup("Clocks", width, details.unknown)
     facts.add("SM", _of(details.sm_clock_megahertz, details.sm_clock_limit_megahertz, "MHz"), "sm_clock_megahertz")
     facts.add(
-        "memory", _of(details.memory_clock_megahertz, details.memory_clock_limit_megahertz, "MHz"), "memory_clock_megahertz"
+        "GPU memory", _of(details.memory_clock_megahertz, details.memory_clock_limit_megahertz, "MHz"), "memory_clock_megahertz"
     )
     facts.add("performance state", details.performance_state, "performance_state")
     reasons = details.throttle_reasons
