@@ -14,11 +14,11 @@ from rich.cells import cell_len
 
 from memtop.cli import run
 from memtop.supervisor import language
-from memtop.supervisor.language import Catalogue, language_of, read_catalogue, wrapped_anywhere
+from memtop.supervisor.language import Catalogue, Verbatim, language_of, read_catalogue, wrapped_anywhere
 from tests.conftest import Runs
 
 ROOT = Path(__file__).resolve().parents[1]
-PART = re.compile(r"\{\d+\}")
+PART = re.compile(r"\{(\d+)[#!]?\}")
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +47,15 @@ def test_every_entry_translates_a_text_of_memtop() -> None:
     """An entry whose text was changed would be dead, and its text English again."""
     folders = ("memtop/cli", "presets", "supervisor", "tui")
     texts = (text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
-    known = "\n".join({*(" ".join(text.split()) for text in texts), "Usage: Options: Commands"})
+    tables = (path.read_text(encoding="utf-8") for path in (ROOT / "presets").rglob("*.toml"))
+    known = "\n".join({*(" ".join(text.split()) for text in texts), *tables, "Usage: Options: Commands", "plain -> plain"})
     # A label may be put together from words: `best {0}`.
     strange = [entry for entry in read_catalogue("zh") if not all(one in known for one in literals(entry))]
     assert strange == []
 
 
 def literals(entry: str) -> list[str]:
-    return [" ".join(part.split()) for part in PART.split(entry)]
+    return [" ".join(part.split()) for part in PART.split(entry)[::2]]
 
 
 def test_no_translation_asks_for_a_part_that_its_text_lacks() -> None:
@@ -77,6 +78,10 @@ SMALL = Catalogue(
         "saved": "已保存",
         "state": "状态",
         "the state is not complete: {0}": "状态不完整：{0}",
+        "restart {0}": "重启 {0!}",
+        "{0#} of {1#}": "{0} / {1}",
+        "{0#} s": "{0} 秒",
+        "{0} is too large": "{0}太大",
     }
 )
 
@@ -98,10 +103,30 @@ SMALL = Catalogue(
         ("qwen-sft; /data/run, a", "qwen-sft; /data/run, a"),
         ("16.6 / 20.0 GiB", "16.6 / 20.0 GiB"),
         ("training\nsaved", "训练中\n已保存"),
+        ("restart training", "重启 training"),
+        ("3.1 GiB of 1 520 GiB", "3.1 GiB / 1 520 GiB"),
+        ("≥ 10 of –", "≥ 10 / –"),
+        ("the end of training", "the end of training"),
+        ("12 s", "12 秒"),
+        ("– s", "– 秒"),
+        ("1d 02:03:04 of 2d 00:00:00", "1d 02:03:04 / 2d 00:00:00"),
+        ("? state is too large", "? 状态太大"),
+        ("saved, 12 GiB, training", "已保存，12 GiB，训练中"),
     ],
 )
 def test_texts_are_found_whole_or_in_parts(english: str, shown: str) -> None:
     assert SMALL.translate(english) == shown
+
+
+def test_what_is_not_memtops_is_never_translated() -> None:
+    language.use("zh")
+    assert language.tr("training") == "训练中"
+    assert language.tr(Verbatim("training")) == "training"
+    assert language.verbatim(None) is None
+    assert language.tr(language.verbatim("training") or "") == "training"
+    assert language.separator("; ") == "；"
+    language.use("en")
+    assert language.separator("; ") == "; "
 
 
 def test_columns_keep_their_places() -> None:

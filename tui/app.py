@@ -249,7 +249,7 @@ def run_dashboard(
     result = app.run()
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"
-        print(words, file=sys.stderr)  # noqa: T201 - the words are fixed
+        print(tr(words), file=sys.stderr)  # noqa: T201 - the words are fixed
     if result is None:
         # Textual returns no result after a crash; it has printed the reason.
         return DashboardResult("detach", exit_status=app.return_code or 0)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from memtop.supervisor import units
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, mark
 from memtop.tui.charts import merged
 from memtop.tui.line import Line, line
@@ -75,15 +78,19 @@ def _cell(fraction: float, width: int) -> int:
 
 
 ROLES = {Band.SAFE: "safe", Band.EDGE: "edge", Band.DANGER: "danger", Band.UNKNOWN: "unknown"}
-_WIDEST = max(len(f"{mark(b)} {b.value}") for b in (Band.SAFE, Band.EDGE, Band.DANGER))
+
+
+def tag(band: Band) -> str:
+    """The mark and the word of a band, in the reader's language."""
+    return tr(f"{mark(band)} {band.value}")
 
 
 def padded_tag(band: Band) -> Line:
     """The band's tag in a field of fixed width, so that later columns do not move when the band
     changes.
     """
-    text = f"{mark(band)} {band.value}"
-    return line((text, ROLES[band]), " " * max(0, _WIDEST - len(text)))
+    text, widest = tag(band), max(cell_len(tag(one)) for one in (Band.SAFE, Band.EDGE, Band.DANGER))
+    return line((text, ROLES[band]), " " * max(0, widest - cell_len(text)))
 
 
 def banded(fraction: float | None, band: Band) -> Line:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from rich.cells import cell_len
+
 from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band
-from memtop.tui.line import MUTED, Line, fit, line
+from memtop.tui.line import MUTED, Line, between, fit, line
 
 HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
 _WORST_FIRST = (Band.DANGER, Band.EDGE, Band.SAFE, Band.UNKNOWN)
@@ -273,10 +275,8 @@ def _breaks(points: Sequence[Point], width: int, first: int, last: int) -> set[i
 
 def _x_axis(margin: int, width: int, first: int, last: int, attempts: int) -> Line:
     left, right = f"update {first}", f"{last}"
-    middle = "┊ a new attempt" if attempts else ""
-    room = width - len(left) - len(right)
-    text = f"{left}{middle:^{room}}{right}" if room > len(middle) + 2 else left
-    return fit(line(" " * (margin + 1), (text, MUTED)), margin + 1 + width)
+    text = between(left, "┊ a new attempt" if attempts else "", right, width)
+    return fit(line(" " * (margin + 1), (text if cell_len(text) <= width else left, MUTED)), margin + 1 + width)
 
 
 def merged(cells: Sequence[tuple[str, str]]) -> Line:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from rich.cells import cell_len
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -16,10 +15,11 @@ from memtop.presets.comparison import changes, describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Configuration
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
-from memtop.tui.line import MUTED, STRONG, Heading, Line, cropped, fact, fit, join_fitting, line, wrap
+from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
 from memtop.tui.restart_plan import where_it_resumes
@@ -170,10 +170,10 @@ def heading(width: int) -> tuple[Line, list[Heading]]:
     """The line of column names, and the cells of each name."""
     places, parts, start = [], [], 2
     for column in columns_for(width):
-        parts.append(_cell(column, column.title))
+        parts.append(cell(column.title, column.width, right=column.number))
         places.append(Heading(column.id, start, start + column.width))
         start += column.width + 1
-    return fit(line(("  " + " ".join(parts) + " reason", "heading")), width), places
+    return fit(line((f"  {' '.join(parts)} ", "heading"), ("reason", "heading")), width), places
 
 
 def row(of: Configuration, width: int, *, present: bool) -> Line:
@@ -184,7 +184,7 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
         "since": units.count(of.since_update),
         "split": _given_split(of.knobs) if of.knobs else split_words(of.settings),
         "seq_len": of.knobs.get("seq_len", units.UNKNOWN) if of.settings is None else str(of.settings.seq_len),
-        "preset": units.UNKNOWN if of.settings is None else of.settings.preset,
+        "preset": units.UNKNOWN if of.settings is None else Verbatim(of.settings.preset),
         "peak": peak_words(of.peak),
         "speed": units.UNKNOWN if of.samples_per_second is None else units.rate(of.samples_per_second),
         "outcome": outcome_words(of, present=present),
@@ -192,8 +192,8 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
     parts: list[tuple[str, str]] = [("● " if present else "  ", "good")]
     for column in columns_for(width):
         role = _outcome_role(of, present=present) if column.id == "outcome" else STRONG if present else "text"
-        parts.append((f"{_cell(column, words[column.id])} ", role))
-    return fit(line(*parts, (in_words(of.reason), MUTED)), width)
+        parts.append((f"{cell(words[column.id], column.width, right=column.number)} ", role))
+    return fit((*foreign(*parts), *line((in_words(of.reason), MUTED))), width)
 
 
 def went_badly(outcome: str | None) -> bool:
@@ -205,12 +205,6 @@ def _outcome_role(of: Configuration, *, present: bool) -> str:
     if went_badly(of.outcome):
         return "bad"
     return "good" if of.outcome == "finished" or (present and of.outcome is None) else MUTED
-
-
-def _cell(column: ConfigurationColumn, text: str) -> str:
-    if not column.number:
-        return cropped(text, column.width)
-    return " " * max(0, column.width - cell_len(text)) + text
 
 
 def split_words(settings: Settings | None) -> str:
@@ -242,7 +236,7 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     updates: Line = ()
     if of.peak is not None and of.peak.updates > 0:
         updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")
-    preset = () if of.settings is None else fact("preset", of.settings.preset)
+    preset = () if of.settings is None else fact("preset", Verbatim(of.settings.preset))
     head = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until), updates, preset]
     lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {in_words(of.reason)}", width)]
     return [*lines, *wrap(f"to go back: {'; '.join(differences(of, now))}", width, MUTED)]
@@ -295,11 +289,11 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
     lines = [f"Restart {name} with the settings of configuration {row.number}?", ""]
     lines.append(f"Changes: {'; '.join(differences(row, now))}.")
     if row.settings is not None and now is not None and now.settings is not None:
-        lines.append(f"{describe_split(now.settings, row.settings)}.".capitalize())
+        lines.append(_sentence(describe_split(now.settings, row.settings)))
     if row.peak is not None:
         lines.append(f"Its peak was {peak_words(row.peak)} (measured).")
     if went_badly(row.outcome):
-        lines.append(f"! It ended in {row.outcome}: that may happen again.")
+        lines.append(f"! It ended: {in_words(row.outcome or '')}. That may happen again.")
     elif row.peak is not None and row.peak.failed:
         lines.append("! It ran out of memory then: that may happen again.")
     if with_state:
@@ -308,6 +302,11 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
             "trained again, their state is moved aside, not deleted."
         )
     elif run is not None:
-        words = where_it_resumes(run)
-        lines.append(f"{words[0].upper()}{words[1:]}.")
+        lines.append(_sentence(where_it_resumes(run)))
     return lines
+
+
+def _sentence(words: str) -> str:
+    """The words with a capital letter and a full stop, in the reader's language."""
+    shown = tr(words)
+    return f"{shown[0].upper()}{shown[1:]}{separator('. ').rstrip()}"

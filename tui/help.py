@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +15,7 @@ from textual.widgets import Button, Static
 
 from memtop.supervisor.language import tr
 from memtop.tui.keymap import ACTIONS, offered
-from memtop.tui.screen import Dialog
+from memtop.tui.screen import Dialog, prose
 from memtop.tui.store import Store
 
 _GROUPS = (
@@ -39,16 +40,17 @@ Lists    ✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded 
 def help_page(store: Store) -> Group:
     """The whole page: only the keys that work in this dashboard."""
     parts: list[RenderableType] = []
+    widest = max(cell_len(tr(action.label)) for action in ACTIONS)
     for group, title in _GROUPS:
         rows = [action for action in ACTIONS if action.group == group and offered(action, store)]
         if not rows:
             continue
         table = Table.grid(padding=(0, 2))
         table.add_column(min_width=5)
-        table.add_column(min_width=19, no_wrap=True)
+        table.add_column(min_width=widest, no_wrap=True)
         table.add_column()
         for row in rows:
-            table.add_row(Text(f"  {row.shown_key}", "bold"), tr(row.label).rstrip("…"), tr(row.description))
+            table.add_row(Text(f"  {tr(row.shown_key)}", "bold"), tr(row.label).rstrip("…"), prose(tr(row.description)))
         parts += [Text(tr(title), "bold underline"), table, Text()]
     if store.read_only:
         parts += [Text(tr("Read-only: nothing can be changed from here."), "bold"), Text()]

@@ -85,7 +85,8 @@ ROLES = (
 
 
 def line(*parts: str | Span) -> Line:
-    """A line from spans and plain strings in the reader's language, cleaned, without empty ones."""
+    """A line from spans and plain strings in the reader's language, cleaned, without empty ones.
+    `Verbatim` texts and names are not translated."""
     spans = ((part, TEXT) if isinstance(part, str) else part for part in parts)
     return foreign(*((text if role in (NAME, JOB) else tr(text), role) for text, role in spans))
 
@@ -173,7 +174,7 @@ def dimmed(lines: Sequence[Line]) -> list[Line]:
 
 def fact(label: str, value: str, role: str = STRONG) -> Line:
     """A quiet label and its value: `loss 1.842`."""
-    return line((f"{label} ", MUTED), (value, role)) if label else line((value, role))
+    return line((label, MUTED), (" ", MUTED), (value, role)) if label else line((value, role))
 
 
 def join_fitting(lines: Iterable[Line], width: int, separator: str = "  ") -> Line:
@@ -219,6 +220,19 @@ def _wrapped(text: str, width: int) -> tuple[str, ...]:
         return tuple(wrapped_anywhere(words, width))
     parts = (part.plain.strip() for part in Content(words).wrap(width)) if words else ()
     return tuple(part for part in parts if part)
+
+
+def cell(text: str, width: int, *, right: bool = False) -> str:
+    """The text in the reader's language, in exactly `width` cells."""
+    text = tr(text)
+    return " " * max(0, width - cell_len(text)) + cropped(text, min(width, cell_len(text))) if right else cropped(text, width)
+
+
+def between(left: str, middle: str, right: str, width: int) -> str:
+    """Texts in the reader's language: at the left, in the middle of the room, at the right."""
+    left, middle, right = tr(left), tr(middle), tr(right)
+    room = max(0, width - cell_len(left) - cell_len(right) - cell_len(middle))
+    return f"{left}{' ' * (room // 2)}{middle}{' ' * (room - room // 2)}{right}"
 
 
 def name_cell(name: str, width: int) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 
 from memtop.supervisor.clean import clean
+from memtop.supervisor.language import tr
 from memtop.supervisor.run.notices import notices
 from memtop.tui.store import Store
 
@@ -38,7 +39,7 @@ class TerminalNotices:
         fresh = [one for one in found if one.time >= self._since and one.key not in self._told]
         self._told |= {one.key for one in fresh}
         # A semicolon would end the title.
-        return "".join(self._form.format(title=_plain(one.title), text=_plain(one.text)) for one in fresh)
+        return "".join(self._form.format(title=_plain(tr(one.title)), text=_plain(tr(one.text))) for one in fresh)
 
 
 def _plain(text: str) -> str:

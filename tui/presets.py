@@ -5,7 +5,7 @@ Enter applies its memory strategy, Esc returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -13,15 +13,15 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, DataTable, Static
+from textual.widgets import Button, DataTable
 
 from memtop.presets import Preset
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.schema import Settings
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.wire import RunState
 from memtop.tui.restart_plan import where_it_resumes
-from memtop.tui.screen import Dialog
+from memtop.tui.screen import Dialog, Words
 
 
 class PresetDialog(Dialog[str]):
@@ -50,8 +50,8 @@ class PresetDialog(Dialog[str]):
         with Vertical(classes="dialog presets") as box:
             box.border_title = tr(f"Preset for {self._run.name}")
             yield DataTable(cursor_type="row", zebra_stripes=False)
-            yield Static(id="description", classes="muted", markup=False)
-            yield Static(tr(where_it_resumes(self._run)), classes="muted", markup=False)
+            yield Words(id="description", classes="muted")
+            yield Words(tr(where_it_resumes(self._run)), classes="muted")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("Apply"), id="confirm", variant="primary", compact=True)
@@ -74,7 +74,7 @@ class PresetDialog(Dialog[str]):
 
     @on(DataTable.RowHighlighted)
     def _pointed(self, message: DataTable.RowHighlighted) -> None:
-        self.query_one("#description", Static).update(_description(self._outlooks[str(message.row_key.value)]))
+        self.query_one("#description", Words).say(_description(self._outlooks[str(message.row_key.value)]))
 
     @on(DataTable.RowSelected)
     def _entered(self, message: DataTable.RowSelected) -> None:
@@ -97,36 +97,36 @@ class PresetDialog(Dialog[str]):
         cells = (
             "▸" if chosen else " ",
             "–" if preset.key is None else str(preset.key),
-            preset.name,
+            Verbatim(preset.name),
             after.split_text,
             str(after.effective_batch),
             "is on now" if now else look.switch,
             str(after.seq_len),
             after.zero.short,
             # The split and ZeRO have their own columns.
-            "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
+            _listed(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
         )
         return [Text(tr(cell), style="bold" if chosen else "") for cell in cells]
 
 
 def _description(look: Outlook) -> str:
     """The preset in words: what a switch changes in this run, and what a new run would use."""
-    changed = "; ".join(look.changes) or "nothing changes"
-    lines = [f"{look.preset.title}. {look.preset.description}", f"Switch: {look.switch}, {changed}"]
+    changed = _listed(look.changes) or tr("nothing changes")
+    lines = [separator(". ").join((tr(look.preset.title), tr(look.preset.description)))]
+    lines.append(f"{tr('Switch')}{separator(': ')}{tr(look.switch)}{separator(', ')}{changed}")
     if look.switch == "refused":
-        lines[1] = f"Switch: refused, {look.reason}"
+        lines[1] = tr(f"Switch: refused, {look.reason}")
     elif look.switch == "converts":
-        lines[1] += f" ({look.reason})"
+        lines[1] += f" ({tr(look.reason)})"
     if look.risk is not None:
-        lines.append(f"! {look.risk}")
+        lines.append(tr(f"! {look.risk}"))
     if look.switch_whole == "refused" and look.reason_whole != look.reason:
-        lines.append(f"Whole: refused, {look.reason_whole}")
+        lines.append(tr(f"Whole: refused, {look.reason_whole}"))
     elif look.switch_whole != "refused" and look.whole_changes != look.changes:
-        lines.append(
-            f"Whole ({look.switch_whole}, memtop train --fresh --preset {look.preset.name}): {'; '.join(_beyond(look))}"
-        )
+        head = tr(f"Whole ({look.switch_whole}, memtop train --fresh --preset {look.preset.name})")
+        lines.append(f"{head}{separator(': ')}{_listed(change for change in look.whole_changes if change not in look.changes)}")
     return "\n".join(lines)
 
 
-def _beyond(look: Outlook) -> list[str]:
-    return [change for change in look.whole_changes if change not in look.changes]
+def _listed(changes: Iterable[str]) -> str:
+    return separator("; ").join(map(tr, changes))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from typing import ClassVar
 
+from rich.cells import cell_len
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -20,16 +21,16 @@ from textual.widgets import Button
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.tui.bars import Share, memory_bar
 from memtop.tui.keymap import no_changes
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of, wrap
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, foreign, join, join_fitting, line, width_of, wrap
 from memtop.tui.line_list import LineList, ListContent, indented, indented_width, text_entry
 from memtop.tui.machine.vram import Part
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import is_applicable, remedy_lines
+from memtop.tui.remedies import is_applicable, remedy_lines, why_words
 from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
 
@@ -143,7 +144,8 @@ class OomCard(Dialog[Remedy]):
             entries.append(indented(_key(remedy), remedy_lines(number, remedy, room, alive=alive, resumes=resumes)))
         if proposal.last_advice:
             title = "memtop has no automatic remedy left" if not proposal.remedies else "Beyond that"
-            advice = [part for number, text in enumerate(proposal.last_advice, 1) for part in wrap(f"{number}. {text}", width)]
+            numbered = (Verbatim(f"{number}. {tr(text)}") for number, text in enumerate(proposal.last_advice, 1))
+            advice = [part for text in numbered for part in wrap(text, width)]
             entries.append(text_entry([line((title, "heading")), *advice]))
         return ListContent(entries)
 
@@ -151,8 +153,7 @@ class OomCard(Dialog[Remedy]):
         remedy = self._remedy()
         if remedy is None:
             return []
-        basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
-        lines = wrap(f"{remedy.why}{basis}", width, MUTED)
+        lines = wrap(Verbatim(why_words(remedy)), width, MUTED)
         if not is_applicable(remedy) and (places := tuple(remedy.to_type)):
             lines = [_to_type(places, self._copied, width), *lines]
         return lines[:height]
@@ -231,11 +232,11 @@ def _to_type(places: Places, copied: int, width: int) -> Line:
     number, count = copied % len(places), len(places)
     place, text = places[number]
     first, *others = text.splitlines()
-    more = f"  and {len(others)} more" if others else ""
-    more += f"  ({number + 1} of {count})" if count > 1 else ": Enter copies all" if others else ""
-    shown = line(("type: " if place is None else f"in {place}: ", MUTED), (first, "strong"))
-    if width_of(shown) > width - len(more):
-        shown = fit(shown, width - len(more))
+    more = tr(f"  and {len(others)} more") if others else ""
+    more += tr(f"  ({number + 1} of {count})" if count > 1 else ": Enter copies all" if others else "")
+    shown = line(("type: " if place is None else f"in {place}: ", MUTED), (Verbatim(first), "strong"))
+    if width_of(shown) > width - cell_len(more):
+        shown = fit(shown, width - cell_len(more))
     return (*shown, (more, MUTED))
 
 
@@ -276,7 +277,7 @@ def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
     parts = [
         fact("phase", diagnosis.phase) if diagnosis.phase != "unknown" else (),
         () if diagnosis.rank is None else fact("rank", str(diagnosis.rank)),
-        line((diagnosis.certainty, "good" if diagnosis.confidence >= PROVEN else "edge"), (f" by {source}", MUTED)),
+        line((diagnosis.certainty, "good" if diagnosis.confidence >= PROVEN else "edge"), (" by ", MUTED), (source, MUTED)),
     ]
     return [*wrap(diagnosis.summary, width, STRONG), join_fitting([part for part in parts if part], width)]
 
@@ -284,10 +285,10 @@ def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
 def evidence_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
     """The strongest evidence, quoted."""
     strongest = diagnosis.evidence[0] if diagnosis.evidence else ""
-    parts = wrap(strongest, max(10, width - 2), MUTED)
+    parts = wrap(Verbatim(strongest), max(10, width - 2), MUTED)
     if width < _NARROW_BELOW:
         # The remedies need the room.
-        return [fit((*line(("│ ", "limit")), (strongest, MUTED)), width)] if parts else []
+        return [fit(foreign(("│ ", "limit"), (strongest, MUTED)), width)] if parts else []
     parts = parts[:_EVIDENCE_LINES]
     return [(*line(("│ ", "limit")), *part) for part in parts]
 
@@ -391,7 +392,7 @@ def _bar_lines(head: str, parts: list[Part], whole: int | None, free: int | None
     finer = scale._replace(digits=2) if free is not None and scale.unit == "GiB" and free < units.GIB else scale
     legend.append(fact("free", f"{finer.number(free)} {scale.unit}" if free is not None else units.UNKNOWN))
     return [
-        *wrap(f"{head}, {units.size(whole)}", width, MUTED),
+        *wrap(Verbatim(f"{tr(head)}{separator(', ')}{units.size(whole)}"), width, MUTED),
         memory_bar(width, shares, limits=False),
         *_rows(legend, width),
     ]
@@ -412,9 +413,8 @@ def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: b
     """What happens next, automatically or by a key; `marked` is the remedy under the cursor."""
     if proposal.begins is not None:
         seconds = max(0, round(proposal.begins - now))
-        words = f"remedy 1 begins in {seconds} s"
         keys = " (Enter: ▸ now, s: stay stopped, Esc: close)" if can_act else " by itself"
-        return line(("… ", "accent"), (f"{words}{keys}", "accent"))
+        return line(("… ", "accent"), (f"remedy 1 begins in {seconds} s", "accent"), (keys, "accent"))
     if marked is None or not can_act:
         words = "Esc closes; the run stays failed"
     elif is_applicable(marked):

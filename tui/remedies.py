@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import mark
 from memtop.supervisor.recovery.forecast import forecast, foreseen, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
@@ -45,7 +46,7 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resume
     below: list[Line] = []
     if remedy.forecast is not None:
         prediction = predicted_line(remedy.forecast, room)
-        both = join((prediction, join(price, ", ")), "   ")
+        both = join((prediction, join(price, separator(", "))), "   ")
         below = [both] if width_of(both) <= room else [prediction, *_packed(price, room)]
     else:
         if is_applicable(remedy):
@@ -59,6 +60,12 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resume
     )
 
 
+def why_words(remedy: Remedy) -> str:
+    """Why it helps and what its prediction comes from, in the reader's language."""
+    basis = f" {tr(f'Predicted from: {remedy.forecast.basis}.')}" if remedy.forecast is not None else ""
+    return f"{tr(remedy.why)}{basis}"
+
+
 def predicted_line(forecast: Forecast, width: int) -> Line:
     """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed, and always with `~`, because it is
     not measured.
@@ -68,7 +75,8 @@ def predicted_line(forecast: Forecast, width: int) -> Line:
     of = units.scale(forecast.total_bytes)
     size = f"~{of.number(forecast.peak_bytes)} of {of.number(forecast.total_bytes)} {of.unit}"
     numbers = line(
-        (f"{size} {units.percent(forecast.fraction):>7} ", "predicted"),
+        (size, "predicted"),
+        (f" {units.percent(forecast.fraction):>7} ", "predicted"),
         (f"{mark(forecast.band)} {forecast.band.value}", ROLES[forecast.band]),
     )
     room = min(_BAR if width >= _WIDE_FROM else _SHORT_BAR, width - width_of(numbers) - 1)
@@ -107,7 +115,7 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
     """Parts side by side on as many lines as needed."""
     lines: list[Line] = []
     for part in parts:
-        longer = join((lines[-1], part), ", ") if lines else part
+        longer = join((lines[-1], part), separator(", ")) if lines else part
         if lines and width_of(longer) <= width:
             lines[-1] = longer
         else:
@@ -128,19 +136,17 @@ class MeasuredMemory:
         """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
         there is no forecast. Of the present settings only what was measured.
         """
-        what = "VRAM" if self.on_gpu else "RAM"
+        what = "VRAM peak" if self.on_gpu else "RAM peak"
         now = self.current
         if now is not None and not now.failed and now.batch == after.batch and peaks_of(after, [now], on_gpu=self.on_gpu):
             peak = foreseen(now.bytes, self.total_bytes, "")
-            return [
-                fit(line((f"{what} peak ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)
-            ]
+            return [fit(line((f"{what} ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)]
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
-            return wrap(f"? {what} peak cannot be predicted: {found}", width, "unknown")
+            return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
         before = "" if self.current is None else f"{units.size(self.current.bytes)} measured -> "
         predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
-        head = line((f"{what} peak ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
+        head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, Input, Label, Select, Static
+from textual.widgets import Button, Input, Label, Select
 
 from memtop.presets import apply_preset
 from memtop.presets.edits import find_preset
@@ -25,7 +25,7 @@ from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import outlook_of
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, number_text, restart_plan, where_it_resumes
-from memtop.tui.screen import TITLE_NAME, Dashboard, Dialog
+from memtop.tui.screen import TITLE_NAME, Dashboard, Dialog, Words
 from memtop.tui.store import Store
 
 _LIVE = "Apply now: from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
@@ -64,11 +64,11 @@ class RestartDialog(Dialog[RestartRequest]):
                     yield Label(tr("preset"))
                     options = [(name, name) for name in self._presets]
                     yield Select(options, value=self._settings.preset, allow_blank=False, id="preset", compact=True)
-            yield Static(id="problem", classes="problem", markup=False)
-            yield Static(id="consequences", markup=False)
+            yield Words(id="problem", classes="problem")
+            yield Words(id="consequences")
             yield LinePanel(self._draw_outlook, id="outlook")
-            yield Static(tr(where_it_resumes(self._run)), id="resumes", classes="muted", markup=False)
-            yield Static(tr(_LIVE), id="ways", markup=False)
+            yield Words(tr(where_it_resumes(self._run)), id="resumes", classes="muted")
+            yield Words(tr(_LIVE), id="ways")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("Apply now"), id="live", variant="success", compact=True)
@@ -80,7 +80,7 @@ class RestartDialog(Dialog[RestartRequest]):
 
     def _take(self, store: Store) -> None:
         self._run = store.run or self._run
-        self.query_one("#resumes", Static).update(tr(where_it_resumes(self._run)))
+        self.query_one("#resumes", Words).say(tr(where_it_resumes(self._run)))
         self._judge()
 
     @on(Input.Changed)
@@ -131,10 +131,10 @@ class RestartDialog(Dialog[RestartRequest]):
         self._plan = plan
         for field in NUMBER_FIELDS:
             self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")
-        problem = self.query_one("#problem", Static)
+        problem = self.query_one("#problem", Words)
         problem.display = plan.problem is not None
-        problem.update(f"✗ {tr(plan.problem)}" if plan.problem else "")
-        self.query_one("#consequences", Static).update("\n".join(map(tr, plan.lines)))
+        problem.say(f"✗ {tr(plan.problem)}" if plan.problem else "")
+        self.query_one("#consequences", Words).say("\n".join(map(tr, plan.lines)))
         self.query_one("#confirm", Button).disabled = plan.change is None
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         for name in ("#live", "#ways"):

@@ -18,7 +18,7 @@ from memtop.supervisor.names import shortened
 from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Change, RunState
-from memtop.tui.screen import TITLE_NAME, Dialog
+from memtop.tui.screen import TITLE_NAME, Dialog, Words
 
 _FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -53,8 +53,8 @@ class OwnProgramDialog(Dialog[Change]):
                     with Vertical(classes="field"):
                         yield Label(tr(field))
                         yield Input(text, id=field, compact=True)
-            yield Static(id="problem", classes="problem", markup=False)
-            yield Static(id="consequences", markup=False)
+            yield Words(id="problem", classes="problem")
+            yield Words(id="consequences")
             yield Static(clean(" ".join(self._run.command)), classes="muted", markup=False)
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
@@ -89,9 +89,9 @@ class OwnProgramDialog(Dialog[Change]):
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None
-        problem = self.query_one("#problem", Static)
+        problem = self.query_one("#problem", Words)
         problem.display = why is not None
-        problem.update(f"✗ {tr(why)}" if why is not None else "")
+        problem.say(f"✗ {tr(why)}" if why is not None else "")
         lines = [one for one in words.split("; ") if one] if changed else ["the same settings as now"]
-        self.query_one("#consequences", Static).update("\n".join(map(tr, lines)))
+        self.query_one("#consequences", Words).say("\n".join(map(tr, lines)))
         self.query_one("#confirm", Button).disabled = why is not None

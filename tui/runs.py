@@ -19,7 +19,7 @@ from textual.widgets import Input
 from memtop.supervisor import units, wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders
@@ -144,7 +144,7 @@ class RunsScreen(FullScreen):
         shown, every = len(self.rows), len(self._rows)
         left = fact("Runs", str(every) if shown == every else f"{shown} of {every}")
         if self._words:
-            left = join((left, fact("filter", self._words, "edge")))
+            left = join((left, fact("filter", Verbatim(self._words), "edge")))
         if not every:
             words = f"no runs in {self._runs_dir}: memtop train starts one" if self._is_read else "reading the runs"
             left = join((left, line((words, MUTED))))
@@ -158,7 +158,7 @@ class RunsScreen(FullScreen):
         if row is None:
             return ()
         why = row.error or (row.run.reason if row.run is not None else None) or ""
-        parts = [line((words, MUTED)) for words in (why, _short(row.folder.path)) if words]
+        parts = [line((words, MUTED)) for words in (why, Verbatim(_short(row.folder.path))) if words]
         return join_fitting(parts, width) or fit(parts[0], width)
 
     def _draw_page(self, width: int) -> ListContent:
@@ -317,7 +317,7 @@ class RunsScreen(FullScreen):
         if row is None or row.run is None or self._refused(row):
             return
         place = Path.cwd() / f"{row.name}-model"
-        lines = [f"The model of {clean(row.name)} is written to", clean(str(place))]
+        lines = [f"The model of {clean(row.name)} is written to", Verbatim(clean(str(place)))]
         if await self.app.push_screen_wait(ConfirmDialog("Export a model", lines, confirm="Export")):
             await self._memtop(row, "export", row.folder.path, place)
 
@@ -347,7 +347,7 @@ def _changes(row: RunRow | None) -> bool:
 
 def _searchable(row: RunRow) -> str:
     state = "unreadable" if row.run is None else row.run.state.value
-    return f"{row.name} {state} {row.program or ''}".casefold()
+    return f"{row.name} {state} {tr(state)} {row.program or ''}".casefold()
 
 
 def _line_of(row: RunRow, columns: Iterable[Placed], now: float, *, ticked: bool) -> Line:

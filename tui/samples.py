@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from memtop.supervisor import units
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, STRONG, Line, line, wrap
 from memtop.tui.line_list import LineList, ListContent, text_entry
@@ -86,7 +87,7 @@ def lines_by_update(found: Sequence[Event], width: int) -> list[Line]:
         data = event.data
         lines.append(line((f"update {data['update']}", "heading"), (f"   {_cost(data)}", MUTED)))
         for prompt, text in zip(data["prompts"], data["texts"], strict=False):
-            lines += wrap(prompt, width, STRONG)
+            lines += wrap(Verbatim(prompt), width, STRONG)
             lines += _text(text, width)
         if data["problem"] is not None:
             lines += wrap(data["problem"], width, "edge")
@@ -102,7 +103,7 @@ def lines_by_prompt(found: Sequence[Event], width: int) -> list[Line]:
             texts.setdefault(prompt, []).append((event.data["update"], text))
     lines: list[Line] = []
     for prompt, written in texts.items():
-        lines += wrap(prompt, width, "heading")
+        lines += wrap(Verbatim(prompt), width, "heading")
         for update, text in written:
             lines.append(line((f"update {update}", MUTED)))
             lines += _text(text, width)
@@ -118,7 +119,7 @@ def _text(text: str, width: int) -> list[Line]:
     lines: list[Line] = []
     for own in text.expandtabs(4).splitlines():
         indent = min(len(own) - len(own.lstrip(" ")), width // 2)
-        lines += [(*line(" " * (_MARGIN + indent)), *part) for part in wrap(own, width - _MARGIN - indent)] or [()]
+        lines += [(*line(" " * (_MARGIN + indent)), *part) for part in wrap(Verbatim(own), width - _MARGIN - indent)] or [()]
     return lines or [line(("  (nothing)", MUTED))]
 
 
@@ -129,4 +130,4 @@ def _cost(data: dict[str, Any]) -> str:
         parts.append(f"{data['seconds']:.1f} s")
     if data["peak_bytes"] is not None:
         parts.append(f"peak {units.size(data['peak_bytes'])}, apart from that of the updates")
-    return ", ".join(parts)
+    return separator(", ").join(map(tr, parts))

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 from textual import on
@@ -28,9 +30,9 @@ from textual.widgets import Button, Static
 
 from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import has_wide, tr, wrapped_anywhere
 from memtop.supervisor.monitor.history import History
-from memtop.tui.line import NAME, STRONG, Line, join, line, spread
+from memtop.tui.line import NAME, STRONG, Line, foreign, join, line, spread
 from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
@@ -138,6 +140,44 @@ class ClosingScreen(Screen[T]):
         self.watch(dashboard, "store", hand, init=False)
 
 
+class Prose:
+    """Text that is wrapped between Chinese characters."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.split("\n")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n".join(row for one in self._lines for row in self._wrapped(one, options.max_width)))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(map(cell_len, self._lines))
+        return Measurement(min(widest, _NARROWEST), widest)
+
+    def _wrapped(self, text: str, width: int) -> list[str]:
+        indent = " " * (len(text) - len(text.lstrip(" ")))
+        return [f"{indent}{row}" for row in wrapped_anywhere(text, max(2, width - len(indent)))] or [""]
+
+
+_NARROWEST = 16
+"""Cells that a text keeps beside the other columns of a table."""
+
+
+def prose(text: str) -> str | Prose:
+    """The text as a widget or a cell of a table shows it: only Chinese needs its own wrapping."""
+    return Prose(text) if has_wide(text) else text
+
+
+class Words(Static):
+    """A text in the reader's language."""
+
+    def __init__(self, text: str = "", *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(prose(text), markup=False, id=id, classes=classes)
+
+    def say(self, text: str) -> None:
+        """Show another text."""
+        self.update(prose(text))
+
+
 # --- dialogs --------------------------------------------------------------------------------------
 
 
@@ -180,7 +220,7 @@ class ConfirmDialog(Dialog[bool]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
             box.border_title = tr(self._title)
-            yield Static("\n".join(clean(tr(one)) for one in self._lines), markup=False, id="what")
+            yield Words("\n".join(clean(tr(one)) for one in self._lines), id="what")
             with Horizontal(classes="buttons"):
                 yield Button(f"{tr(self._cancel)} (n)", id="cancel", compact=True)
                 yield Button(f"{tr(self._confirm)} (y)", id="confirm", variant="error", compact=True)
@@ -204,9 +244,9 @@ class KeysDialog(Dialog[None]):
         tips = {b.key: b.tooltip for b in type(self._of).BINDINGS if isinstance(b, Binding)}
         table = Table.grid(padding=(0, 2))
         for key, shown, words in keys_of(self._of):
-            table.add_row(Text(shown, "bold"), words.rstrip("…"), tr(tips.get(key, "")))
+            table.add_row(Text(shown, "bold"), words.rstrip("…"), prose(tr(tips.get(key, ""))))
         back = "One step back: clear the input, the search, the ticks, the filter, then leave this screen"
-        table.add_row(Text("Esc", "bold"), tr("Back"), tr(back))
+        table.add_row(Text("Esc", "bold"), tr("Back"), prose(tr(back)))
         with VerticalScroll(classes="dialog help") as box:
             box.border_title = tr("Keys of this screen")
             yield Static(table)
@@ -289,8 +329,8 @@ class FullScreen(ClosingScreen[None]):
 
 def named(text: str, name: str = "") -> Line:
     """A title line, in bold; `{name}` in the text stands for the name of a run or a device."""
-    before, _, after = text.partition("{name}")
-    return line((before, STRONG), (name, NAME), (after, STRONG))
+    before, _, after = tr(text).partition("{name}")
+    return foreign((before, STRONG), (name, NAME), (after, STRONG))
 
 
 def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
@@ -300,7 +340,7 @@ def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
     found = []
     for binding in type(screen).BINDINGS:
         if isinstance(binding, Binding) and binding.show and screen.check_action(binding.action.partition("(")[0], ()):
-            found.append((binding.key, binding.key_display or binding.key, tr(binding.description)))
+            found.append((binding.key, tr(binding.key_display or binding.key), tr(binding.description)))
     return found
 
 

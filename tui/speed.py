@@ -12,12 +12,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from memtop.supervisor import units
+from memtop.supervisor.language import Verbatim
 from memtop.supervisor.recovery.values import Advice, Remedy
 from memtop.supervisor.wire import Phase, RunState, Trial
 from memtop.tui.keymap import no_changes
-from memtop.tui.line import MUTED, STRONG, Line, line, wrap
+from memtop.tui.line import MUTED, STRONG, Line, cell, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent, indented, indented_width, text_entry
-from memtop.tui.remedies import is_applicable, remedy_lines
+from memtop.tui.remedies import is_applicable, remedy_lines, why_words
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
 from memtop.tui.words import BOTTLENECKS
@@ -112,8 +113,7 @@ class SpeedScreen(FullScreen):
 def _proposals(advice: Advice, *, alive: bool, width: int) -> list[Entry]:
     entries = []
     for number, remedy in enumerate(advice.proposals, 1):
-        basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
-        why = [line("   ", *part) for part in wrap(f"{remedy.why}{basis}", width - 3, MUTED)]
+        why = [line("   ", *part) for part in wrap(Verbatim(why_words(remedy)), width - 3, MUTED)]
         entries.append(indented((remedy.id, remedy.title), [*remedy_lines(number, remedy, width, alive=alive), *why]))
     return entries
 
@@ -138,7 +138,7 @@ _ROWS = (
     Comparison("host RAM", "host_bytes", units.size),
     Comparison("swap", "swap_bytes", units.size),
 )
-_LABEL, _VALUE = 11, 20
+_LABEL, _VALUE, _CHANGE = 11, 20, 10
 
 
 def advice_lines(run: RunState, width: int) -> list[Line]:
@@ -175,7 +175,8 @@ def trial_lines(trial: Trial, width: int) -> list[Line]:
         lines += wrap(trial.reason, width)
     known = [row for row in _ROWS if row.name in trial.before or row.name in trial.after]
     if known:
-        lines.append(line((f"{'':<{_LABEL}}{'before':>{_VALUE}}{'after':>{_VALUE}}{'change':>10}", MUTED)))
+        heads = (cell("before", _VALUE, right=True), cell("after", _VALUE, right=True), cell("change", _CHANGE, right=True))
+        lines.append(line((f"{'':<{_LABEL}}{''.join(heads)}", MUTED)))
         lines += [_row(row, trial) for row in known]
     return lines
 
@@ -184,7 +185,7 @@ def _row(row: Comparison, trial: Trial) -> Line:
     before, after = trial.before.get(row.name), trial.after.get(row.name)
     change = "" if not before or after is None else units.change((after - before) / before)
     values = "".join(f"{_value(row, part):>{_VALUE}}" for part in (trial.before, trial.after))
-    return line((f"{row.title:<{_LABEL}}", MUTED), (values, STRONG), (f"{change:>10}", "text"))
+    return line((cell(row.title, _LABEL), MUTED), (values, STRONG), (f"{change:>{_CHANGE}}", "text"))
 
 
 def _value(row: Comparison, measured: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 
 from memtop.supervisor import units
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.supervisor.recovery.values import Trend
 from memtop.supervisor.wire import RunState
@@ -44,25 +45,26 @@ def before_the_end(trend: Trend, run: RunState) -> bool:
 def full_in(trend: Trend, run: RunState) -> Line:
     """`^ full in 14 min (update 1 520) at this rate`: short enough for a panel's line."""
     if trend.full_in_seconds is None:
-        return line(("^ grows ", "edge"), (f"{units.size(trend.bytes_per_second)}/s", "edge"))
+        return line((f"^ grows {units.size(trend.bytes_per_second)}/s", "edge"))
     if not before_the_end(trend, run):
-        return line((f"^ grows {_rate(trend)}, ", MUTED), (_NOT_BEFORE, MUTED))
-    return line(("^ full in ", "edge"), (minutes(trend.full_in_seconds), "edge"), (f"{_where(trend)} at this rate", MUTED))
+        return line((f"^ grows {_rate(trend)}, {_NOT_BEFORE}", MUTED))
+    return line((f"^ full in {minutes(trend.full_in_seconds)}", "edge"), (_where(trend), MUTED), (" at this rate", MUTED))
 
 
 def sentence(trend: Trend, run: RunState, width: int) -> str:
     """`GPU 0 reserved: full in 14 min (update 1 520) at this rate`, in fewer words where there is
-    no room for them; where there is no limit, the supervisor's own words.
+    no room for them; where there is no limit, the supervisor's own words. In the reader's language.
     """
     if trend.full_in_seconds is None:
-        return trend.message
+        return tr(trend.message)
     what = trend.what.removeprefix("anonymous ")
     if not before_the_end(trend, run):
-        forms = [f"{what}: grows {_rate(trend)}, {_NOT_BEFORE}", f"{what}: {_NOT_BEFORE}"]
+        forms: list[tuple[str, ...]] = [(f"{what}: grows {_rate(trend)}, {_NOT_BEFORE}",), (f"{what}: {_NOT_BEFORE}",)]
     else:
-        full = f"{what}: full in {minutes(trend.full_in_seconds)}"
-        forms = [f"{full}{_where(trend)} at this rate", f"{full}{_where(trend)}", full]
-    return next((form for form in forms if cell_len(form) <= width), forms[-1])
+        full, where = f"{what}: full in {minutes(trend.full_in_seconds)}", _where(trend)
+        forms = [(full, where, " at this rate"), (full, where), (full,)]
+    shown = ["".join(map(tr, form)) for form in forms]
+    return next((form for form in shown if cell_len(form) <= width), shown[-1])
 
 
 _NOT_BEFORE = "not full before the run ends"

@@ -367,9 +367,8 @@ def beginning_of(attempt: Attempt) -> str:
 
 
 def ending_of(attempt: Attempt) -> str:
-    """`attempt 2 failed at 12:41:07 after 38 min, at update 1240`."""
+    """`attempt 2 failed at 12:41:07 after 00:38:00; update 1240`."""
     ended = attempt.ended or attempt.started
-    clock = time.strftime("%H:%M:%S", time.localtime(ended))
-    where = "" if attempt.updates is None else f", at update {attempt.updates}"
-    took = units.duration(ended - attempt.started)
-    return f"attempt {attempt.number} {attempt.outcome or 'ended'} at {clock} after {took}{where}"
+    clock, took = time.strftime("%H:%M:%S", time.localtime(ended)), units.duration(ended - attempt.started)
+    words = f"attempt {attempt.number} {attempt.outcome or 'ended'} at {clock} after {took}"
+    return words if attempt.updates is None else f"{words}; update {attempt.updates}"

@@ -72,6 +72,13 @@ SCENES = (
 )
 
 
+CHINESE = (
+    Scene("training", (Picture("dashboard-zh"), Picture("restart-zh", ("r", "backspace", "4")))),
+    Scene("failed", (Picture("recovery-zh"),), failed=True),
+)
+"""In Chinese, on the smallest terminal, dark."""
+
+
 class Still:
     """A feed that sends messages and then nothing, as if it were live: every action is offered."""
 

@@ -72,7 +72,7 @@ async def test_enter_rolls_back_after_a_question_that_names_the_consequences() -
                 "Changes: split 8 x 4 x 1 -> 16 x 2 x 1.",
                 "Effective batch 32 -> 32: training is unchanged.",
                 "Its peak was 18.0 GiB (measured).",
-                "! It ended in gpu_oom: that may happen again.",
+                "! It ended: out of GPU memory. That may happen again.",
             ):
                 assert expected in text, expected
             await press(pilot, "enter")

@@ -7,13 +7,14 @@ then look at the pictures that git lists as changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from textual.pilot import Pilot
 
+from memtop.supervisor import language
 from memtop.supervisor.wire import Phase
 from memtop.tui import runs
 from memtop.tui.app import DashboardApp
@@ -21,7 +22,21 @@ from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.demo import RECORDING
 from memtop.tui.replay import StreamRecording
 from memtop.tui.runs import RunsScreen
-from tests.tui.pictures import HERE, SCENES, SIZES, THEMES, Picture, Scene, Still, difference, feed_of, opened, shown, svg
+from tests.tui.pictures import (
+    CHINESE,
+    HERE,
+    SCENES,
+    SIZES,
+    THEMES,
+    Picture,
+    Scene,
+    Still,
+    difference,
+    feed_of,
+    opened,
+    shown,
+    svg,
+)
 from tests.tui.support import machine, settle
 from tests.tui.test_runs import NOW, stored
 
@@ -42,10 +57,17 @@ def compared(tmp_path: Path) -> Iterator[list[str]]:
     assert not differing, "\n".join([f"these pictures have changed; the new ones are in {tmp_path}", *differing])
 
 
-async def compare(pilot: Pilot[DashboardResult], picture: Picture, theme: str, folder: Path, differing: list[str]) -> None:
+async def compare(
+    pilot: Pilot[DashboardResult],
+    picture: Picture,
+    theme: str,
+    folder: Path,
+    differing: list[str],
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> None:
     """Take the picture at every size, and compare each with the approved one."""
     assert isinstance(pilot.app, DashboardApp)
-    for columns, rows in SIZES:
+    for columns, rows in sizes:
         await pilot.resize_terminal(columns, rows)
         await settle(pilot)
         name, found = f"{picture.name}-{columns}x{rows}-{theme}.svg", svg(pilot.app)
@@ -78,6 +100,19 @@ async def test_the_screens_look_as_approved(
             while not scene.failed and pilot.app.screen is not pilot.app.get_default_screen():
                 await pilot.press("escape")
                 await settle(pilot)
+
+
+@pytest.mark.parametrize("scene", CHINESE, ids=lambda scene: scene.name)
+async def test_the_screens_look_as_approved_in_chinese(
+    scene: Scene, recording: StreamRecording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: list[str]
+) -> None:
+    monkeypatch.setattr(language, "_catalogue", language.Catalogue(language.read_catalogue("zh")))
+    async with shown(feed_of(scene, recording), THEMES["dark"], monkeypatch) as pilot:
+        for picture in scene.pictures:
+            await pilot.resize_terminal(*SIZES[-1])
+            await settle(pilot)
+            await opened(pilot, picture)
+            await compare(pilot, picture, "dark", tmp_path, compared, SIZES[-1:])
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -82,7 +82,7 @@ async def test_all_attempts_with_their_times_and_ends(folder: RunFolder, size: t
         assert "attempt 2" in text
         assert "–         second 0" in text, "no time is known yet"
         await press(pilot, "pageup")
-        assert "attempt 1 failed at 14:14:20 after 00:01:00, at update 90" in screen_text(app)
+        assert "attempt 1 failed at 14:14:20 after 00:01:00; update 90" in screen_text(app)
 
 
 async def test_search_finds_in_all_attempts_and_says_where(folder: RunFolder) -> None:

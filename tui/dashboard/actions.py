@@ -10,6 +10,7 @@ from pathlib import Path
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
+from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.values import Remedy
@@ -91,7 +92,7 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
     lines = [
         f"Restart {run.name} with the same command?",
         "",
-        " ".join(run.command),
+        Verbatim(" ".join(run.command)),
         "Its settings are not known, so none can be changed here.",
     ]
     answer = await dashboard.app.push_screen_wait(ConfirmDialog("Restart", lines, confirm="Restart"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.program import Knobs, name_of
 from memtop.supervisor.wire import Phase, RunState
-from memtop.tui.line import MUTED, NAME, STRONG, Line, fact, fit, join, line, spread, width_of, with_short_names
+from memtop.tui.line import MUTED, NAME, STRONG, Line, fact, fit, foreign, join, line, spread, width_of, with_short_names
 from memtop.tui.store import Store
 
 PHASE_MARKS = {
@@ -27,7 +28,7 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
     """
     head = line((" memtop ", "accent"))
     if store.run is None:
-        what = _followed(store) or ("this machine" if store.machine is not None else "starting")
+        what = tr(_followed(store) or ("this machine" if store.machine is not None else "starting"))
         return [spread(join((head, line((what, NAME)), _label(store))), _machine_words(store), width)]
     run = store.run
     left = join(
@@ -71,7 +72,7 @@ def _label(store: Store) -> Line:
     words = [store.label] if store.label else []
     if store.read_only:
         words.append("read-only")
-    return line((" · ".join(words), "edge")) if words else ()
+    return line((" · ".join(map(tr, words)), "edge")) if words else ()
 
 
 def _short_label(store: Store) -> Line:
@@ -90,11 +91,11 @@ def _machine_words(store: Store) -> Line:
 def _settings_words(run: RunState, wide: bool) -> Line:
     settings = run.settings
     if settings is None:
-        name = fact("", name_of(run.command)) if run.command and wide else ()
+        name = foreign((name_of(run.command), STRONG)) if run.command and wide else ()
         return join([name, *_knob_words(run)] if name else _knob_words(run))
     arithmetic = f"{settings.split_text} = {settings.effective_batch}"
     parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
-    return join([fact("preset", settings.preset), *parts] if wide else parts)
+    return join([fact("preset", Verbatim(settings.preset)), *parts] if wide else parts)
 
 
 def _knob_words(run: RunState) -> list[Line]:

@@ -70,7 +70,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
                 # Reading may take long on a network file system.
                 rows = await asyncio.to_thread(tail.read)
             except OSError as error:
-                rows = [] if str(error) == failed else [f"[memtop] the log cannot be read: {error}"]
+                rows = [] if str(error) == failed else [f"[memtop] {tr(f'the log cannot be read: {error}')}"]
                 failed = str(error)
             if rows or tail.partial != shown:
                 shown = tail.partial
@@ -179,9 +179,10 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
 
     def _retitle(self) -> None:
         state = "▸ following" if self.following else "■ not following (l follows)"
-        searching = f"  /{self.query_text}: {len(self._matches())} lines" if self.query_text else ""
+        found = tr(f"{len(self._matches())} lines")
+        searching = f"  /{self.query_text}: {found}" if self.query_text else ""
         # As content, because a string would be read as markup.
-        self.border_title = Content(tr(f"Log  {state}{searching}"))
+        self.border_title = Content(f"{tr('Log')}  {tr(state)}{searching}")
 
 
 def mark_log_line(text: str, query: str) -> Line:
@@ -246,7 +247,7 @@ class LogTail:
         if cut and lines:
             # Reading began in the middle of a line.
             del lines[0]
-        notice = [f"[{units.size(left_out)} of output are not shown]"] if left_out else []
+        notice = [f"[{tr(f'{units.size(left_out)} of output are not shown')}]"] if left_out else []
         return notice + [shown_line(raw) for raw in lines]
 
     @property

@@ -7,6 +7,7 @@ import re
 from rich.cells import cell_len
 
 from memtop.supervisor import units
+from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.dashboard.header import PHASE_MARKS
@@ -24,41 +25,44 @@ def draw_notice(store: Store, width: int, height: int) -> list[Line]:
 
 
 def notice(store: Store, width: int = 160) -> str:
-    """The sentence below the header, shortened to `width` cells if needed; empty if there is
-    none.
+    """The sentence below the header in the reader's language, shortened to `width` cells if needed;
+    empty if there is none.
     """
     run = store.run
     if store.proposal is not None and store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED):
-        what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
+        what, key = tr(store.proposal.diagnosis.summary).rstrip(".。"), tr(" (w: what can be done)")
         # The key is more important than the end of the summary.
-        room = max(0, width - len(key) - 2)
+        room = max(0, width - cell_len(key) - 2)
         return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
     answers = store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED)
     if run is not None and run.state.final and run.unsaved is None and answers and not store.replaying:
         return _end(run, width)
     if store.link in (ConnectionState.GONE, ConnectionState.ENDED):
-        return f"! {store.link_reason}" if store.link is ConnectionState.GONE else store.link_reason
+        return tr(f"! {store.link_reason}" if store.link is ConnectionState.GONE else store.link_reason)
     if store.link is ConnectionState.WAITING:
-        return f"… {store.link_reason}"
+        return tr(f"… {store.link_reason}")
     if store.quiet_seconds > 0:
-        return f"! no data for {store.quiet_seconds:.0f} s, these are the last known values"
+        return tr(f"! no data for {store.quiet_seconds:.0f} s, these are the last known values")
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
-        return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
+        return tr(f"! {driver_silence(store)}: GPU numbers are old, the rest is live")
     if run is None:
-        more = f"  (and {len(store.others) - 1} more)" if len(store.others) > 1 else ""
-        return f"{store.others[0]}{more}" if store.others else ""
+        return f"{tr(store.others[0])}{_and_more(len(store.others) - 1)}" if store.others else ""
     return _notice_of_run(store, run, width)
+
+
+def _and_more(count: int) -> str:
+    return f"  {tr(f'(and {count} more)')}" if count > 0 else ""
 
 
 def _end(run: RunState, width: int) -> str:
     """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
     after 00:03:10; r resumes at update 40`."""
-    at = "" if run.updates is None else f" at update {units.count(run.updates)}"
+    state = f"{PHASE_MARKS[run.state][0]} {run.state.value}"
     lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
-    why = f": {run.reason}" if run.reason and run.state is Phase.FAILED else ""
-    brief = f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}"
+    why = f": {tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
+    brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
     # Without room the name is shortened first, then how long it took and the reason are left out.
-    for end in (f"{brief}{lasted}", brief):
+    for end in (f"{brief}{tr(lasted)}", brief):
         excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)
         key = f"; {_next_step(run, shortened(run.name, max(SHORTEST_NAME, cell_len(run.name) - excess)))}"
         room = max(0, width - cell_len(key))
@@ -71,24 +75,23 @@ def _end(run: RunState, width: int) -> str:
 def _next_step(run: RunState, name: str) -> str:
     if run.state is Phase.FINISHED:
         own = run.settings is None
-        return f"memtop report {name} writes a page about it" if own else f"memtop export {name} DIR writes the model"
+        return tr(f"memtop report {name} writes a page about it" if own else f"memtop export {name} DIR writes the model")
     saved = run.checkpoint if run.resumes else None
     if saved is not None and saved.complete and saved.updates is not None:
-        return f"r resumes at update {units.count(saved.updates)}"
-    return "r starts it again from the beginning"
+        return tr(f"r resumes at update {units.count(saved.updates)}")
+    return tr("r starts it again from the beginning")
 
 
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:
     if run.unsaved is not None:
-        whole = f"! {run.unsaved}"
+        whole = tr(f"! {run.unsaved}")
         # Without room, the folder is dropped before the problem.
-        return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", whole), width)
+        return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", f"! {run.unsaved}"), width)
     urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
     if urgent is not None:
         return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
-        return f"… trial of {run.trial.title}: {run.trial.state}"
+        return tr(f"… trial of {run.trial.title}: {run.trial.state}")
     if run.warnings:
-        more = len(run.warnings) - 1
-        return f"! {run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
+        return f"! {tr(run.warnings[-1])}{_and_more(len(run.warnings) - 1)}"
     return ""

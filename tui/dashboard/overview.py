@@ -5,9 +5,10 @@ of GPU processes.
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.tui.bars import ROLES, banded, padded_tag
-from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, name_cell, width_of
+from memtop.tui.line import MUTED, STRONG, Line, cell, fit, foreign, join, line, name_cell, width_of
 from memtop.tui.machine.gpu import LABEL, draw_gpu_note, draw_gpu_row, short_name
 from memtop.tui.machine.host import ram_bar, swap_row
 from memtop.tui.store import Store, holders
@@ -27,7 +28,7 @@ def draw_compact_machine(store: Store, width: int, height: int) -> list[Line]:
         )
     )
     room = max(4, width - LABEL - width_of(tail))
-    ram = fit((("RAM".ljust(LABEL), MUTED), *ram_bar(store, room), *tail), width)
+    ram = fit(((cell("RAM", LABEL), MUTED), *ram_bar(store, room), *tail), width)
     return [*_compact_gpus(store, width, max(1, height - 2)), ram, swap_row(host, width)][:height]
 
 
@@ -35,7 +36,7 @@ def _compact_gpus(store: Store, width: int, height: int) -> list[Line]:
     gpus = store.gpus
     if not gpus:
         note = draw_gpu_note(store, width * 2, 1)
-        return [fit((("GPU".ljust(LABEL), MUTED), *note[0]), width)]
+        return [fit(((cell("GPU", LABEL), MUTED), *note[0]), width)]
     if len(gpus) <= _IN_PAIRS_ABOVE:
         names = min(10, max(len(short_name(g)) for g in gpus))
         rows = [draw_gpu_row(store, g, width, name_width=names) for g in gpus]
@@ -66,8 +67,8 @@ def draw_processes(store: Store, width: int, height: int) -> list[Line]:
         return missing[:height] or [line(("no process uses a GPU", MUTED))]
     missing = missing[: max(0, height - 2)]
     height -= len(missing)
-    header = f"{'pid':>8}  {'user':<10} {'GPU':<6} {'VRAM':>9}  {'run':<14} command"
-    lines = [line((header, MUTED))]
+    header = f"{cell('pid', 8, right=True)}  {cell('user', 10)} {cell('GPU', 6)} {cell('VRAM', 9, right=True)}  "
+    lines = [line((f"{header}{cell('run', 14)} {tr('command')}", MUTED))]
     for row in rows[: height - 1]:
         process = row.process
         where = ",".join(str(i) for i in row.gpu_indices)
@@ -75,8 +76,9 @@ def draw_processes(store: Store, width: int, height: int) -> list[Line]:
         left += f"{name_cell(process.run or '–', 14)} "
         mark: Line = line(("! stray ", "edge")) if process.stray else ()
         if store.followed is not None and process.pid in store.followed.pids:
-            mark = (*mark, ("▸ followed ", "accent"))
-        lines.append(fit(line((left, "text"), *mark, (process.command or process.name or "–", STRONG)), width))
+            mark = (*mark, *line(("▸ followed ", "accent")))
+        command = foreign((process.command or process.name or "–", STRONG))
+        lines.append(fit((*foreign((left, "text")), *mark, *command), width))
     hidden = len(rows) - (len(lines) - 1)
     if hidden > 0:
         lines[-1] = line((f"{hidden + 1} more", MUTED))

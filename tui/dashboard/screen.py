@@ -306,7 +306,7 @@ class DashboardScreen(Dashboard):
         self.flash.show_message(text, kind, self.size.height)
         # A toast would cover these lines, so there is none while they are visible.
         if kind in ("good", "bad", "failed") and self.app.screen is not self:
-            self.notify(text, severity="information" if kind == "good" else "error", markup=False)
+            self.notify(tr(text), severity="information" if kind == "good" else "error", markup=False)
 
     def leave(self) -> None:
         self.app.exit(self.result())
@@ -355,7 +355,7 @@ class DashboardScreen(Dashboard):
         action = BY_ID[action_id]
         problem = obstacle(action, self.store)
         if problem is not None:
-            self.say(f"{action.label.rstrip('…')}: {problem}", "bad")
+            self.say(f"{tr(action.label).rstrip('…')}: {tr(problem)}", "bad")
             return
         if action_id == "detach":
             self.leave()

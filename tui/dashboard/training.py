@@ -257,7 +257,7 @@ def _unlike_ranks(ranks: Sequence[RankMemory]) -> list[Line]:
 
 
 def _from_to(word: str, least: str, most: str) -> Line:
-    return line((f"{word} ", MUTED), (f"{least} to {most}", "edge"))
+    return line((word, MUTED), (" ", MUTED), (least, "edge"), (" to ", "edge"), (most, "edge"))
 
 
 def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:

@@ -11,7 +11,7 @@ from memtop.supervisor.monitor.history import Bucket, resample
 from memtop.supervisor.monitor.sampler import Hysteresis
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import MARKED, Extent, blank, cell_roles, mark_limits, memory_bounds, merged, nice_bounds, paint
-from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread
+from memtop.tui.line import MUTED, Line, between, fact, fit, join, join_fitting, line, spread
 from memtop.tui.metrics.curves import Track
 
 LABEL_WIDTH = 9
@@ -147,8 +147,7 @@ def _axis(view: HistoryView, width: int) -> Line:
     days = view.end - view.start > 86_400
     left, right = (_clock(moment, days=days) for moment in (view.start, view.end))
     middle = f"cursor {_clock(view.cursor, days=days)}" if view.cursor is not None else ""
-    room = cells(width) - len(left) - len(right)
-    return line((f"{left}{middle:^{max(0, room)}}{right}", MUTED))
+    return line((between(left, middle, right, cells(width)), MUTED))
 
 
 def _clock(moment: float, *, days: bool) -> str:

@@ -14,6 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of
 from memtop.supervisor.names import shortened
 from memtop.tui.history.drawing import Curve, HistoryView, cells, draw
@@ -170,11 +171,11 @@ class HistoryScreen(FullScreen):
             if of == "host":
                 found.append(Curve(words, unit, self._buckets(HOST, name)))
                 continue
-            each = [Curve(f"{words} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]
+            each = [Curve(f"{tr(words)} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]
             if len(each) > 1 and letter in _TOGETHER:
                 # All values in one curve: the mean over time and cards, least and most of any card.
                 every = [bucket for curve in each for bucket in curve.buckets]
-                found.append(Curve(f"{words} of all {len(each)} GPUs, mean", unit, every))
+                found.append(Curve(tr(f"{words} of all {len(each)} GPUs, mean"), unit, every))
             found += each
         return found
 

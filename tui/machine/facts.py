@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rich.cells import cell_len
-
 from memtop.supervisor import units
-from memtop.tui.line import MUTED, STRONG, Line, fit, line, wrap
+from memtop.tui.line import MUTED, STRONG, Line, cell, fit, line, width_of, wrap
 
 LABEL = 21
 """Cells of the label before a value."""
@@ -33,10 +31,11 @@ class FactGroup:
 
     def add(self, label: str, value: str | None, field: str = "", *, role: str = STRONG) -> None:
         """Add a fact. If `value` is None, the reason is shown."""
-        head = line((label.ljust(LABEL), MUTED))
+        head = line((cell(label, LABEL), MUTED))
         if value is not None:
             room = max(10, self._width - LABEL)
-            first, *more = [line((value, role))] if cell_len(value) <= room else wrap(value, room, role)
+            shown = line((value, role))
+            first, *more = [shown] if width_of(shown) <= room else wrap(value, room, role)
             self._lines.append(fit((*head, *first), self._width))
             self._lines += [(*line(" " * LABEL), *row) for row in more]
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
@@ -12,10 +13,12 @@ from memtop.tui.line import (
     MUTED,
     STRONG,
     Line,
+    cell,
     cropped,
     dimmed,
     fact,
     fit,
+    foreign,
     join,
     join_fitting,
     line,
@@ -51,10 +54,10 @@ def cuda_name(gpu: GpuSample) -> str:
     return "" if gpu.visible_index in (None, gpu.index) else f"cuda:{gpu.visible_index}"
 
 
-def gpu_title(gpu: GpuSample) -> str:
+def gpu_title(gpu: GpuSample) -> Verbatim:
     """`GPU 0  RTX A4500  GPU-5f1c`: index, model and the start of the UUID."""
     words = (f"GPU {gpu.index}", cuda_name(gpu), short_name(gpu), (gpu.uuid or "")[:8])
-    return "  ".join(word for word in words if word)
+    return Verbatim("  ".join(word for word in words if word))
 
 
 def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line]:
@@ -66,7 +69,7 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
     old = driver_silence(store)
     warning = line((f"! {old}", "edge")) if old else gpu_warning(gpu, store.now)
     lines = [
-        (("VRAM".ljust(LABEL), MUTED), *vram_bar(store, gpu, width - LABEL)),
+        ((cell("VRAM", LABEL), MUTED), *vram_bar(store, gpu, width - LABEL)),
         _numbers(store, gpu, width),
         vram_legend(store, gpu, width),
         _state(store, gpu, width),
@@ -116,7 +119,7 @@ def gpu_warning(gpu: GpuSample, now: float | None) -> Line:
     if gpu.details.remapping_failed:
         return line(("!! ", "bad"), ("no spare memory rows are left: the card should be replaced", "bad"))
     if gpu.details.throttle_reasons:
-        return line(("^ clocks held down: ", "edge"), (", ".join(gpu.details.throttle_reasons), "edge"))
+        return line((f"^ clocks held down: {', '.join(gpu.details.throttle_reasons)}", "edge"))
     return ()
 
 
@@ -174,7 +177,7 @@ def _forecast(store: Store, gpu: GpuSample) -> Line:
     seconds = seconds_until_full(store.gpu_history.get(gpu_key(gpu), ()))
     if seconds is None:
         return ()
-    return line(("^ full in ", "edge"), (trends.minutes(seconds), "edge"), (" at this rate", MUTED))
+    return line((f"^ full in {trends.minutes(seconds)}", "edge"), (" at this rate", MUTED))
 
 
 def celsius(value: float | None) -> str:
@@ -221,7 +224,7 @@ def draw_gpu_table(store: Store, width: int, height: int) -> list[Line]:
     if spare < 4 or not gpus:
         return rows[:height]
     chosen = gpus[selected]
-    title = line((f"{gpu_title(chosen)} ", STRONG), ("─" * max(0, width - len(gpu_title(chosen)) - 1), "limit"))
+    title = foreign((f"{gpu_title(chosen)} ", STRONG), ("─" * max(0, width - len(gpu_title(chosen)) - 1), "limit"))
     return [*rows, title, *draw_gpu(store, chosen, width, spare - 1)]
 
 
@@ -230,4 +233,4 @@ def draw_gpu_note(store: Store, width: int, height: int) -> list[Line]:
     if store.machine is None:
         return [line(("waiting for the first sample", MUTED))]
     on_cpu = " - training on CPU" if store.run is not None and store.run.alive else ""
-    return wrap(f"{store.machine.gpu_note or 'no GPU'}{on_cpu}", width)[:height]
+    return wrap(Verbatim(f"{tr(store.machine.gpu_note or 'no GPU')}{tr(on_cpu)}"), width)[:height]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.language import verbatim
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.tui.bars import banded
@@ -46,7 +47,7 @@ def _head(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
-    facts = FactGroup("Memory", width, gpu.unknown, gpu.details.unknown)
+    facts = FactGroup("GPU memory", width, gpu.unknown, gpu.details.unknown)
     total = units.gib(gpu.total_bytes)
     used = None if gpu.taken_bytes is None else f"{units.gib(gpu.taken_bytes)} of {total} GiB"
     facts.add("used", used, "used_bytes")
@@ -92,7 +93,7 @@ def _clocks(gpu: GpuSample, width: int) -> Group:
     facts = FactGroup("Clocks", width, details.unknown)
     facts.add("SM", _of(details.sm_clock_megahertz, details.sm_clock_limit_megahertz, "MHz"), "sm_clock_megahertz")
     facts.add(
-        "memory", _of(details.memory_clock_megahertz, details.memory_clock_limit_megahertz, "MHz"), "memory_clock_megahertz"
+        "GPU memory", _of(details.memory_clock_megahertz, details.memory_clock_limit_megahertz, "MHz"), "memory_clock_megahertz"
     )
     facts.add("performance state", details.performance_state, "performance_state")
     reasons = details.throttle_reasons
@@ -115,7 +116,7 @@ def _heat(gpu: GpuSample, width: int) -> Group:
     warm = core is not None and slow is not None and core >= slow - _WARM_BELOW_SLOWDOWN
     words = number(core, "°C")
     if words is not None and slow is not None:
-        words += f", slows down at {slow:.0f} °C"
+        words = f"{words}, slows down at {slow:.0f} °C"
     facts.add("temperature", words, "temperature_celsius", role="edge" if warm else STRONG)
     facts.add("memory temperature", number(details.memory_temperature_celsius, "°C"), "memory_temperature_celsius")
     facts.add("fan", share(details.fan_fraction), "fan_fraction")
@@ -194,9 +195,9 @@ def _identity(store: Store, gpu: GpuSample, width: int) -> Group:
 
 
 def _add_identity(facts: FactGroup, gpu: GpuSample) -> None:
-    facts.add("model", gpu.name, "name")
-    facts.add("UUID", gpu.uuid, "uuid")
-    facts.add("bus", gpu.pci_bus_id, "pci_bus_id")
+    facts.add("model", verbatim(gpu.name), "name")
+    facts.add("UUID", verbatim(gpu.uuid), "uuid")
+    facts.add("bus", verbatim(gpu.pci_bus_id), "pci_bus_id")
 
 
 def _card(store: Store, gpu: GpuSample, width: int) -> Group:
@@ -213,7 +214,7 @@ def _card(store: Store, gpu: GpuSample, width: int) -> Group:
     facts.add("display active", yes(details.display_active), "display_active")
     if machine is not None:
         driver = machine.driver_version
-        cuda = "" if machine.cuda_version is None else f", CUDA up to {machine.cuda_version}"
-        facts.add("driver", None if driver is None else f"{driver}{cuda}")
+        newest = machine.cuda_version
+        facts.add("driver", driver if driver is None or newest is None else f"{driver}, CUDA up to {newest}")
     facts.add("processes", units.count(len(gpu.processes)))
     return facts.group()

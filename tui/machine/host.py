@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memtop.supervisor import units, wire
+from memtop.supervisor.language import verbatim
 from memtop.supervisor.monitor.values import EDGE_FROM, HostSample
 from memtop.supervisor.recovery.values import Trend
 from memtop.tui import trends
 from memtop.tui.bars import ROLES, Share, banded, memory_bar, padded_tag
 from memtop.tui.charts import history
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.line import MUTED, STRONG, Line, cell, fact, fit, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.facts import FactGroup, Group, column_width, flow, laid_out, share, size
 from memtop.tui.machine.gpu import LABEL
 from memtop.tui.store import Store
@@ -48,7 +49,7 @@ def host_rows(store: Store) -> int:
 def _rows(store: Store, width: int) -> list[Row]:
     host = store.host
     rows = [
-        Row(0, (("RAM".ljust(LABEL), MUTED), *ram_bar(store, width - LABEL))),
+        Row(0, ((cell("RAM", LABEL), MUTED), *ram_bar(store, width - LABEL))),
         Row(1, _numbers(host, width)),
         Row(4, _holders(store, width)),
     ]
@@ -166,13 +167,13 @@ def shm_row(host: HostSample, width: int) -> Line:
         tail = (*tail, ("  !! nearly full", "danger"))
     room = max(4, width - LABEL - width_of(tail))
     bar = memory_bar(room, [Share(fraction or 0.0, "█", "alloc")], limits=False)
-    return fit((("shm".ljust(LABEL), MUTED), *bar, *tail), width)
+    return fit(((cell("shm", LABEL), MUTED), *bar, *tail), width)
 
 
 def swap_row(host: HostSample, width: int) -> Line:
     """Swap on one line: bar, numbers, band."""
     if host.swap_total_bytes == 0:
-        return line(("Swap".ljust(LABEL), MUTED), ("none", MUTED))
+        return line((cell("Swap", LABEL), MUTED), ("none", MUTED))
     tail = join(
         (
             line((f" {units.used_of(host.swap_used_bytes, host.swap_total_bytes)}", STRONG)),
@@ -182,7 +183,7 @@ def swap_row(host: HostSample, width: int) -> Line:
     )
     room = max(4, width - LABEL - width_of(tail))
     bar = memory_bar(room, [Share(host.swap_fraction or 0.0, "█", "alloc")])
-    return fit((("Swap".ljust(LABEL), MUTED), *bar, *tail), width)
+    return fit(((cell("Swap", LABEL), MUTED), *bar, *tail), width)
 
 
 def rate(value: float | None) -> str:
@@ -291,7 +292,7 @@ def _limit(store: Store, width: int) -> Group:
         facts.add("limit", None if reason else "none below the machine's memory", "limit_bytes")
     else:
         facts.add("limit", size(host.limit_bytes))
-        facts.add("set by", host.limit_path, "limit_path")
+        facts.add("set by", verbatim(host.limit_path), "limit_path")
         facts.add("slowed down above", size(host.limit_throttle_bytes) or "not set")
         facts.add("swap allowed", size(host.limit_swap_bytes) or "not limited")
     kills = None if host.oom_kills is None else units.count(host.oom_kills)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.tui.line import MUTED, Line, join, line
 from memtop.tui.line_list import LineList, ListContent, text_entry
@@ -72,7 +73,7 @@ class MachineScreen(FullScreen):
 
     def headline(self, store: Store) -> Line:
         position = self._position(store)
-        name = "Host" if self._key is None else "GPU" if position is None else gpu_title(store.gpus[position])
+        name = tr("Host") if self._key is None else "GPU" if position is None else gpu_title(store.gpus[position])
         where = "" if position is None else f"{position + 1} of {len(store.gpus)}"
         return join((named("{name}", name), line((where, MUTED))))
 

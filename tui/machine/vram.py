@@ -7,12 +7,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memtop.supervisor import units
+from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, MigInstance, why_incomplete_on
 from memtop.supervisor.monitor.vram import VramParts
 from memtop.supervisor.names import shortened
 from memtop.tui.bars import ROLES, Share, memory_bar, padded_tag
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, foreign, join, join_fitting, line, width_of
 from memtop.tui.store import Store, vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
@@ -119,13 +120,13 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
     found = []
     for number, job in enumerate(parts.jobs[:named]):
         glyph, role = looks[number] if number < len(looks) else ("░", "other")
-        found.append(Part(shortened(job.name, _NAME_WIDTH), job.used_bytes, glyph, role))
+        found.append(Part(Verbatim(shortened(job.name, _NAME_WIDTH)), job.used_bytes, glyph, role))
     rest = parts.jobs[named:]
     if rest or (not found and store.run is not None and "jobs" not in parts.unknown):
         known = [job.used_bytes for job in rest if job.used_bytes is not None]
         word = "others" if not found else f"{len(rest)} more"
         if store.run is None and not found:
-            word = f"{len(rest)} jobs" if len(rest) > 1 else shortened(rest[0].name, _NAME_WIDTH)
+            word = f"{len(rest)} jobs" if len(rest) > 1 else Verbatim(shortened(rest[0].name, _NAME_WIDTH))
         # One word stands for several parts of the bar.
         glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
         role = "alloc" if glyph != "░" else "other"
@@ -155,7 +156,7 @@ def _words_of(parts: list[Part]) -> list[Line]:
 def _words(part: Part) -> Line:
     alarming = part.role == "gone"
     size = units.gib(part.size) if part.size is None or not part.at_least else f"≥ {units.gib(part.size)}"
-    value = fact(("! " if alarming else "") + part.word, size, "edge" if alarming else "strong")
+    value = fact(f"! {part.word}" if alarming else part.word, size, "edge" if alarming else "strong")
     if part.glyph == " ":
         return value
     looks = _JOB_LOOKS[: len(part.glyph)] if len(part.glyph) > 1 else ((part.glyph, part.role),)
@@ -164,7 +165,7 @@ def _words(part: Part) -> Line:
 
 def mig_row(instance: MigInstance, width: int) -> Line:
     """One MIG instance on one line: position, profile, bar, numbers, band."""
-    head = line((f"{instance.position:>2} ", MUTED), (f"{instance.name or '?':<9} ", STRONG))
+    head = (*line((f"{instance.position:>2} ", MUTED)), *foreign((f"{instance.name or '?':<9} ", STRONG)))
     percent = units.percent(instance.used_fraction)
     numbers = f" {units.gib(instance.taken_bytes)}/{units.gib(instance.total_bytes)} GiB "
     tail = line((numbers, STRONG), (f"{percent:>7} ", ROLES[instance.band]), *padded_tag(instance.band))

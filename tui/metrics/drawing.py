@@ -10,10 +10,11 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from memtop.supervisor import units
+from memtop.supervisor.language import separator
 from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import MARKED, Cells, blank, level, merged, nice_bounds, paint
-from memtop.tui.line import MUTED, SHORTEST_NAME, STRONG, Line, fit, join, join_fitting, line, spread
+from memtop.tui.line import MUTED, SHORTEST_NAME, STRONG, Line, between, fit, foreign, join, join_fitting, line, spread
 from memtop.tui.metrics.curves import Range, RunCurves, Track
 
 RUN_ROLES = ("curve", "run2", "run3", "run4", "run5", "run6")
@@ -238,16 +239,15 @@ def _legend(runs: Sequence[RunCurves], width: int) -> Line:
     each = width
     if sum(cell_len(run.name) + 5 for run in runs) > width:
         each = max(SHORTEST_NAME, width // max(1, len(runs)) - 5)
-    names = [line((f"{n + 1} {shortened(run.name, each)}", RUN_ROLES[n])) for n, run in enumerate(runs)]
+    names = [foreign((f"{n + 1} {shortened(run.name, each)}", RUN_ROLES[n])) for n, run in enumerate(runs)]
     return join_fitting(names, width, "   ")
 
 
 def _axis(view: MetricsView, width: int) -> Line:
     left, right = (x_words(view.axis, value) for value in (view.start, view.end))
-    left = f"{view.axis} {left}"
     middle = "" if view.cursor is None else f"cursor {x_words(view.axis, view.cursor)}"
-    room = width - _LABEL - _MARGIN - len(left) - len(right)
-    return fit(line(" " * _LABEL, (f"{left}{middle:^{max(0, room)}}{right}", MUTED)), width)
+    text = between(f"{view.axis} {left}", middle, right, width - _LABEL - _MARGIN)
+    return fit(line(" " * _LABEL, (text, MUTED)), width)
 
 
 def _event_words(run: RunCurves, view: MetricsView, width: int) -> Line:
@@ -258,4 +258,4 @@ def _event_words(run: RunCurves, view: MetricsView, width: int) -> Line:
     if not near:
         return ()
     event = placed[min(near)[1]][1]
-    return fit(line((f"{event.kind}: ", MUTED), event.message), width)
+    return fit(line((event.kind, MUTED), (separator(": "), MUTED), event.message), width)

@@ -15,18 +15,18 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import Click, MouseScrollDown, MouseScrollUp
-from textual.widgets import Button, OptionList, Static
+from textual.widgets import Button, OptionList
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, Line, line
 from memtop.tui.metrics.curves import AXES, RunCurves
 from memtop.tui.metrics.drawing import METRICS, RUN_ROLES, SMOOTHINGS, MetricsView, cell_at, chart_width, draw
 from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
-from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, named
+from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, Words, named
 from memtop.tui.store import Store
 
 _READ_SECONDS = 2.0
@@ -99,13 +99,13 @@ class MetricsScreen(FullScreen):
             parts.append(f"smoothed over {SMOOTHINGS[self._smoothing]} dots")
         if self._log_scale:
             parts.append("log scale")
-        return (*line((", ".join(parts), MUTED)), *super().headline_right(store))
+        return (*line((separator(", ").join(map(tr, parts)), MUTED)), *super().headline_right(store))
 
     def hint(self, store: Store, width: int) -> Line:
         parts = [
             part
             for kind in METRICS
-            for part in ((f"{kind.key} ", "accent"), (f"{kind.words}  ", "strong" if kind.name in self._chosen else MUTED))
+            for part in ((f"{kind.key} ", "accent"), (f"{tr(kind.words)}  ", "strong" if kind.name in self._chosen else MUTED))
         ]
         return line(*parts)
 
@@ -322,7 +322,7 @@ class RunsDialog(Dialog[list[Path]]):
         with Vertical(classes="dialog") as box:
             box.border_title = tr("Runs to lay over this one")
             yield OptionList(*map(self._prompt, self._all))
-            yield Static(tr("Space ticks a run, Enter shows the ticked ones."), classes="muted", markup=False)
+            yield Words(tr("Space ticks a run, Enter shows the ticked ones."), classes="muted")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("Show"), id="confirm", variant="primary", compact=True)

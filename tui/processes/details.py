@@ -19,10 +19,10 @@ from textual.widgets import Button, Static
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, tr, verbatim
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.charts import trail
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
+from memtop.tui.line import MUTED, STRONG, Line, cell, fact, fit, join, join_fitting, line, wrap
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.kill import begin_ending
 from memtop.tui.processes.rows import ProcessRow, rows_of
@@ -88,9 +88,9 @@ class ProcessScreen(FullScreen):
         if process.started is not None:
             clock = time.strftime("%m-%d %H:%M", time.localtime(process.started))
             started = f"{age(row.now - process.started)} ago, {clock}"
-        job = units.UNKNOWN if row.job is None else f"{row.job_name}: {roles_in_words(row.job)}"
+        job = units.UNKNOWN if row.job is None else Verbatim(f"{row.job_name}: {tr(roles_in_words(row.job))}")
         pairs = [
-            ("user", process.user),
+            ("user", verbatim(process.user)),
             ("GPU", row.where),
             ("VRAM", self._vram(store)),
             ("bandwidth", None if process.memory_bandwidth_fraction is None else _percent(process.memory_bandwidth_fraction)),
@@ -99,19 +99,19 @@ class ProcessScreen(FullScreen):
             ("parent", None if process.parent_pid is None else str(process.parent_pid)),
             ("job", job),
             ("role", process.role),
-            ("run", process.run),
-            ("container", process.container or "none"),
+            ("run", verbatim(process.run)),
+            ("container", verbatim(process.container) or "none"),
             ("stray", "yes" if process.stray else "no"),
         ]
         lines: list[Line] = []
-        command = wrap(process.command or process.name or units.UNKNOWN, max(1, width - _LABEL), STRONG)
+        command = wrap(Verbatim(process.command or process.name or units.UNKNOWN), max(1, width - _LABEL), STRONG)
         most = max(1, height - len(pairs) // 2 - 1)
         if len(command) > most:
             command = [*command[: most - 1], fit((*command[most - 1], *command[most]), max(1, width - _LABEL))]
         for number, part in enumerate(command):
-            lines.append((("command".ljust(_LABEL) if number == 0 else " " * _LABEL, MUTED), *part))
+            lines.append(((cell("command" if number == 0 else "", _LABEL), MUTED), *part))
         if process.reason:
-            lines.append(fit(line(("why".ljust(_LABEL), MUTED), (process.reason, "text")), width))
+            lines.append(fit(line((cell("why", _LABEL), MUTED), (process.reason, "text")), width))
         if width < _TWO_COLUMNS_FROM:
             return [*lines, *(self._fact(name, value, process, width) for name, value in pairs)][:height]
         each = (width - 2) // 2
@@ -125,16 +125,18 @@ class ProcessScreen(FullScreen):
         gpu = next((gpu for gpu in store.gpus if (gpu.uuid or gpu.index) == self._row.key[3]), None)
         if held is None or gpu is None:
             return None if held is None else units.size(held)
-        whole, word = gpu.total_bytes, "card"
-        if self._row.mig_instance is not None:
-            whole = next((one.total_bytes for one in gpu.mig if one.position == self._row.mig_instance), None)
-            word = "instance"
-        return f"{units.size(held)}, {units.percent(held / whole)} of {word}" if whole else units.size(held)
+        whole, position = gpu.total_bytes, self._row.mig_instance
+        if position is not None:
+            whole = next((one.total_bytes for one in gpu.mig if one.position == position), None)
+        if not whole:
+            return units.size(held)
+        size, share = units.size(held), units.percent(held / whole)
+        return f"{size}, {share} of card" if position is None else f"{size}, {share} of instance"
 
     def _fact(self, name: str, value: str | None, process: GpuProcess, width: int) -> Line:
         reason = process.unknown.get(_FIELDS.get(name, name), "")
         shown = line((value, STRONG)) if value else join((line((units.UNKNOWN, "unknown")), line((reason, MUTED))))
-        return fit((*line((name.ljust(_LABEL), MUTED)), *shown), width)
+        return fit((*line((cell(name, _LABEL), MUTED)), *shown), width)
 
     def _draw_trails(self, store: Store, width: int, height: int) -> list[Line]:
         series = (
@@ -249,5 +251,5 @@ class EnvironmentDialog(Dialog[None]):
         for name, value in sorted(self._variables.items()):
             hidden = is_secret(name, value) and not self._revealed
             text.append(f"{clean(name)}=", "bold")
-            text.append("hidden\n" if hidden else f"{clean(value)}\n", "italic" if hidden else "")
+            text.append(f"{tr('hidden') if hidden else clean(value)}\n", "italic" if hidden else "")
         return text if self._variables else Text(tr("the process has no environment variables"))

@@ -6,6 +6,7 @@ A row must match all.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -67,7 +68,8 @@ class Filter:
 def parse(text: str) -> Filter | str:
     """The filter, or one line on what is wrong with the text."""
     terms: list[Term] = []
-    for word in text.casefold().split():
+    # Chinese keyboards type `：` and `＞`.
+    for word in unicodedata.normalize("NFKC", text).casefold().split():
         negated = word.startswith("-") and len(word) > 1
         term = _term(word[1:] if negated else word)
         if isinstance(term, str):

@@ -14,13 +14,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
-from textual.widgets import Button, OptionList, Static
+from textual.widgets import Button, OptionList
 from textual.widgets.option_list import Option
 
 from memtop.supervisor import units, wire
-from memtop.supervisor.language import tr
-from memtop.tui.line import cropped, name_cell, plain, wrap
-from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog
+from memtop.supervisor.language import Verbatim, tr
+from memtop.tui.line import cell, cropped, name_cell, plain, wrap
+from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog, Words
 from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import age
 
@@ -32,14 +32,20 @@ _GPU_WIDTH = 5
 _AROUND = 8
 
 
-def describe(holder: Holder, now: float | None, *, command_width: int) -> str:
+def describe(holder: Holder, now: float | None, *, command_width: int) -> Verbatim:
     """pid, user, age, GPUs, VRAM and command of one process, in columns."""
     process = holder.process
     old = units.UNKNOWN if process.started is None or now is None else age(now - process.started)
     command = cropped(process.command or process.name or units.UNKNOWN, command_width)
     user = name_cell(process.user or units.UNKNOWN, 10)
     where = cropped(holder.where, _GPU_WIDTH)
-    return f"{process.pid:>8}  {user} {old:>7}  {where}  {holder.memory:>10}  {command}"
+    return Verbatim(f"{process.pid:>8}  {user} {cell(old, 7, right=True)}  {where}  {holder.memory:>10}  {command}")
+
+
+def _heading() -> str:
+    """The names of the columns, for rows with a box before them."""
+    end = f"{cell('GPU', _GPU_WIDTH)}  {cell('VRAM', 10, right=True)}  {tr('command')}"
+    return f"    {cell('pid', 8, right=True)}  {cell('user', 10)} {cell('age', 7, right=True)}  {end}"
 
 
 def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> Text:
@@ -48,7 +54,7 @@ def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> T
     box = ("[x]" if ticked else "[ ]") if process.choosable else " - "
     word = "! stray: " if process.stray else ("" if process.choosable else "cannot be chosen: ")
     indent = " " * 14
-    why = [indent + plain(one) for one in wrap(f"{word}{process.reason or ''}", width - len(indent))]
+    why = [indent + plain(one) for one in wrap(f"{tr(word)}{tr(process.reason or '')}", width - len(indent))]
     return Text("\n".join([f"{box} {describe(holder, now, command_width=width - _BEFORE)}", *why]))
 
 
@@ -97,13 +103,12 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
             box.border_title = tr("Processes that hold GPU memory")
-            header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'GPU':<{_GPU_WIDTH}}  {'VRAM':>9}  command"
-            empty = [] if self._missing else ["only this run's processes use a GPU"]
-            above = [*self._missing, *([header] if self._rows else empty)]
-            yield Static(tr("\n".join(above)), classes="muted", markup=False)
+            empty = [] if self._missing else [tr("only this run's processes use a GPU")]
+            above = [*map(tr, self._missing), *([_heading()] if self._rows else empty)]
+            yield Words("\n".join(above), classes="muted")
             yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
-            yield Static(tr(note), classes="muted", markup=False)
+            yield Words(tr(note), classes="muted")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("End the ticked…"), id="confirm", variant="error", compact=True, disabled=True)
@@ -193,13 +198,13 @@ async def end_chosen(
     reporter.say(outcome.text, "good" if outcome.good else "failed")
 
 
-def _named(holder: Holder, now: float | None) -> tuple[str, str]:
+def _named(holder: Holder, now: float | None) -> tuple[Verbatim, Verbatim]:
     """The process, and below it its whole command: two runs may differ in the last word only."""
     process = holder.process
-    gpus = f"on GPU {', '.join(map(str, holder.gpu_indices))}: "
+    where = tr(f"on GPU {', '.join(map(str, holder.gpu_indices))}: ")
     return (
-        describe(holder, now, command_width=0).rstrip(),
-        f"{'':>10}{gpus}{process.command or process.name or units.UNKNOWN}",
+        Verbatim(describe(holder, now, command_width=0).rstrip()),
+        Verbatim(f"{'':>10}{where}{process.command or process.name or units.UNKNOWN}"),
     )
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 from functools import cached_property
 
 from memtop.supervisor.clean import clean
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
 
 RowKey = tuple[str, object, object, object, object]
@@ -91,7 +92,8 @@ class ProcessRow:
 
     @cached_property
     def searchable(self) -> str:
-        words = (str(self.pid), self.user, self.command, self.job_name, self.container, self.marks)
+        marks = (self.marks, *map(tr, self.marks.split()))
+        words = (str(self.pid), self.user, self.command, self.job_name, self.container, *marks)
         return " ".join((*words, self.process.run or "" if self.process is not None else "")).casefold()
 
     @property

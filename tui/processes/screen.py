@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
 from memtop.supervisor.monitor.strays import rows_of as gpu_rows
 from memtop.supervisor.monitor.values import GpuProcess, why_incomplete
@@ -132,7 +133,7 @@ class ProcessesScreen(FullScreen):
         count = f"{shown} of {self._total}" if self._filter.terms else str(self._total)
         left = join((fact("GPU processes", count), fact("", self._view.value)))
         if self._applied_text:
-            left = join((left, fact("filter", self._applied_text, "edge")))
+            left = join((left, fact("filter", Verbatim(self._applied_text), "edge")))
         missing = why_incomplete(store.machine) if store.machine is not None else ["waiting for the first sample"]
         if missing:
             left = join((left, line((f"! {missing[0]}", "edge"))))
@@ -173,11 +174,11 @@ class ProcessesScreen(FullScreen):
         process = row.process
         if process is None:
             folds = "" if row.folded is None else "Enter unfolds it" if row.folded else "Enter folds it"
-            words = (row.job_name, roles_in_words(row.job), folds)
+            words = (Verbatim(row.job_name), roles_in_words(row.job), folds)
             return join_fitting([line((one, MUTED)) for one in words], width)
         # The reason for every dash in the row under the cursor.
         why = [line((f"{name.replace('_', ' ')}: ", MUTED), (reason, MUTED)) for name, reason in process.unknown.items()]
-        return join_fitting([line((process.reason or row.command, MUTED)), *why], width)
+        return join_fitting([line((process.reason or Verbatim(row.command), MUTED)), *why], width)
 
     @property
     def row(self) -> ProcessRow | None:
@@ -238,7 +239,7 @@ class ProcessesScreen(FullScreen):
         self._typing = purpose
         self._freeze()
         box = self.query_one("#processes-input", Input)
-        box.placeholder = hint
+        box.placeholder = tr(hint)
         box.value = value
         box.display = True
         box.focus()

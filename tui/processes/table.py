@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from memtop.supervisor import units
+from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import Job
-from memtop.tui.line import JOB, MUTED, STRONG, TEXT, Heading, Line, Span, fit, line, name_cell
+from memtop.tui.line import JOB, MUTED, STRONG, TEXT, Heading, Line, Span, cell, fit, foreign, name_cell
 from memtop.tui.processes.rows import Order, ProcessRow
 from memtop.tui.words import age
 
@@ -87,9 +88,8 @@ def heading(columns: Sequence[ProcessColumn], order: Order, width: int) -> tuple
     places = []
     at = _MARK_WIDTH
     for column in columns:
-        spans.append(
-            (f"{_name(column.id, column.title, order):{'>' if column.right else '<'}{column.width}} ", _role(column.id, order))
-        )
+        name = cell(_name(column.id, column.title, order), column.width, right=column.right)
+        spans.append((f"{name} ", _role(column.id, order)))
         places.append(Heading(column.id, at, at + column.width + 1))
         at += column.width + 1
     spans.append((_name("command", "command", order), _role("command", order)))
@@ -98,11 +98,11 @@ def heading(columns: Sequence[ProcessColumn], order: Order, width: int) -> tuple
 
 
 def _padded(text: str, column: ProcessColumn) -> str:
-    return text[: column.width].rjust(column.width) if column.right else name_cell(text, column.width)
+    return cell(text, column.width, right=True) if column.right else name_cell(text, column.width)
 
 
 def _name(column: str, title: str, order: Order) -> str:
-    return title if column != order.column else f"{title}{'▾' if order.descending else '▴'}"
+    return tr(title) if column != order.column else f"{tr(title)}{'▾' if order.descending else '▴'}"
 
 
 def _role(column: str, order: Order) -> str:
@@ -123,19 +123,19 @@ def _what(row: ProcessRow, followed: bool) -> list[Span]:
     spans: list[Span] = [("  " * row.depth, TEXT)] if row.depth else []
     if row.process is None:
         fold = "" if row.folded is None else "▸ " if row.folded else "▾ "
-        words = f"  {roles_in_words(row.job)}" if row.job is not None else ""
+        words = f"  {tr(roles_in_words(row.job))}" if row.job is not None else ""
         return [*spans, (fold, "accent"), (row.job_name, JOB), (words, MUTED)]
     process = row.process
     if process.stray:
-        spans.append(("! stray ", "edge"))
+        spans.append((tr("! stray "), "edge"))
     if process.gone:
-        spans.append(("! no such process ", "edge"))
+        spans.append((tr("! no such process "), "edge"))
     if followed:
-        spans.append(("▸ followed ", "accent"))
+        spans.append((tr("▸ followed "), "accent"))
     if row.siblings:
         spans.append(("= ", MUTED))
     if process.role not in (None, "process") and row.depth:
-        spans.append((f"{process.role}  ", "accent"))
+        spans.append((f"{tr(process.role)}  ", "accent"))
     command = row.command
     return [*spans, (command or units.UNKNOWN, STRONG if command else "unknown")]
 
@@ -162,5 +162,5 @@ def _with_match(spans: Sequence[Span], search: str) -> list[Span]:
             marked.append((text, role))
         else:
             end = start + len(search)
-            marked += line((text[:start], role), (text[start:end], "match"), (text[end:], role))
+            marked += foreign((text[:start], role), (text[start:end], "match"), (text[end:], role))
     return marked
