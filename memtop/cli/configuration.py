@@ -53,6 +53,7 @@ KEYS = {
     "program-profile": Key(what="the profile of your own programs: its name, auto or none", default="auto"),
     "save-every": Key(what="updates between two saves", is_number=True),
     "lang": Key(what="the language of screen and command line: en or zh"),
+    "theme": Key(what="the colours of the dashboard: a theme's name"),
     "energy-price": Key(what='what a kWh costs you, for example "0.30 EUR"'),
     "notify-on": Key(what="what you are notified of", default="end,failure,stall,survived,leak"),
     "notify-desktop": Key(what="how a dashboard's terminal notifies you: bell, osc9 or osc777"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from memtop.cli.common import find_run, living_runs
 from memtop.cli.configuration import configured, default_runs_dir, notify_topics
 from memtop.cli.output import print_message
+from memtop.presets.checks import did_you_mean
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
@@ -167,11 +168,17 @@ def _show(
     """Show the feed, and then each run that the user opens from the list of runs in `runs_dir`."""
     from memtop.tui import run_dashboard
 
+    theme = wanted_theme()
     with _closes_on_sigterm():
         while True:
             notices = None if silent else _terminal_notices()
             result = run_dashboard(
-                feed, interval=look.interval, notices=notices, runs_dir=runs_dir, begins_with_runs=begins_with_runs
+                feed,
+                interval=look.interval,
+                notices=notices,
+                runs_dir=runs_dir,
+                begins_with_runs=begins_with_runs,
+                theme=theme,
             )
             if result.opens is None:
                 break
@@ -179,6 +186,21 @@ def _show(
     if result.message and not silent:
         print_message(f"memtop: {result.message}")
     return 0 if result.action == "ended" and not started_here else result.exit_status
+
+
+def wanted_theme() -> str:
+    """The name of the theme; a line on stderr if the user wants one that does not exist."""
+    from memtop.tui.themes import DEFAULT, NAMES
+
+    found = configured("theme")
+    name, where = found.value, found.where
+    if found.source != "environment" and os.environ.get("TEXTUAL_THEME"):
+        name, where = os.environ["TEXTUAL_THEME"], "TEXTUAL_THEME"
+    if name is None or name in NAMES:
+        return name or DEFAULT
+    hint = did_you_mean(name, NAMES) or f"; there are {', '.join(NAMES)}"
+    print_message(f"memtop: {where}: theme {name!r}: unknown, and ignored{hint}")
+    return DEFAULT
 
 
 def _terminal_notices() -> TerminalNotices | None:
