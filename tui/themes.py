@@ -103,7 +103,7 @@ _LIGHT_MEMORY = {
     "mem-muted": "#525c66",
 }
 _OTHER_BANDS = {
-    _COLOUR_BLIND.name: {"mem-safe": "#3f8fd9", "mem-edge": "#fbea80", "mem-danger-background": "#bb3d0b"},
+    _COLOUR_BLIND.name: {"mem-safe": "#3f8fd9", "mem-edge": "#fbea80", "mem-danger-background": "#b8430a"},
     _COLOUR_BLIND_LIGHT.name: {
         "mem-safe": "#1a6ac2",
         "mem-edge": "#985f00",
