@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import Static
 
+from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 from memtop.tui import themes
 from memtop.tui.dashboard.result import DashboardResult
@@ -71,9 +72,12 @@ class DashboardApp(App[DashboardResult]):
         runs_dir: Path | None = None,
         begins_with_runs: bool = False,
         theme: str = themes.DEFAULT,
+        remember_theme: Callable[[str], str] | None = None,
     ) -> None:
         """`runs_dir`: the folder of the runs that the dashboard can show in place of this one.
-        `begins_with_runs`: their list is open at the start. `theme`: one of `themes.NAMES`."""
+        `begins_with_runs`: their list is open at the start. `theme`: one of `themes.NAMES`.
+        `remember_theme` keeps a theme that the user has chosen: it returns one line about that, or
+        raises UsageError."""
         super().__init__()
         self._notices = notices
         self.pace: Pace = pace_of_terminal()
@@ -85,6 +89,7 @@ class DashboardApp(App[DashboardResult]):
         )
         self._dashboard.runs_dir = runs_dir
         self._begins_with_runs = begins_with_runs
+        self._remember_theme = remember_theme
         self._ended = threading.Event()
         self._keys_in_order = KeysInOrder(self, super().on_event)
         # A monitor must not spend processor time on animations.
@@ -96,6 +101,16 @@ class DashboardApp(App[DashboardResult]):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return themes.memory_colours(self.current_theme)
+
+    def choose_theme(self, name: str) -> None:
+        """Use a theme from now on, also in later dashboards."""
+        self.theme = name
+        if self._remember_theme is None:
+            return
+        try:
+            self._dashboard.say(self._remember_theme(name))
+        except UsageError as error:
+            self._dashboard.say(f"theme {name}: not saved: {error}", "bad")
 
     def get_driver_class(self) -> type[Driver]:
         return counting(super().get_driver_class(), lambda count: self.pace.sent(count))
@@ -198,10 +213,17 @@ def run_dashboard(
     runs_dir: Path | None = None,
     begins_with_runs: bool = False,
     theme: str = themes.DEFAULT,
+    remember_theme: Callable[[str], str] | None = None,
 ) -> DashboardResult:
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
     app = DashboardApp(
-        feed, interval=interval, notices=notices, runs_dir=runs_dir, begins_with_runs=begins_with_runs, theme=theme
+        feed,
+        interval=interval,
+        notices=notices,
+        runs_dir=runs_dir,
+        begins_with_runs=begins_with_runs,
+        theme=theme,
+        remember_theme=remember_theme,
     )
     result = app.run()
     if app.dashboard.ending_processes:

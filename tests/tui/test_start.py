@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.cli.dashboard import wanted_theme
+from memtop.cli.dashboard import remember_theme, wanted_theme
 from memtop.tui.app import terminal_gone
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
@@ -127,3 +127,18 @@ def test_the_theme_comes_from_its_variable_textuals_or_the_configuration(
         "memtop: TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored (did you mean textual-light?)",
         "memtop: MEMTOP_THEME: theme 'grovbox': unknown, and ignored (did you mean gruvbox?)",
     ]
+
+
+def test_a_chosen_theme_is_the_next_one_unless_something_comes_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MEMTOP_THEME", "TEXTUAL_THEME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "memtop/config.toml"
+    assert remember_theme("nord") == f"theme nord: saved in {file}"
+    assert wanted_theme() == "nord"
+    monkeypatch.setenv("TEXTUAL_THEME", "gruvbox")
+    assert remember_theme("dracula") == f"theme dracula: saved in {file}; but TEXTUAL_THEME comes first"
+    assert wanted_theme() == "gruvbox"
