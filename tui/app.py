@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette, Provider
 from textual.driver import Driver
 from textual.events import Event, Key, Paste, Resize
 from textual.filter import LineFilter
@@ -47,12 +48,18 @@ _LEAVE_SECONDS = 5.0
 """How long the app may take to end when its terminal is lost."""
 
 
+def _commands() -> type[Provider]:
+    from memtop.tui.palette import Commands
+
+    return Commands
+
+
 class DashboardApp(App[DashboardResult]):
     """memtop's dashboard on one feed."""
 
     CSS_PATH = "memtop.tcss"
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"draw--{role}" for role in ROLES}
-    ENABLE_COMMAND_PALETTE = False
+    COMMANDS: ClassVar = {_commands}
     # The base class declares these as instance variables, so ClassVar would not do.
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (80, "-narrow"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
@@ -102,7 +109,7 @@ class DashboardApp(App[DashboardResult]):
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return themes.memory_colours(self.current_theme)
 
-    def choose_theme(self, name: str) -> None:
+    def action_choose_theme(self, name: str) -> None:
         """Use a theme from now on, also in later dashboards."""
         self.theme = name
         if self._remember_theme is None:
@@ -173,6 +180,12 @@ class DashboardApp(App[DashboardResult]):
             self.push_screen(TooSmallScreen())
         elif showing and not too_small:
             self.pop_screen()
+
+    def action_command_palette(self) -> None:
+        if self.screen.id != "too-small" and not isinstance(self.screen, CommandPalette):
+            from memtop.tui.palette import Palette
+
+            self.push_screen(Palette(placeholder=tr("a command, a screen or a theme")))
 
     def action_detach(self) -> None:
         self.exit(self.dashboard.result())

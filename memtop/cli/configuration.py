@@ -191,9 +191,10 @@ def _with_key(text: str, key: str, value: str) -> str | None:
 
 def _table_of(text: str) -> dict[str, Any] | None:
     try:
-        return tomllib.loads(text)
+        table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return None
+    return table
 
 
 def _candidates(text: str, key: str, value: str) -> Iterator[str]:

@@ -63,6 +63,7 @@ SCENES = (
             Picture("configurations", ("u",)),
             Picture("speed", ("b",)),
             Picture("help", ("question_mark",)),
+            Picture("palette", ("ctrl+p",)),
         ),
     ),
     Scene("no-gpu", (Picture("no-gpu"),), gpus=0),
