@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memtop.cli import run
-from memtop.cli.configuration import KEYS, configured, default_runs_dir, variable_of
+from memtop.cli.configuration import KEYS, configured, default_runs_dir, variable_of, write_user_key
 from memtop.presets import load_presets
 from memtop.supervisor.errors import UsageError
 from tests.conftest import Runs
@@ -147,3 +149,72 @@ def test_a_run_takes_its_options_from_the_configuration(runs: Runs) -> None:
     write(runs.root / "config/memtop/config.toml", 'on-oom = "maybe"\n')
     refused = runs.memtop("train", "--name", "c", "--headless", "--", "true", status=2).stderr
     assert refused.startswith(f"memtop: {runs.root}/config/memtop/config.toml: on-oom maybe: give auto ")
+
+
+# --- what memtop writes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", 'theme = "nord"\n'),
+        ('lang = "zh"', 'lang = "zh"\ntheme = "nord"\n'),
+        ("# mine\n  theme='x' # dark\nlang = \"en\"\n", '# mine\n  theme="nord" # dark\nlang = "en"\n'),
+        ('"theme" = 3\r\nlang = "en"\r\n', '"theme" = "nord"\r\nlang = "en"\r\n'),
+        (
+            'lang = "en"\r\n\r\n# mine\r\n[presets.a]\r\ntheme = "x"\r\n',
+            'lang = "en"\r\ntheme = "nord"\r\n\r\n# mine\r\n[presets.a]\r\ntheme = "x"\r\n',
+        ),
+        (
+            'notify-on = [\n"end"\n,\n]\nlang = """\ntheme = "x"\n[a]\n"""\n[b]\n',
+            'notify-on = [\n"end"\n,\n]\nlang = """\ntheme = "x"\n[a]\n"""\ntheme = "nord"\n[b]\n',
+        ),
+    ],
+)
+def test_a_written_key_leaves_everything_else_as_it_was(place: Path, before: str, after: str) -> None:
+    real = place / "dotfiles/memtop.toml"
+    real.parent.mkdir()
+    real.write_bytes(before.encode())
+    real.chmod(0o640)
+    link = place / "config/memtop/config.toml"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(real)
+    for _ in range(2):
+        assert write_user_key("theme", "nord") == link
+        assert real.read_bytes().decode() == after
+    assert link.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert [file.name for file in real.parent.iterdir()] == [real.name]
+
+
+def test_the_first_written_key_makes_the_file(place: Path) -> None:
+    path = write_user_key("theme", "memtop-light")
+    assert path == place / "config/memtop/config.toml"
+    assert configured("theme").value == "memtop-light"
+
+
+@pytest.mark.parametrize("text", ["theme = [\n1]\n", "not TOML"])
+def test_a_file_that_cannot_be_edited_is_left_alone(place: Path, text: str) -> None:
+    path = write(place / "config/memtop/config.toml", text)
+    with pytest.raises(UsageError, match='write theme = "nord" into it yourself'):
+        write_user_key("theme", "nord")
+    assert path.read_text() == text
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(place: Path) -> None:
+    (place / "config").write_text("a file, and no folder")
+    with pytest.raises(UsageError, match=r"config\.toml: cannot be written: Not a directory"):
+        write_user_key("theme", "nord")
+
+
+def test_a_full_disk_leaves_the_file_and_nothing_beside_it(place: Path) -> None:
+    path = write(place / "config/memtop/config.toml", "# mine\n" * 9000)
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
+        "from memtop.cli.configuration import write_user_key; write_user_key('theme', 'nord')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "config.toml: cannot be written: File too large" in done.stderr
+    assert path.read_text() == "# mine\n" * 9000
+    assert [file.name for file in path.parent.iterdir()] == ["config.toml"]

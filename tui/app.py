@@ -1,4 +1,4 @@
-"""The application: themes, the screen for a terminal that is too small, and how the dashboard
+"""The application: the screen for a terminal that is too small, and how the dashboard
 ends.
 """
 
@@ -11,20 +11,22 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette, Provider
 from textual.driver import Driver
 from textual.events import Event, Key, Paste, Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
-from textual.theme import BUILTIN_THEMES, Theme
 from textual.widgets import Static
 
+from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
+from memtop.tui import themes
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
@@ -45,52 +47,11 @@ _LOOK_SECONDS = 2.0
 _LEAVE_SECONDS = 5.0
 """How long the app may take to end when its terminal is lost."""
 
-MEMTOP_THEME = Theme(
-    name="memtop",
-    primary="#6cb6ff",
-    secondary="#8ddb8c",
-    accent="#6cb6ff",
-    foreground="#cdd9e5",
-    background="#12171d",
-    surface="#171d24",
-    panel="#222a33",
-    success="#6bc2a1",
-    warning="#f2d45c",
-    error="#ff7b72",
-    dark=True,
-    variables={"footer-key-foreground": "#6cb6ff", "input-selection-background": "#6cb6ff 35%"},
-)
 
-# From safe to danger the colours get lighter, so that grey terminals keep the order.
-_MEMORY_COLOURS = {
-    "mem-safe": "#4fa58a",
-    "mem-edge": "#f2d45c",
-    "mem-danger": "#ffffff",
-    "mem-danger-background": "#b3261e",
-    "mem-alloc": "#4c8fd6",
-    "mem-cache": "#7db4e8",
-    "mem-context": "#9a8fd0",
-    "mem-library": "#6f7fbf",
-    "mem-other": "#8b949e",
-    "mem-track": "#232c36",
-    "mem-line": "#4a5663",
-    "mem-muted": "#8896a5",
-}
-# On a light background they get darker from safe to danger.
-_LIGHT_MEMORY_COLOURS = {
-    "mem-safe": "#17654a",
-    "mem-edge": "#855300",
-    "mem-danger": "#ffffff",
-    "mem-danger-background": "#b3261e",
-    "mem-alloc": "#2f6fb3",
-    "mem-cache": "#5c97d0",
-    "mem-context": "#7a6cc0",
-    "mem-library": "#54629e",
-    "mem-other": "#6b7480",
-    "mem-track": "#c6ccd3",
-    "mem-line": "#8b96a1",
-    "mem-muted": "#525c66",
-}
+def _commands() -> type[Provider]:
+    from memtop.tui.palette import Commands
+
+    return Commands
 
 
 class DashboardApp(App[DashboardResult]):
@@ -98,7 +59,7 @@ class DashboardApp(App[DashboardResult]):
 
     CSS_PATH = "memtop.tcss"
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"draw--{role}" for role in ROLES}
-    ENABLE_COMMAND_PALETTE = False
+    COMMANDS: ClassVar = {_commands}
     # The base class declares these as instance variables, so ClassVar would not do.
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (80, "-narrow"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
@@ -117,9 +78,13 @@ class DashboardApp(App[DashboardResult]):
         notices: TerminalNotices | None = None,
         runs_dir: Path | None = None,
         begins_with_runs: bool = False,
+        theme: str = themes.DEFAULT,
+        remember_theme: Callable[[str], str] | None = None,
     ) -> None:
         """`runs_dir`: the folder of the runs that the dashboard can show in place of this one.
-        `begins_with_runs`: their list is open at the start."""
+        `begins_with_runs`: their list is open at the start. `theme`: one of `themes.NAMES`.
+        `remember_theme` keeps a theme that the user has chosen: it returns one line about that, or
+        raises UsageError."""
         super().__init__()
         self._notices = notices
         self.pace: Pace = pace_of_terminal()
@@ -131,17 +96,28 @@ class DashboardApp(App[DashboardResult]):
         )
         self._dashboard.runs_dir = runs_dir
         self._begins_with_runs = begins_with_runs
+        self._remember_theme = remember_theme
         self._ended = threading.Event()
         self._keys_in_order = KeysInOrder(self, super().on_event)
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
-        self.register_theme(MEMTOP_THEME)
-        wanted = os.environ.get("TEXTUAL_THEME", "")
+        for own in themes.OWN:
+            self.register_theme(own)
         # Set before the screens are styled, so that they are styled only once.
-        self.theme = wanted if wanted in BUILTIN_THEMES else MEMTOP_THEME.name
+        self.theme = theme
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        return dict(_MEMORY_COLOURS if self.current_theme.dark else _LIGHT_MEMORY_COLOURS)
+        return themes.memory_colours(self.current_theme)
+
+    def action_choose_theme(self, name: str) -> None:
+        """Use a theme from now on, also in later dashboards."""
+        self.theme = name
+        if self._remember_theme is None:
+            return
+        try:
+            self._dashboard.say(self._remember_theme(name))
+        except UsageError as error:
+            self._dashboard.say(f"theme {name}: not saved: {error}", "bad")
 
     def get_driver_class(self) -> type[Driver]:
         return counting(super().get_driver_class(), lambda count: self.pace.sent(count))
@@ -205,6 +181,12 @@ class DashboardApp(App[DashboardResult]):
         elif showing and not too_small:
             self.pop_screen()
 
+    def action_command_palette(self) -> None:
+        if self.screen.id != "too-small" and not isinstance(self.screen, CommandPalette):
+            from memtop.tui.palette import Palette
+
+            self.push_screen(Palette(placeholder=tr("a command, a screen or a theme")))
+
     def action_detach(self) -> None:
         self.exit(self.dashboard.result())
 
@@ -243,9 +225,19 @@ def run_dashboard(
     notices: TerminalNotices | None = None,
     runs_dir: Path | None = None,
     begins_with_runs: bool = False,
+    theme: str = themes.DEFAULT,
+    remember_theme: Callable[[str], str] | None = None,
 ) -> DashboardResult:
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
-    app = DashboardApp(feed, interval=interval, notices=notices, runs_dir=runs_dir, begins_with_runs=begins_with_runs)
+    app = DashboardApp(
+        feed,
+        interval=interval,
+        notices=notices,
+        runs_dir=runs_dir,
+        begins_with_runs=begins_with_runs,
+        theme=theme,
+        remember_theme=remember_theme,
+    )
     result = app.run()
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"

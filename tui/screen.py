@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -247,6 +247,8 @@ class KeysDialog(Dialog[None]):
             table.add_row(Text(shown, "bold"), words.rstrip("…"), prose(tr(tips.get(key, ""))))
         back = "One step back: clear the input, the search, the ticks, the filter, then leave this screen"
         table.add_row(Text("Esc", "bold"), tr("Back"), prose(tr(back)))
+        palette = "Find an action, a screen or a theme by typing; Enter does it"
+        table.add_row(Text("Ctrl+P", "bold"), tr("Commands"), prose(tr(palette)))
         with VerticalScroll(classes="dialog help") as box:
             box.border_title = tr("Keys of this screen")
             yield Static(table)
@@ -333,7 +335,7 @@ def named(text: str, name: str = "") -> Line:
     return foreign((before, STRONG), (name, NAME), (after, STRONG))
 
 
-def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
+def keys_of(screen: Screen[Any]) -> list[tuple[str, str, str]]:
     """(key, how it is written, description) of each binding that the screen itself shows and that
     works now.
     """

@@ -6,7 +6,11 @@ environment, the option on the command line.
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +24,11 @@ from memtop.presets.files import PresetFileError, parse, project_file, user_conf
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import expanded
 from memtop.supervisor.run.notices import TOPICS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Source = Literal["default", "user", "project", "environment"]
 _TABLES = ("presets", "levels", "recipes", "programs")
@@ -53,6 +62,7 @@ KEYS = {
     "program-profile": Key(what="the profile of your own programs: its name, auto or none", default="auto"),
     "save-every": Key(what="updates between two saves", is_number=True),
     "lang": Key(what="the language of screen and command line: en or zh"),
+    "theme": Key(what="the colours of the dashboard: a theme's name"),
     "energy-price": Key(what='what a kWh costs you, for example "0.30 EUR"'),
     "notify-on": Key(what="what you are notified of", default="end,failure,stall,survived,leak"),
     "notify-desktop": Key(what="how a dashboard's terminal notifies you: bell, osc9 or osc777"),
@@ -142,6 +152,86 @@ def notify_topics() -> set[str]:
         hint = did_you_mean(topic, TOPICS) or f"; there are {', '.join(TOPICS)}"
         raise UsageError(f"{value.where}: notify-on {topic!r}: unknown{hint}")
     return topics
+
+
+def write_user_key(key: str, value: str) -> Path:
+    """Set a key in the user's file, and change nothing else in it. The result is the file.
+
+    UsageError, with one line, if it cannot be written; then the file is as it was.
+    """
+    folder = user_config()
+    if folder is None:
+        raise UsageError("there is no home folder for the configuration")
+    shown = folder / "config.toml"
+    try:
+        # The file that a link names is replaced, and the link stays.
+        path = shown.resolve()
+        before = path.read_bytes().decode("utf-8") if path.exists() else ""
+        after = _with_key(before, key, value)
+        if after is None:
+            raise UsageError(f"{shown}: cannot be changed here; write {key} = {json.dumps(value)} into it yourself")
+        if after != before:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, after.encode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{shown}: not valid TOML: {error}") from None
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"{shown}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    return shown
+
+
+def _with_key(text: str, key: str, value: str) -> str | None:
+    """The TOML text with this key at its top; None if it has no place that changes nothing else."""
+    try:
+        wanted = {**tomllib.loads(text), key: value}
+    except tomllib.TOMLDecodeError:
+        return None
+    return next((found for found in _candidates(text, key, value) if _table_of(found) == wanted), None)
+
+
+def _table_of(text: str) -> dict[str, Any] | None:
+    try:
+        table: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+    return table
+
+
+def _candidates(text: str, key: str, value: str) -> Iterator[str]:
+    """Texts that may be right: a line that looks like the key's may be within a longer text."""
+    entry = json.dumps(value, ensure_ascii=False)
+    lines = text.split("\n")
+    own = re.compile(rf"""(\s*(?:{key}|"{key}"|'{key}')\s*=\s*)("(?:[^"\\]|\\.)*"|'[^']*'|[^\s#]+)(.*)""", re.DOTALL)
+    for number, row in enumerate(lines):
+        if found := own.fullmatch(row):
+            yield "\n".join([*lines[:number], f"{found[1]}{entry}{found[3]}", *lines[number + 1 :]])
+    ending = "\r" if "\r\n" in text else ""
+    for number, row in enumerate(lines):
+        if row.lstrip().startswith("["):
+            above = number
+            # The comments above a table belong to it.
+            while above and lines[above - 1].strip()[:1] in ("", "#"):
+                above -= 1
+            yield "\n".join([*lines[:above], f"{key} = {entry}{ending}", *lines[above:]])
+    gap = f"{ending}\n" if lines[-1] else ""
+    yield f"{text}{gap}{key} = {entry}{ending}\n"
+    yield f"{key} = {entry}{ending}\n{text}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace the file in one step. Its permissions stay."""
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink()
+        raise
 
 
 def _text(key: str, value: Any, where: str) -> str:

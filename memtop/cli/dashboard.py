@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from memtop.cli.common import find_run, living_runs
-from memtop.cli.configuration import configured, default_runs_dir, notify_topics
+from memtop.cli.configuration import configured, default_runs_dir, notify_topics, write_user_key
 from memtop.cli.output import print_message
+from memtop.presets.checks import did_you_mean
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
@@ -167,11 +168,24 @@ def _show(
     """Show the feed, and then each run that the user opens from the list of runs in `runs_dir`."""
     from memtop.tui import run_dashboard
 
+    theme = wanted_theme()
+
+    def remember(name: str) -> str:
+        nonlocal theme
+        theme = name
+        return remember_theme(name)
+
     with _closes_on_sigterm():
         while True:
             notices = None if silent else _terminal_notices()
             result = run_dashboard(
-                feed, interval=look.interval, notices=notices, runs_dir=runs_dir, begins_with_runs=begins_with_runs
+                feed,
+                interval=look.interval,
+                notices=notices,
+                runs_dir=runs_dir,
+                begins_with_runs=begins_with_runs,
+                theme=theme,
+                remember_theme=remember,
             )
             if result.opens is None:
                 break
@@ -179,6 +193,38 @@ def _show(
     if result.message and not silent:
         print_message(f"memtop: {result.message}")
     return 0 if result.action == "ended" and not started_here else result.exit_status
+
+
+def _theme_and_place() -> tuple[str | None, str | None]:
+    """The theme that the user has named, and where; None for a default."""
+    found = configured("theme")
+    if found.source != "environment" and os.environ.get("TEXTUAL_THEME"):
+        return os.environ["TEXTUAL_THEME"], "TEXTUAL_THEME"
+    return found.value, found.where
+
+
+def remember_theme(name: str) -> str:
+    """Write the theme into the user's file. UsageError if this is not possible.
+
+    The result is one line for the user. It says what the next dashboard looks like.
+    """
+    path = write_user_key("theme", name)
+    next_one, where = _theme_and_place()
+    if next_one != name:
+        return f"theme {name}: saved in {path}; but {where} comes first"
+    return f"theme {name}: saved in {path}"
+
+
+def wanted_theme() -> str:
+    """The name of the theme; a line on stderr if the user wants one that does not exist."""
+    from memtop.tui.themes import DEFAULT, NAMES
+
+    name, where = _theme_and_place()
+    if name is None or name in NAMES:
+        return name or DEFAULT
+    hint = did_you_mean(name, NAMES) or f"; there are {', '.join(NAMES)}"
+    print_message(f"memtop: {where}: theme {name!r}: unknown, and ignored{hint}")
+    return DEFAULT
 
 
 def _terminal_notices() -> TerminalNotices | None:

@@ -63,6 +63,7 @@ SCENES = (
             Picture("configurations", ("u",)),
             Picture("speed", ("b",)),
             Picture("help", ("question_mark",)),
+            Picture("palette", ("ctrl+p",)),
         ),
     ),
     Scene("no-gpu", (Picture("no-gpu"),), gpus=0),
@@ -141,12 +142,11 @@ async def shown(
     feed: Feed, theme: str, monkeypatch: pytest.MonkeyPatch, **options: object
 ) -> AsyncIterator[Pilot[DashboardResult]]:
     """The dashboard after it has drawn everything of the feed."""
-    monkeypatch.setenv("TEXTUAL_THEME", theme)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     # With an hour between samples no picture complains about the silence of a feed that stands
     # still.
-    app = DashboardApp(feed, interval=3600.0, **options)  # type: ignore[arg-type]
+    app = DashboardApp(feed, interval=3600.0, theme=theme, **options)  # type: ignore[arg-type]
     async with app.run_test(size=SIZES[0]) as pilot:
         for _ in range(10):
             await settle(pilot)

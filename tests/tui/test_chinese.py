@@ -90,7 +90,7 @@ def in_chinese() -> Iterator[None]:
 
 NAMES = re.compile(
     r"memtop|GPUs?|CPU|CUDA|cuda|MIG|UUID|ECC|PCIe|NVLink|NVIDIA|RTX|Xid|SM|BAR|k?Wh|MHz|[KMGT]iB|B/s|ZeRO|LoRA|QLoRA"
-    r"|RSS|OSC|shm|tmpfs|cgroup|pid|rank|tok|token|bf16|hub|Hugging|Face|HTML|SIG[A-Z]+|torch|torchrun|FILE|DIR|RUN|NAME"
+    r"|RSS|OSC|Ctrl|Tab|shm|tmpfs|cgroup|pid|rank|tok|token|bf16|hub|Hugging|Face|HTML|SIG[A-Z]+|torch|torchrun|FILE|DIR|RUN|NAME"
     r"|Enter|Esc|PgUp|PgDn|Home|End|batch|accumulation|seq_len"
 )
 """Names of things, units, keys, and the settings in a program's own spelling."""

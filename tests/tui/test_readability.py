@@ -3,7 +3,9 @@ background."""
 
 from __future__ import annotations
 
+import math
 import re
+from itertools import combinations
 
 import pytest
 from rich.cells import cell_len
@@ -12,6 +14,7 @@ from textual.color import Color
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuTrouble, Job
+from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.line import cropped, plain, wrap
 from memtop.tui.machine.gpu_details import draw_gpu_details
@@ -19,11 +22,11 @@ from memtop.tui.machine.vram import bar_parts, vram_legend
 from memtop.tui.processes.filter import parse
 from memtop.tui.processes.kill import describe
 from memtop.tui.store import Holder, Store, fold
+from memtop.tui.themes import NAMES
 from tests.tui.support import (
     GIB,
     NOW,
     RecordingFeed,
-    dashboard,
     gpu,
     machine,
     opened,
@@ -42,21 +45,18 @@ NOTE = "no NVIDIA GPU: the NVIDIA driver is not loaded: load it (modprobe nvidia
 TEXTS = ("mem-safe", "mem-edge", "mem-muted", "mem-alloc")
 
 
-@pytest.mark.parametrize("theme", ["memtop", "textual-light", "textual-dark", "solarized-light"])
-def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEXTUAL_THEME", theme)
-    app = dashboard(RecordingFeed())
-    assert app.theme == theme
-    variables = app.get_css_variables()
+@pytest.mark.parametrize("theme", [name for name in NAMES if not name.startswith("ansi-")])
+def test_the_words_of_the_bands_stand_out_from_every_background(theme: str) -> None:
+    """The terminal chooses the colours of the two ANSI themes."""
+    variables = DashboardApp(RecordingFeed(), theme=theme).get_css_variables()
     for name in TEXTS:
         for background in ("background", "mem-track"):
             assert contrast(Color.parse(variables[name]), Color.parse(variables[background])) > 3.0, (name, background)
 
 
 @pytest.mark.parametrize("keys", [("h", "question_mark"), ("m",), ("r",)])
-async def test_another_theme_repaints_every_open_screen(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_theme_repaints_every_open_screen(keys: tuple[str, ...]) -> None:
     """No screen keeps a colour, of its text or its background, that it has in the dark theme."""
-    monkeypatch.setenv("TEXTUAL_THEME", "memtop")
     seen: dict[str, list[set[str]]] = {}
     for theme in ("memtop", "textual-light"):
         seen[theme] = []
@@ -89,6 +89,71 @@ def contrast(one: Color, other: Color) -> float:
 
     low, high = sorted((light(one), light(other)))
     return (high + 0.05) / (low + 0.05)
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1: what a colour, as linear red, green and blue,
+# becomes for people who see no red, no green or no blue.
+MACHADO = {
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+NEAREST = 25.0
+"""The least distance of two bands in CIELAB. A distance of 2.3 is just noticeable side by side."""
+
+
+def seen_with(kind: str, color: Color) -> Color:
+    light = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color.normalized]
+    mixed = [min(1.0, max(0.0, sum(a * b for a, b in zip(row, light, strict=True)))) for row in MACHADO[kind]]
+    return Color(*(round(255 * (12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055)) for c in mixed))
+
+
+def distance(one: Color, other: Color) -> float:
+    def lab(color: Color) -> tuple[float, float, float]:
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color.normalized)
+        x, y, z = (
+            t ** (1 / 3) if t > 216 / 24389 else (24389 / 27 * t + 16) / 116
+            for t in (
+                (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.95047,
+                0.2126 * r + 0.7152 * g + 0.0722 * b,
+                (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.08883,
+            )
+        )
+        return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+    return math.dist(lab(one), lab(other))
+
+
+def confused(theme: str) -> list[tuple[str, str, str]]:
+    """The bands that someone can confuse in this theme: the kind of vision and the two colours."""
+    variables = DashboardApp(RecordingFeed(), theme=theme).get_css_variables()
+    bands = {name: Color.parse(variables[name]) for name in ("mem-safe", "mem-edge", "mem-danger-background", "error")}
+    danger = ("mem-danger-background", "error")
+    return [
+        (kind, one, other)
+        for kind in MACHADO
+        for one, other in combinations(bands, 2)
+        if (one, other) != danger and distance(seen_with(kind, bands[one]), seen_with(kind, bands[other])) < NEAREST
+    ]
+
+
+@pytest.mark.parametrize("theme", ["memtop-colour-blind", "memtop-colour-blind-light"])
+def test_the_bands_differ_for_people_who_see_no_red_green_or_blue(theme: str) -> None:
+    assert confused(theme) == []
+    variables = DashboardApp(RecordingFeed(), theme=theme).get_css_variables()
+    for kind in MACHADO:
+
+        def seen(name: str, kind: str = kind) -> Color:
+            return seen_with(kind, Color.parse(variables[name]))
+
+        for name in ("mem-safe", "mem-edge", "error"):
+            assert contrast(seen(name), seen("background")) > 4.5, (kind, name)
+        assert contrast(seen("mem-danger"), seen("mem-danger-background")) >= 4.5, kind
+        assert contrast(seen("mem-danger-background"), seen("background")) > 2.5, kind
+
+
+def test_the_default_theme_would_not_pass_as_safe_for_the_colour_blind() -> None:
+    assert confused("memtop-light")
 
 
 def test_wide_characters_count_for_their_cells() -> None:

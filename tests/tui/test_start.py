@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from memtop.cli.dashboard import remember_theme, wanted_theme
 from memtop.tui.app import terminal_gone
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
@@ -95,3 +96,49 @@ def test_a_term_that_names_no_terminal_does_not_stop_the_dashboard(tmp_path: Pat
                 break  # The program has closed the terminal.
         assert process.wait(120) == 0
         os.close(master)
+
+
+def test_the_theme_comes_from_its_variable_textuals_or_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MEMTOP_THEME", "TEXTUAL_THEME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert wanted_theme() == "memtop"
+    file = tmp_path / "memtop/config.toml"
+    file.parent.mkdir()
+    file.write_text('theme = "memtop-ligt"\n')
+    assert wanted_theme() == "memtop"
+    said = capsys.readouterr().err
+    assert said == f"memtop: {file}: theme 'memtop-ligt': unknown, and ignored (did you mean memtop-light?)\n"
+    file.write_text('theme = "memtop-light"\n')
+    assert wanted_theme() == "memtop-light"
+    monkeypatch.setenv("TEXTUAL_THEME", "nord")
+    assert wanted_theme() == "nord"
+    monkeypatch.setenv("TEXTUAL_THEME", "textual-ligth")
+    assert wanted_theme() == "memtop"
+    monkeypatch.setenv("MEMTOP_THEME", "gruvbox")
+    assert wanted_theme() == "gruvbox"
+    monkeypatch.setenv("MEMTOP_THEME", "grovbox")
+    assert wanted_theme() == "memtop"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "memtop: TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored (did you mean textual-light?)",
+        "memtop: MEMTOP_THEME: theme 'grovbox': unknown, and ignored (did you mean gruvbox?)",
+    ]
+
+
+def test_a_chosen_theme_is_the_next_one_unless_something_comes_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MEMTOP_THEME", "TEXTUAL_THEME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "memtop/config.toml"
+    assert remember_theme("nord") == f"theme nord: saved in {file}"
+    assert wanted_theme() == "nord"
+    monkeypatch.setenv("TEXTUAL_THEME", "gruvbox")
+    assert remember_theme("dracula") == f"theme dracula: saved in {file}; but TEXTUAL_THEME comes first"
+    assert wanted_theme() == "gruvbox"

@@ -109,6 +109,8 @@ class DashboardScreen(Dashboard):
         self._card_shown: tuple[str, int] | None = None
         """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
+        self._chosen: tuple[str, str] | None = None
+        """An action and its key that wait until the screens above are closed."""
         self._presets: dict[str, Preset] = {}
 
     # --- what is on it ----------------------------------------------------------------------------
@@ -264,6 +266,7 @@ class DashboardScreen(Dashboard):
 
     def on_screen_resume(self) -> None:
         self._hand_down()
+        self._do_chosen()
 
     def _arrange(self, store: Store) -> None:
         """Lay out the panels for the store, only if the layout has changed."""
@@ -369,6 +372,21 @@ class DashboardScreen(Dashboard):
             self._dialog_open = action_id not in ("free", "checkpoint")
             self._carry_out(action_id, key)
 
+    def do_above_all(self, action_id: str, key: str) -> None:
+        """As `action_do`, after all screens above have closed."""
+        above = self.app.screen_stack[1:]
+        if not above:
+            self.action_do(action_id, key)
+            return
+        self._chosen = (action_id, key)
+        for screen in reversed(above):
+            screen.dismiss()
+
+    def _do_chosen(self) -> None:
+        if self._chosen is not None and self.app.screen is self and not self._dialog_open:
+            chosen, self._chosen = self._chosen, None
+            self.action_do(*chosen)
+
     @work(group="actions")
     async def _carry_out(self, action_id: str, key: str) -> None:
         from memtop.tui.dashboard import actions as flows
@@ -377,6 +395,7 @@ class DashboardScreen(Dashboard):
             await flows.FLOWS[action_id](self, key)
         finally:
             self._dialog_open = False
+            self._do_chosen()
             # The run may have run out of memory while another dialog was open.
             self._open_card(self.store)
 
@@ -407,7 +426,9 @@ class DashboardScreen(Dashboard):
 
     def _view(self, action_id: str) -> None:
         log = self.log_panel
-        if action_id == "follow":
+        if action_id == "palette":
+            self.app.action_command_palette()
+        elif action_id == "follow":
             log.toggle_follow()
         elif action_id == "search":
             self._open_search()
