@@ -523,3 +523,15 @@ async def test_what_is_long_is_wrapped_between_characters_and_stays_inside_its_d
         assert {cell_len(row) for row in rows} == {80}
         inside = [row for row in rows if "结束" in row and "│" in row and "(y)" not in row]
         assert sum(row.count("结") for row in inside) == 120
+
+
+async def test_a_log_line_of_wide_characters_is_as_wide_as_its_cells() -> None:
+    feed = RecordingFeed(running(gpu()), LogLines(("中" * 60 + "尾",)))
+    async with opened(feed, size=SIZES[1]) as (app, pilot):
+        log = app.dashboard.log_panel
+        assert log.virtual_size.width == 122
+        assert "尾" not in screen_text(app)
+        log.scroll_to(x=999, animate=False, immediate=True, force=True)
+        await settle(pilot)
+        assert "中尾" in screen_text(app)
+        assert {cell_len(row) for row in screen_text(app).splitlines()} == {80}
