@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from textual import work
 from textual.content import Content
@@ -89,7 +90,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         surplus = len(self._rows) - LINES_KEPT
         if surplus > 0:
             del self._rows[:surplus]
-        self._widest = max(self._widest, len(unfinished), *(len(row) for row in rows))
+        self._widest = max(self._widest, cell_len(unfinished), *map(cell_len, rows))
         self.virtual_size = Size(self._widest, len(self._rows))
         if self.following:
             self._to_end()
