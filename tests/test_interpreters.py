@@ -318,7 +318,7 @@ def test_the_doctor_says_how_to_get_a_trainer(
         checks["trains with"]["found"]
         == f"no Python with torch was found: MEMTOP_PYTHON ({tmp_path}/env/bin/python): it has no torch"
     )
-    assert checks["trains with"]["advice"] == f"{installing.install_trainer()} (not needed for your own programs)"
+    assert checks["trains with"]["advice"] == f"{installing.install_extra('train')} (not needed for your own programs)"
 
 
 def test_without_pip_and_uv_the_command_brings_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_without_pip_and_uv_the_command_brings_pip(tmp_path: Path, monkeypatch: 
 
 
 def test_hints_name_where_this_copy_came_from(tmp_path: Path) -> None:
-    assert f"'{ROOT}[train]'" in installing.install_trainer()
+    assert f"'{ROOT}[train]'" in installing.install_extra("train")
     wheel = tmp_path / "memtop 0.1.whl"
     origin = {"url": wheel.as_uri(), "archive_info": {}}
     assert installing.place_of(origin) is None, "the wheel is gone"

@@ -25,8 +25,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from memtop.cli import http_server
-from memtop.cli.http_server import MOST_CONNECTIONS, HttpServer
-from memtop.cli.prometheus import Endpoint, is_loopback, parse_address
+from memtop.cli.http_server import MOST_CONNECTIONS, HttpServer, is_loopback, parse_address
+from memtop.cli.prometheus import Endpoint
 from memtop.cli.streams import CSV_COLUMNS, CSV_RUN_COLUMNS
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import (
@@ -412,9 +412,9 @@ def test_serving_on_another_host_prints_one_warning(two_gpus: Runs) -> None:
 
 
 def test_addresses() -> None:
-    assert parse_address("9400") == ("127.0.0.1", 9400)
-    assert parse_address("[::1]:9400") == ("::1", 9400)
+    assert parse_address("--prometheus", "9400") == ("127.0.0.1", 9400)
+    assert parse_address("--prometheus", "[::1]:9400") == ("::1", 9400)
     assert [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "10.0.0.1")] == [True] * 3 + [False] * 2
     for wrong in ("", "x", "1.2.3.4:", "0", "65536", "-1", "a:b", "٣"):
         with pytest.raises(UsageError, match="give \\[HOST:\\]PORT"):
-            parse_address(wrong)
+            parse_address("--prometheus", wrong)

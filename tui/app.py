@@ -42,6 +42,8 @@ from memtop.tui.store import Store
 SMALLEST = (60, 15)
 """Columns and rows below which nothing useful fits."""
 
+_OF_A_BROWSER = ("TEXTUAL_DRIVER", "TEXTUAL_COLOR_SYSTEM", "PYTHONIOENCODING", "COLUMNS", "ROWS")
+"""Variables that tell the process of a browser's tab how to draw. Runs must not inherit them."""
 _LOOK_SECONDS = 2.0
 """How often the dashboard checks that its terminal still exists."""
 _LEAVE_SECONDS = 5.0
@@ -127,6 +129,9 @@ class DashboardApp(App[DashboardResult]):
 
     def on_mount(self) -> None:
         self.title = "memtop"
+        if self.is_web:
+            for name in _OF_A_BROWSER:
+                os.environ.pop(name, None)
         if self._begins_with_runs and self._dashboard.runs_dir is not None:
             from memtop.tui.runs import RunsScreen
 
@@ -239,6 +244,11 @@ def run_dashboard(
         remember_theme=remember_theme,
     )
     result = app.run()
+    for thread in threading.enumerate():
+        # Textual's driver for browsers does not wait for its reader, which would take the first
+        # keys of a dashboard that follows.
+        if thread.name == "textual-input":
+            thread.join()
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"
         print(tr(words), file=sys.stderr)  # noqa: T201 - the words are fixed

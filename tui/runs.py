@@ -308,18 +308,24 @@ class RunsScreen(FullScreen):
     @work(group="runs-action")
     async def action_report(self) -> None:
         row = self.row
-        if row is not None and row.run is not None:
+        if row is not None and row.run is not None and not self._writes_nothing():
             await self._memtop(row, "report", row.folder.path, "--output", Path(f"{row.name}.html"))
 
     @work(group="runs-action")
     async def action_export(self) -> None:
         row = self.row
-        if row is None or row.run is None or self._refused(row):
+        if row is None or row.run is None or self._refused(row) or self._writes_nothing():
             return
         place = Path.cwd() / f"{row.name}-model"
         lines = [f"The model of {clean(row.name)} is written to", Verbatim(clean(str(place)))]
         if await self.app.push_screen_wait(ConfirmDialog("Export a model", lines, confirm="Export")):
             await self._memtop(row, "export", row.folder.path, place)
+
+    def _writes_nothing(self) -> bool:
+        """Say why no file is written; False if files may be written."""
+        if self.dashboard.only_shown:
+            self.say("read-only: a browser writes no files here", "bad")
+        return self.dashboard.only_shown
 
     async def _memtop(self, row: RunRow, *arguments: str | Path) -> None:
         """Run a command of memtop and show its last line."""

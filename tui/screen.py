@@ -64,6 +64,11 @@ class Dashboard(Screen[None]):
     runs_dir: Path | None = None
     """The folder of the runs; None in a replay."""
 
+    @property
+    def only_shown(self) -> bool:
+        """Shown in a browser that may not act: it also gets no secrets, and writes no files."""
+        return self.store.read_only and self.app.is_web
+
     @abstractmethod
     def leave(self) -> None:
         """Close the dashboard; a run goes on."""

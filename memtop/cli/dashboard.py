@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from memtop.supervisor.run.record.ownership import require_own, why_not_own
 
 if TYPE_CHECKING:
     from memtop.cli.prometheus import Endpoint
-    from memtop.tui.feed import Feed, Turn
+    from memtop.tui.feed import Feed, Sampling, Turn
     from memtop.tui.notices import TerminalNotices
 
 
@@ -35,6 +35,13 @@ class WatchOptions(NamedTuple):
     read_only: bool = False
     gpus: frozenset[int] | None = None
     """The indices of the GPUs to show; None: all."""
+    samples: Sampling | None = None
+    """Who samples this machine for a tab of `watch --serve`; None: this process does."""
+
+    def sampler(self, runs_dir: Path) -> Callable[[], Sampling]:
+        """Makes what samples this machine. The strays are those of the runs in this folder."""
+        shared = self.samples
+        return (lambda: Sampler(lambda: view.known_runs(runs_dir))) if shared is None else (lambda: shared)
 
 
 _DEFAULT_LOOK = WatchOptions()
@@ -61,9 +68,7 @@ def open_dashboard(
     from memtop.tui.feed import LocalFeed
     from memtop.tui.observed import AllPrograms, OneProgram
 
-    def sampler() -> Sampler:
-        return Sampler(lambda: view.known_runs(runs_dir))
-
+    sampler = look.sampler(runs_dir)
     turns, program = _turns(look, endpoint), None if pid is None else observer_of(pid)
     if program is not None:
         # memtop only reads a program that it did not start.
@@ -81,7 +86,7 @@ def open_runs() -> int:
     from memtop.tui.observed import AllPrograms
 
     runs_dir = default_runs_dir()
-    feed = LocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), _DEFAULT_LOOK.interval, beside=AllPrograms())
+    feed = LocalFeed(_DEFAULT_LOOK.sampler(runs_dir), _DEFAULT_LOOK.interval, beside=AllPrograms())
     return _show(feed, _DEFAULT_LOOK, runs_dir=runs_dir, begins_with_runs=True)
 
 
@@ -100,14 +105,11 @@ def open_run(
 def _feed_of(folder: RunFolder, look: WatchOptions, endpoint: Endpoint | None) -> Feed:
     from memtop.tui.run_feed import RunFeed
 
-    def sampler() -> Sampler:
-        return Sampler(lambda: view.known_runs(folder.path.parent))
-
     return RunFeed(
         folder.path,
         read_only=look.read_only,
         interval=look.interval,
-        sampler_factory=sampler,
+        sampler_factory=look.sampler(folder.path.parent),
         turns=_turns(look, endpoint),
     )
 
@@ -140,6 +142,8 @@ def tree_of(pid: int) -> list[TreeProcess]:
 
 def need_terminal() -> None:
     """UsageError if the dashboard cannot be drawn here."""
+    if os.environ.get("TEXTUAL_DRIVER"):
+        return  # it is not drawn on a terminal
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot")
     if os.environ.get("TERM") == "dumb":

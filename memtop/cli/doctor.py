@@ -16,7 +16,7 @@ import msgspec
 
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import why_closed, why_unusable
-from memtop.cli.installing import install_trainer
+from memtop.cli.installing import install_extra
 from memtop.cli.interpreters import command_for, search
 from memtop.cli.options import json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines
@@ -95,7 +95,7 @@ def _packages(result: Search) -> Iterator[CheckResult]:
     python = result.found
     if python is None:
         found = f"no Python with torch was found: {result.reasons()}"
-        yield CheckResult(check="trains with", ok=None, found=found, advice=f"{install_trainer()} ({_NOT_NEEDED})")
+        yield CheckResult(check="trains with", ok=None, found=found, advice=f"{install_extra('train')} ({_NOT_NEEDED})")
         return
     before = f"; not taken before it: {result.reasons()}" if result.refused else ""
     yield CheckResult(check="trains with", ok=True, found=f"{python.text()}{before}")

@@ -18,12 +18,36 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from memtop.supervisor.errors import UsageError
+
+LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 32
 LONGEST_SECONDS = 10.0
 CLOSING_SECONDS = 2.0
 """How long a new client waits until an ended connection is closed; then it is refused."""
 _SPARE_FILES = 16
 """Descriptors that stay free for the rest of memtop; of a very low limit a quarter."""
+
+
+def parse_address(option: str, text: str) -> tuple[str, int]:
+    """The `[HOST:]PORT` of an option; UsageError for anything else. IPv6 addresses in brackets."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or LOOPBACK
+    if not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+        raise UsageError(f"{option} {text!r}: give [HOST:]PORT, the port from 1 to 65535")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def cannot_listen(option: str, host: str, port: int, error: OSError) -> UsageError:
+    """What to say if a server cannot listen at the address of its option."""
+    if isinstance(error, socket.gaierror):
+        return UsageError(f"{option} {host}:{port}: no such host: {error.strerror}")
+    why = error.strerror if error.errno is None else os.strerror(error.errno)
+    return UsageError(f"{option} {host}:{port}: cannot listen there: {why}; give another port")
 
 
 class HttpServer(ThreadingMixIn, WSGIServer):

@@ -45,11 +45,12 @@ def place_of(origin: dict[str, str | dict[str, str]]) -> str | None:
     return path if Path(path).exists() else None
 
 
-def install_trainer() -> str:
-    """The command that installs the trainer's packages beside memtop."""
+def install_extra(extra: str) -> str:
+    """The command that installs further packages beside memtop: `train`, the trainer's; `serve`,
+    those of `watch --serve`."""
     found = source() or _UNKNOWN
     name, sign, url = found.partition(" @ ")
-    what = f"{name}[train]{sign}{url}" if sign else f"{found}[train]"
+    what = f"{name}[{extra}]{sign}{url}" if sign else f"{found}[{extra}]"
     return install(sys.executable, [what], has_pip=importlib.util.find_spec("pip") is not None)
 
 

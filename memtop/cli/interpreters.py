@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memtop.cli.configuration import configured
-from memtop.cli.installing import install, install_trainer
+from memtop.cli.installing import install, install_extra
 from memtop.cli.output import print_message
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
@@ -41,7 +41,7 @@ def python_for(who: str, given: str | None = None, option: str = "--python") -> 
             raise UsageError(f"{first.why} {first.path}: {proof.why_not()}; {_advice(first.path, proof)}")
         raise UsageError(
             f"{who} needs a Python with torch, and none was found: {result.reasons()}; "
-            f"name yours with --python PATH, or install it beside memtop: {install_trainer()}; {_OWN_PROGRAM}"
+            f"name yours with --python PATH, or install it beside memtop: {install_extra('train')}; {_OWN_PROGRAM}"
         )
     refuse_missing(found, NEEDED, who)
     return found
@@ -64,7 +64,7 @@ def refuse_missing(python: Interpreter, modules: Sequence[str], who: str) -> Non
 def command_for(python: Interpreter, packages: Sequence[str]) -> str:
     """The command that installs these packages of the trainer there."""
     if python.is_own:
-        return install_trainer()
+        return install_extra("train")
     return install(python.path, list(packages), has_pip="pip" in python.proof.packages)
 
 

@@ -5,7 +5,6 @@ Unknown values are absent. Names end in their unit; the client library appends `
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from memtop.cli.http_server import HttpServer
-from memtop.supervisor.errors import UsageError
+from memtop.cli.http_server import HttpServer, cannot_listen
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.processes.proc import readable
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
@@ -23,7 +21,6 @@ from memtop.supervisor.wire import RunState, StateUpdate
 if TYPE_CHECKING:
     from memtop.tui.feed import FeedMessage
 
-LOOPBACK = "127.0.0.1"
 _GPU = ("gpu", "uuid", "name")
 # Metric, field, description. Fields of `details` change slowly.
 _GPU_GAUGES = (
@@ -81,19 +78,6 @@ _RUN_GAUGES = (
 )
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """`[HOST:]PORT`; UsageError for anything else. IPv6 addresses in brackets."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    if not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
-        raise UsageError(f"--prometheus {text!r}: give [HOST:]PORT, the port from 1 to 65535")
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
-
-
 class Endpoint(Collector):
     """Serves /metrics in a thread until `close`. UsageError if it cannot listen at that address."""
 
@@ -107,10 +91,8 @@ class Endpoint(Collector):
         registry.register(self)
         try:
             self._server = HttpServer(host, port, make_wsgi_app(registry))
-        except socket.gaierror as error:
-            raise UsageError(f"--prometheus {host}:{port}: no such host: {error.strerror}") from None
         except OSError as error:
-            raise UsageError(f"--prometheus {host}:{port}: cannot listen there: {error.strerror}; give another port") from None
+            raise cannot_listen("--prometheus", host, port, error) from None
 
     def update(self, machine: MachineSnapshot | None, run: RunState | None) -> None:
         """Set what the next scrape returns; None keeps the previous value."""

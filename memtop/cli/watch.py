@@ -3,6 +3,7 @@ endpoint."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,14 @@ from memtop.cli import completion, dashboard
 from memtop.cli.common import Unreadable, find_run, run_line, state_of, summary
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import watched
+from memtop.cli.http_server import is_loopback, parse_address
+from memtop.cli.installing import install_extra
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.language import current
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
@@ -27,6 +31,7 @@ from memtop.supervisor.observed.shown import line_of, lines_of
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.runs import run_folders
 from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import RunState
@@ -50,6 +55,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     follow: bool
     count: int | None
     prometheus: str | None
+    serve: str | None
+    allow_actions: bool
     interval: float
     read_only: bool
 
@@ -61,6 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """UsageError for options that do not go together."""
         if not 0.2 <= self.interval <= 10:
             raise UsageError(f"--interval {self.interval}: give 0.2 to 10 seconds")
+        self._check_serving()
         if demo or replay:
             self._check_alone(demo=demo, replay=replay)
         if self.form == "json" and not (self.once or self.follow):
@@ -81,6 +89,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError("--pid and RUN: give one of them; the dashboard of a run follows its processes")
         if self.prometheus is not None and self.form == "csv" and not self.follow:
             raise UsageError("--prometheus with --csv: needs --follow too")
+
+    def _check_serving(self) -> None:
+        if self.serve is None:
+            if self.allow_actions:
+                raise UsageError("--allow-actions: goes with --serve")
+            return
+        if self.once or self.form or self.follow or self.prometheus is not None:
+            raise UsageError("--serve: cannot be combined with --once, --json, --csv, --follow or --prometheus")
+        if self.read_only and self.allow_actions:
+            raise UsageError("--read-only and --allow-actions: give one of them")
 
     def _check_alone(self, *, demo: bool, replay: bool) -> None:
         others = self.once or self.form or self.follow or self.prometheus is not None
@@ -108,6 +126,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--count", type=WHOLE, metavar="N", help="with --follow: exit after N samples")
 @click.option("--prometheus", metavar="[HOST:]PORT", help="serve metrics over HTTP at this address [host 127.0.0.1]")
 @click.option(
+    "--serve", metavar="[HOST:]PORT", help="show the dashboard in a browser, read-only, at this address [host 127.0.0.1]"
+)
+@click.option("--allow-actions", is_flag=True, help="with --serve: the browser may also act (restart, stop, kill, ...)")
+@click.option("--tab", type=int, hidden=True)
+@click.option(
     "--replay", is_flag=True, help="replay RUN from its ledger: space pauses, < > change the speed, arrows jump a minute"
 )
 @click.option("--interval", type=SECONDS, default=1.0, metavar="SECONDS", help="time between two samples, 0.2 to 10 [1]")
@@ -124,6 +147,9 @@ def watch(
     follow: bool,
     count: int | None,
     prometheus: str | None,
+    serve: str | None,
+    allow_actions: bool,
+    tab: int | None,
     replay: bool,
     interval: float,
     read_only: bool,
@@ -144,37 +170,74 @@ def watch(
         follow=follow,
         count=count,
         prometheus=prometheus,
+        serve=serve,
+        allow_actions=allow_actions,
         interval=interval,
         read_only=read_only,
     )
     if as_json and as_csv:
         raise UsageError("--json and --csv: give one of them")
     options.check(demo=demo, replay=replay)
+    if serve is not None:
+        return _serve(options, ["--demo"] if demo else ["--replay"] if replay else [])
     if replay:
         return dashboard.open_replay(options.runs_dir, str(run_name), interval)
     if demo:
         return dashboard.open_demo(interval)
-    return print_once(options) if once else _show_or_stream(options)
+    return print_once(options) if once else _show_or_stream(options, tab)
 
 
-def _show_or_stream(options: Options) -> int:
+def _serve(options: Options, play: list[str]) -> int:
+    """Serve the dashboard to browsers. `play`: --demo or --replay."""
+    if importlib.util.find_spec("textual_serve") is None:
+        raise MemtopError(f"--serve: needs the package textual-serve; install it with: {install_extra('serve')}")
+    from memtop.cli.serve.server import serve
+
+    host, port = parse_address("--serve", str(options.serve))
+    # Wrong words are said here, and not in each tab.
+    folder = None if options.run_name is None else find_run(options.run_name, options.runs_dir)
+    gpus = watched(options.gpus)
+    if options.pid is not None:
+        dashboard.tree_of(options.pid)
+    if folder is not None and options.allow_actions:
+        require_own(folder.path)
+    runs_dir = options.runs_dir if folder is None else folder.path.parent
+    arguments = ["--lang", current(), *play, "--runs-dir", str(options.runs_dir), "--interval", str(options.interval)]
+    arguments += [] if options.allow_actions else ["--read-only"]
+    arguments += [] if gpus is None else ["--gpus", ",".join(map(str, sorted(gpus)))]
+    arguments += [] if options.pid is None else ["--pid", str(options.pid)]
+    arguments += [] if options.run_name is None else ["--", options.run_name]
+    return serve(
+        host, port, arguments, lambda: Sampler(lambda: view.known_runs(runs_dir)), options.interval, acts=options.allow_actions
+    )
+
+
+def _show_or_stream(options: Options, tab: int | None) -> int:
     """The dashboard or a stream, with the Prometheus endpoint if one was requested."""
     # Look for the run before a port is opened or a line is written.
     folder = None if options.run_name is None else find_run(options.run_name, options.runs_dir)
     if not options.streams:
         dashboard.need_terminal()
-    look = dashboard.WatchOptions(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
+    look = dashboard.WatchOptions(options.interval, read_only=options.read_only)
+    if tab is None:
+        look = look._replace(gpus=watched(options.gpus))
+    else:
+        from memtop.cli.serve.sampling import TabSampler
+
+        # The server has checked and numbered them.
+        chosen = None if options.gpus is None else frozenset(map(int, options.gpus.split(",")))
+        look = look._replace(gpus=chosen, samples=TabSampler(tab))
     if not options.streams:
         return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid)
     count = options.count if options.follow or options.form is None else 1
     if options.prometheus is None:
         return stream(options.runs_dir, folder, look, form=options.form, count=count)
-    from memtop.cli.prometheus import Endpoint, is_loopback, parse_address
+    from memtop.cli.prometheus import Endpoint
 
     screen = options.form is None and sys.stdin.isatty() and sys.stdout.isatty()
     if options.pid is not None and not screen:
         raise UsageError("--pid: goes with --once or the dashboard, which needs a terminal")
-    host, port = parse_address(options.prometheus)
+    host, port = parse_address("--prometheus", options.prometheus)
     endpoint = Endpoint(host, port)
     if not is_loopback(host):
         warning = f"anyone who can reach {host} can read the names of commands and users"

@@ -66,8 +66,14 @@ def language_of(environment: Mapping[str, str]) -> str:
 
 def use(language: str) -> None:
     """Show texts in this language from now on: one of LANGUAGES."""
-    global _catalogue
+    global _catalogue, _current
+    _current = language
     _catalogue = None if language == "en" else Catalogue(read_catalogue(language))
+
+
+def current() -> str:
+    """The language in which texts are shown: one of LANGUAGES."""
+    return _current
 
 
 def in_use() -> bool:
@@ -219,3 +225,4 @@ def _key_word(english: str) -> str:
 
 
 _catalogue: Catalogue | None = None
+_current = "en"

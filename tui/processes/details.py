@@ -203,6 +203,9 @@ def is_secret(name: str, value: str = "") -> bool:
 
 async def show_environment(dashboard: Dashboard, process: GpuProcess, say: Callable[[str, str], None]) -> None:
     """Read a process's environment and show it, or show why it cannot be read."""
+    if dashboard.only_shown:
+        say("read-only: the environment may contain secrets, so it is not shown in a browser", "bad")
+        return
     try:
         variables = await dashboard.process_actions.environment_of(process)
     except RefusedError as refusal:
