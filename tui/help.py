@@ -15,6 +15,7 @@ from textual.widgets import Button, Static
 
 from memtop.supervisor.language import tr
 from memtop.tui.keymap import ACTIONS, offered
+from memtop.tui.line import cell
 from memtop.tui.screen import Dialog, prose
 from memtop.tui.store import Store
 
@@ -26,15 +27,27 @@ _GROUPS = (
     ("view", "Looking around"),
     ("replay", "The replay"),
 )
-_MARKS = """\
-Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries
-         ░ others and driver   · page cache, freed when needed
-         ┆ highest so far   ┊┊ 85 % and 90 %
-         ╍╍▴ and ~ predicted, never measured
-Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
-Curves   ┄ 85 % and 90 %   ┊ an attempt begins;  – and ? stand for what is not known
-Events   ✗ failed   ✓ survived   ↻ remedy   ▸ settings   ◌ trial   ^ grows   ! warning
-Lists    ✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not"""
+_MARKS: dict[str, tuple[str, ...]] = {
+    "Bars": (
+        "█ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries",
+        "░ others and driver   · page cache, freed when needed",
+        "┆ highest so far   ┊┊ 85 % and 90 %",
+        "╍╍▴ and ~ predicted, never measured",
+    ),
+    "Bands": ("· safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %",),
+    "Curves": ("┄ 85 % and 90 %   ┊ an attempt begins;  – and ? stand for what is not known",),
+    "Events": ("✗ failed   ✓ survived   ↻ remedy   ▸ settings   ◌ trial   ^ grows   ! warning",),
+    "Lists": ("✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not",),
+}
+"""What stands for what, by where it is seen; a line each."""
+_MARK_LABEL = 9
+"""Cells of the labels of the marks."""
+
+
+def marks() -> str:
+    """The marks and their meaning in the reader's language."""
+    rows = ((title if number == 0 else "", row) for title, lines in _MARKS.items() for number, row in enumerate(lines))
+    return "\n".join(f"{cell(title, _MARK_LABEL)}{tr(row)}" for title, row in rows)
 
 
 def help_page(store: Store) -> Group:
@@ -54,7 +67,7 @@ def help_page(store: Store) -> Group:
         parts += [Text(tr(title), "bold underline"), table, Text()]
     if store.read_only:
         parts += [Text(tr("Read-only: nothing can be changed from here."), "bold"), Text()]
-    return Group(*parts, Text(tr(_MARKS)))
+    return Group(*parts, Text(marks()))
 
 
 class HelpDialog(Dialog[None]):

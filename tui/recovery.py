@@ -285,6 +285,9 @@ def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
 def evidence_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
     """The strongest evidence, quoted."""
     strongest = diagnosis.evidence[0] if diagnosis.evidence else ""
+    if diagnosis.source == "kernel":
+        # memtop's words for the kernel's counters; all else is a quote.
+        strongest = tr(strongest)
     parts = wrap(Verbatim(strongest), max(10, width - 2), MUTED)
     if width < _NARROW_BELOW:
         # The remedies need the room.

@@ -186,6 +186,8 @@ def test_jobs_commands_to_type_and_quoted_lines_stay_as_they_are() -> None:
     assert plain(_to_type(((None, "training"),), 0, 60)) == "输入： training"
     quoted = msgspec.structs.replace(PROPOSAL.diagnosis, evidence=("training: failed",))
     assert text_of(evidence_lines(quoted, 100)) == "│ training: failed"
+    counted = msgspec.structs.replace(quoted, source="kernel", evidence=("training; failed",))
+    assert text_of(evidence_lines(counted, 100)) == "│ 训练中；已失败"
 
 
 # --- widths ---------------------------------------------------------------------------------------
