@@ -28,7 +28,7 @@ CONTRACT = {
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),
-        *("--gpus", "--interval", "--read-only", "--demo", "--runs-dir"),
+        *("--gpus", "--interval", "--read-only", "--demo", "--runs-dir", "--serve", "--allow-actions"),
     },
     "adopt": {
         *("pid", "--yes", "--from-zero", "--wait", "--name", "--headless", "--detach", "--on-oom", "--runs-dir"),

@@ -142,7 +142,7 @@ def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM. The exit status is 130 after SIGINT, otherwise 0.
 
-    `arguments`: of `memtop watch` in each tab. `acts`: the browser may act, which is only said here.
+    `arguments`: of `memtop watch` in each tab. `acts`: the browser may act; here it is only said.
     UsageError if it cannot listen at that address.
     """
     return asyncio.run(_serve(host, port, arguments, SharedSampler(make_sampler, interval), acts=acts))
