@@ -33,6 +33,7 @@ CONTRACT = {
     "free": {"run_name", "--runs-dir"},
     "checkpoint": {"run_name", "--runs-dir"},
     "stop": {"run_name", "--runs-dir"},
+    "next": {"run_name", "--runs-dir"},
     "report": {"run_name", "--output", "--markdown", "--runs-dir"},
     "restart": {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),

@@ -57,10 +57,14 @@ def open_dashboard(
     need_terminal()
     from memtop.supervisor.observed.observer import observer_of
     from memtop.supervisor.observed.shown import NOTE
+    from memtop.supervisor.run.queue import revive_queued
     from memtop.tui.feed import LocalFeed
     from memtop.tui.observed import AllPrograms, OneProgram
 
     def sampler() -> Sampler:
+        # In a thread, after the first frame.
+        if not look.read_only:
+            revive_queued(runs_dir)
         return Sampler(lambda: view.known_runs(runs_dir))
 
     turns, program = _turns(look, endpoint), None if pid is None else observer_of(pid)
