@@ -37,6 +37,7 @@ CONTRACT = {
     "free": {"run_name", "--runs-dir"},
     "checkpoint": {"run_name", "--runs-dir"},
     "stop": {"run_name", "--runs-dir"},
+    "next": {"run_name", "--runs-dir"},
     "report": {"run_name", "--output", "--markdown", "--runs-dir"},
     "restart": {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
@@ -62,7 +63,7 @@ def test_the_command_line_is_the_documented_one() -> None:
         name: {
             option.name if option.param_type_name == "argument" else option.opts[0]
             for option in command(name).params
-            if option.name != "help"
+            if option.name != "help" and not getattr(option, "hidden", False)
         }
         for name in app.list_commands(click.Context(app))
     }

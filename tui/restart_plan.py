@@ -63,10 +63,16 @@ def _wrong(field: str, problem: str) -> RestartPlan:
     return RestartPlan(None, None, problem, field, ())
 
 
-def _consequences(before: Settings, after: Settings) -> tuple[str, ...]:
+def data_consequences(before: Settings, after: Settings) -> tuple[str, ...]:
+    """What an edit does to the samples of an update and to their length, in lines."""
     lines = [describe_split(before, after)]
     if after.seq_len != before.seq_len:
         lines.append(f"seq_len {before.seq_len} -> {after.seq_len}: a changed seq_len changes the data")
+    return tuple(lines)
+
+
+def _consequences(before: Settings, after: Settings) -> tuple[str, ...]:
+    lines = [*data_consequences(before, after)]
     if after.gradient_checkpointing != before.gradient_checkpointing:
         word = "on" if after.gradient_checkpointing else "off"
         lines.append(f"gradient checkpointing {word}: {'less memory, slower' if word == 'on' else 'more memory, faster'}")

@@ -1,9 +1,10 @@
 """The screen with all runs: of the folder, and all that live on the machine; to sort, filter, open,
-resume, compare and report."""
+resume, compare, report, export and queue."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -20,13 +21,16 @@ from memtop.supervisor import units, wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
+from memtop.supervisor.run.queue import REVIVE_SECONDS, begin_next, revive_queued, spec_like
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders
+from memtop.supervisor.run.starting import free_name, start_run
 from memtop.supervisor.wire import Change, Phase
 from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fact, fit, join, join_fitting, line
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
+from memtop.tui.queue import QueueDialog
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine
 from memtop.tui.store import Store
 
@@ -51,7 +55,9 @@ class RunsScreen(FullScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,a", "close", "Back", show=False),
         Binding("enter", "open", "Open", key_display="Enter", tooltip="Show this run; a run that is over shows how it ended"),
-        Binding("r", "resume", "Resume…", tooltip="Go on with a run that is over, from its saved state; asks first"),
+        Binding("r", "resume", "Resume…", tooltip="Go on with a run that is over, or begin one that waits; asks first"),
+        Binding("u", "queue", "Queue…", tooltip="A new run like this one, after a run or when the GPUs are free"),
+        Binding("n", "next", "Next", tooltip="The waiting run begins before the other waiting runs"),
         Binding("space", "tick", "Tick", key_display="space", tooltip="Choose a run to compare"),
         Binding("v", "compare", "Compare", tooltip="Lay the curves of the ticked runs over each other"),
         Binding("w", "report", "Report", tooltip="Write the run as one HTML page into the present folder"),
@@ -86,10 +92,20 @@ class RunsScreen(FullScreen):
     def on_mount(self) -> None:
         self.query_one("#runs-input").display = False
         self.set_interval(_READ_SECONDS, self._read)
+        self.set_interval(REVIVE_SECONDS, self._revive)
+        self._revive()
         self._read()
         self.show_panels(self.dashboard.store)
 
     # --- what there is ----------------------------------------------------------------------------
+
+    @work(group="runs-revive")
+    async def _revive(self) -> None:
+        """Runs that wait begin although all supervisors were killed."""
+        if self.dashboard.store.read_only:
+            return
+        if await asyncio.to_thread(revive_queued, self._runs_dir):
+            self._read()
 
     @work(group="runs")
     async def _read(self) -> None:
@@ -261,6 +277,16 @@ class RunsScreen(FullScreen):
             self.say(why, "bad")
         return why is not None
 
+    def _changeable(self) -> RunRow | None:
+        """The row under the cursor if its run may be changed from here; otherwise say why not."""
+        row = self.row
+        if row is None or row.run is None or self._refused(row):
+            return None
+        if self.dashboard.store.read_only:
+            self.say("read-only: nothing can be changed from here", "bad")
+            return None
+        return row
+
     def action_tick(self) -> None:
         row = self.row
         if row is not None:
@@ -280,21 +306,26 @@ class RunsScreen(FullScreen):
 
     @work(group="runs-action")
     async def action_resume(self) -> None:
-        row = self.row
-        if row is None or row.run is None or self._refused(row):
+        row = self._changeable()
+        if row is None or row.run is None:
             return
-        if self.dashboard.store.read_only:
-            self.say("read-only: nothing can be changed from here", "bad")
-            return
-        if row.run.alive or not row.run.state.final:
+        waits = row.run.state is Phase.QUEUED
+        if row.run.alive or not (row.run.state.final or waits):
             self.say(f"{row.name} is {row.run.state.value}: there is nothing to resume", "bad")
             return
         saved = row.run.checkpoint if row.run.resumes else None
         where = "from the beginning" if saved is None else f"from update {units.count(saved.updates)}"
         lines = [f"{clean(row.name)} goes on {where}, with its last settings."]
-        if not await self.app.push_screen_wait(ConfirmDialog("Resume a run", lines, confirm="Resume")):
+        title, word = ("Begin a waiting run", "Begin now") if waits else ("Resume a run", "Resume")
+        if waits:
+            lines = [f"{clean(row.name)} waits no longer and begins at once, whatever else runs."]
+        if not await self.app.push_screen_wait(ConfirmDialog(title, lines, confirm=word)):
             return
-        await self._resume(row)
+        if waits:
+            await self._memtop(row, "restart", row.folder.path, "--detach")
+            self._read()
+        else:
+            await self._resume(row)
 
     async def _resume(self, row: RunRow) -> None:
         from memtop.tui.run_feed import resume
@@ -304,6 +335,38 @@ class RunsScreen(FullScreen):
             self.say(f"{row.name}: {answer.message}", kinds.get(answer.outcome, "bad"))
         self._rows.pop(row.folder.path, None)
         self._read()
+
+    @work(group="runs-action")
+    async def action_queue(self) -> None:
+        row = self._changeable()
+        if row is None or row.run is None:
+            return
+        living = [one.run for one in self.rows if one.run is not None and not one.run.state.final]
+        # A run that goes on is the one to wait for; then the newest.
+        living.sort(key=lambda run: (run.folder != str(row.folder.path), -run.created))
+        runs_dir = row.folder.path.parent
+        name = await asyncio.to_thread(free_name, runs_dir, re.sub(r"-\d+$", "", row.name))
+        wanted = await self.app.push_screen_wait(QueueDialog(row.run, name, living))
+        if wanted is None:
+            return
+        try:
+            spec = spec_like(row.folder, wanted.name, wanted.settings, wanted.after)
+            await asyncio.to_thread(start_run, runs_dir, spec)
+        except MemtopError as error:
+            self.say(f"{wanted.name}: {error}", "bad")
+            return
+        self.say(f"{wanted.name}: it waits; memtop stop {wanted.name} takes it back", "good")
+        self._read()
+
+    @work(group="runs-action")
+    async def action_next(self) -> None:
+        row = self._changeable()
+        if row is None:
+            return
+        try:
+            self.say(await asyncio.to_thread(begin_next, row.folder), "good")
+        except MemtopError as error:
+            self.say(str(error), "bad")
 
     @work(group="runs-action")
     async def action_report(self) -> None:

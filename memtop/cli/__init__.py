@@ -25,6 +25,7 @@ COMMAND_GROUPS = {
         "train": "Train a recipe or your own program and open the dashboard.",
         "checkpoint": "Save the training state after the current update.",
         "free": "Free the cached memory of the training processes.",
+        "next": "Let a waiting run begin before the other waiting runs.",
         "stop": "Stop a run after the current update and save its state.",
         "export": "Write the trained model in Hugging Face's format.",
         "sample": "Print what the model of a run writes after a prompt.",
@@ -62,9 +63,11 @@ EXAMPLES = {
 _MODULES = {
     "show": "runs",
     "sample": "export",
-    **dict.fromkeys(("checkpoint", "free", "restart", "rollback", "stop"), "requests"),
+    **dict.fromkeys(("checkpoint", "free", "next", "restart", "rollback", "stop"), "requests"),
 }
 """The module of a command, if it does not have the command's name."""
+_FUNCTIONS = {"next": "next_"}
+"""The function of a command, if it does not have the command's name."""
 
 
 class LazyGroup(click.Group):
@@ -79,7 +82,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"memtop.cli.{_MODULES.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
         command.context_class = HelpContext
         return command
 

@@ -70,7 +70,8 @@ def adopt(
     profile says, and waits until all processes have ended. It never sends SIGKILL.
     """
     from memtop.cli.foreground import stay
-    from memtop.cli.train import free_name, step_pattern
+    from memtop.cli.train import step_pattern
+    from memtop.supervisor.run.starting import free_name
 
     begun = time.time()
     refuse_both(headless, detach)

@@ -65,10 +65,18 @@ def open_dashboard(
     need_terminal()
     from memtop.supervisor.observed.observer import observer_of
     from memtop.supervisor.observed.shown import NOTE
+    from memtop.supervisor.run.queue import revive_queued
     from memtop.tui.feed import LocalFeed
     from memtop.tui.observed import AllPrograms, OneProgram
 
-    sampler = look.sampler(runs_dir)
+    sample = look.sampler(runs_dir)
+
+    def sampler() -> Sampling:
+        # In a thread, after the first frame.
+        if not look.read_only:
+            revive_queued(runs_dir)
+        return sample()
+
     turns, program = _turns(look, endpoint), None if pid is None else observer_of(pid)
     if program is not None:
         # memtop only reads a program that it did not start.

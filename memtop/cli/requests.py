@@ -1,4 +1,5 @@
-"""Requests to a run's supervisor: `memtop free`, `checkpoint`, `stop`, `restart`, `rollback`."""
+"""Requests to a run's supervisor: `memtop free`, `checkpoint`, `stop`, `restart`, `rollback`; and
+the order of the runs that wait: `memtop next`."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import POSITION, consequences
+from memtop.supervisor.run.queue import begin_next
 from memtop.supervisor.run.record import grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
@@ -69,6 +71,18 @@ def stop(run_name: str, runs_dir: Path | None) -> int:
     Your own program, and one that does not react, gets SIGINT, SIGTERM and finally SIGKILL.
     """
     return ask(find_run(run_name, runs_dir), lambda number: Stop(id=number))
+
+
+@click.command("next", epilog=RUN_HELP)
+@run_argument
+@runs_dir_option
+def next_(run_name: str, runs_dir: Path | None) -> int:
+    """Let a waiting run begin before the other waiting runs.
+
+    `memtop restart RUN` begins it at once, whatever else runs.
+    """
+    print_lines(begin_next(find_run(run_name, runs_dir)))
+    return 0
 
 
 def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:

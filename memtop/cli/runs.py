@@ -21,6 +21,7 @@ from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.program import known
 from memtop.supervisor.run import view
+from memtop.supervisor.run.queue import revive_queued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
 from memtop.supervisor.run.runs import RunRow, row_of, run_folders, table
@@ -31,8 +32,13 @@ from memtop.supervisor.wire import Phase, RunState
 @json_option
 @runs_dir_option
 def runs(as_json: bool, runs_dir: Path | None) -> int:
-    """List the runs, the newest last."""
+    """List the runs, the newest last.
+
+    A run that waits gets a new supervisor if its own is gone.
+    """
     where = runs_dir or default_runs_dir()
+    for name in revive_queued(where):
+        print_message(f"memtop: {name} had lost its supervisor; a new one has started, and the run waits again")
     rows = [row_of(folder) for folder in run_folders(where)]
     if as_json:
         print_json([_document_of(row) for row in rows])

@@ -50,7 +50,7 @@ from memtop.supervisor.profile.detection import Proposal, propose
 from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.output.lines import PATTERN_GROUPS
-from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunSpec, create_run
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec
 from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.wire import Change
 
@@ -141,6 +141,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
+    from memtop.supervisor.run.starting import free_name
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -239,17 +240,12 @@ def _on_oom(given: str | None, *, program: bool) -> str:
 
 def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     """Create the run and start its supervisor."""
-    from memtop.supervisor.run.processes.members import refuse_used_path
-    from memtop.supervisor.run.starting import start_supervisor
+    from memtop.supervisor.run.starting import start_run
 
     path = where / spec.name
     if fresh and path.is_dir():
         _free_name_of(RunFolder(path))
-    if fresh or not os.path.lexists(path):
-        refuse_used_path(path)
-    folder = create_run(where, spec, fresh=fresh)
-    start_supervisor(folder)
-    return folder
+    return start_run(where, spec, fresh=fresh)
 
 
 def _free_name_of(run: RunFolder) -> None:
@@ -405,18 +401,3 @@ def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) ->
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} {value}: memtop does not set the options of your own program; pass them after `--`")
-
-
-def free_name(runs_dir: Path, stem: str) -> str:
-    """A name that no run has, and no program uses: `first-run`, `first-run-2`, ..."""
-    from memtop.supervisor.run.processes.members import programs_at
-
-    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
-    number, name = 1, stem
-    try:
-        while name == LATEST or os.path.lexists(runs_dir / name) or programs_at(runs_dir / name):
-            number += 1
-            name = f"{stem}-{number}"
-    except OSError as error:
-        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
-    return name

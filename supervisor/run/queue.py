@@ -7,16 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+from msgspec.structs import replace
+
+from memtop import __version__
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.errors import MemtopError, RefusedError
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.run import starting, view
 from memtop.supervisor.run.events import Queue
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
+from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.wire import Phase, RunState
 
 _LOOK_SECONDS = 2.0
-_REVIVE_SECONDS = 60.0
+REVIVE_SECONDS = 60.0
+"""Between two looks for waiting runs whose supervisor is gone."""
+_PLACE_FILE = "queue.json"
 _SMALL_BYTES = 300 << 20
 """A process with less on a GPU does not train there: a desktop, an idle notebook's context."""
 
@@ -42,9 +50,9 @@ class QueueWatch:
         return Queue(waits_for=found)
 
     def _ahead(self) -> str | None:
-        if time.monotonic() - self._revived > _REVIVE_SECONDS:
+        if time.monotonic() - self._revived > REVIVE_SECONDS:
             self._revived = time.monotonic()
-            revive_queued(self._folder)
+            revive_queued(self._folder.path.parent)
         return ahead(self._folder, self._spec, self._machine())
 
 
@@ -66,9 +74,39 @@ def ahead(folder: RunFolder, spec: RunSpec, machine: MachineSnapshot | None) -> 
             continue
         if state.state is not Phase.QUEUED:
             return f"waits for {other.name} to end ({state.state.value})"
-        if (theirs.created, other.name) < (spec.created, folder.name):
+        if (_place(other, theirs), other.name) < (_place(folder, spec), folder.name):
             return f"waits behind {other.name}"
     return next((f"waits for GPU {gpu.index}: {why}" for gpu in mine if (why := _taken(gpu)) is not None), None)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """`queue.json`: where a person has put a waiting run."""
+
+    place: float
+    """Seconds since the epoch, as if the run had been created then: the smallest is the next."""
+
+
+def _place(folder: RunFolder, spec: RunSpec) -> float:
+    put = read_derived(folder.path / _PLACE_FILE, _Place)
+    return spec.created if put is None else put.place
+
+
+def begin_next(folder: RunFolder) -> str:
+    """Put a waiting run before all other waiting runs of its folder. Returns what it means.
+
+    RefusedError if it does not wait for free GPUs.
+    """
+    require_own(folder.path)
+    state, spec = view.read_state(folder), folder.spec()
+    if state.state is not Phase.QUEUED:
+        raise RefusedError(f"run {folder.name!r} does not wait: it is {state.state.value}")
+    if not spec.queue:
+        raise RefusedError(
+            f"run {folder.name!r} waits for one run, not for its turn: memtop restart {folder.name} begins it at once"
+        )
+    waiting = [_place(other, theirs) for other, theirs, found in _others(folder) if found.state is Phase.QUEUED]
+    write_json(folder.path / _PLACE_FILE, _Place(min([_place(folder, spec), *(place - 1 for place in waiting)])))
+    return f"{folder.name} is the next of the waiting runs"
 
 
 def _others(folder: RunFolder) -> Iterator[tuple[RunFolder, RunSpec, RunState]]:
@@ -117,14 +155,41 @@ def _taken(gpu: GpuSample) -> str | None:
     return f"{row.name or row.command or 'a process'} (pid {row.pid}) uses {units.size(row.used_bytes)}"
 
 
-def revive_queued(folder: RunFolder) -> None:
-    """Give each waiting run of the same folder a new supervisor if its own is gone."""
-    for known in view.known_runs(folder.path.parent):
-        other = RunFolder(Path(known.folder))
-        if known.alive or known.attempt or other.path == folder.path:
+def revive_queued(runs_dir: Path) -> list[str]:
+    """Give each waiting run of this folder a new supervisor if its own is gone.
+
+    Returns the names of these runs.
+    """
+    revived = []
+    for known in view.known_runs(runs_dir):
+        if known.alive or known.attempt:
             continue
         try:
-            starting.revive(other.path)
+            if starting.revive(Path(known.folder)):
+                revived.append(known.name)
         except (MemtopError, OSError):
-            # Another user's, or it cannot be started now: whoever opens it sees why.
+            # It cannot be started now: its reason says that it has no supervisor, and whoever opens
+            # it sees why.
             continue
+    return revived
+
+
+def spec_like(folder: RunFolder, name: str, settings: Settings | None, after: Path | None) -> RunSpec:
+    """A new run with the same recipe or command that waits for the run in `after`, or for free GPUs
+    if that is None.
+
+    `settings` are those of a recipe. The command for the very end stays with the old run: it would
+    run before the new one.
+    """
+    return replace(
+        folder.spec(),
+        name=name,
+        created=time.time(),
+        settings=settings,
+        choice=None,
+        grip=None,
+        after=None if after is None else str(after),
+        queue=after is None,
+        then=None,
+        memtop_version=__version__,
+    )

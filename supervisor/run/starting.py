@@ -18,7 +18,8 @@ import msgspec
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
 from memtop.supervisor.run.processes.environment import outside_any_run
-from memtop.supervisor.run.record.folder import RunFolder, RunLock
+from memtop.supervisor.run.processes.members import programs_at, refuse_used_path
+from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of
 from memtop.supervisor.run.view import needs_supervisor
@@ -75,6 +76,16 @@ def start_supervisor(folder: RunFolder, change: Change | None = None, *, environ
             asked = time.monotonic() + _STATE_SECONDS
         time.sleep(0.02)
     raise RunFolderError(f"the supervisor did not start within {_START_SECONDS:.0f} s: see {folder.supervisor_log}")
+
+
+def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False) -> RunFolder:
+    """Create a run and start its supervisor. `fresh` moves an ended run with that name aside."""
+    path = runs_dir / spec.name
+    if fresh or not os.path.lexists(path):
+        refuse_used_path(path)
+    folder = create_run(runs_dir, spec, fresh=fresh)
+    start_supervisor(folder)
+    return folder
 
 
 def revive(path: Path) -> bool:
@@ -139,3 +150,16 @@ def let_leave(folder: RunFolder) -> None:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while RunLock(folder).is_held() and time.monotonic() < deadline:
             time.sleep(0.01)
+
+
+def free_name(runs_dir: Path, stem: str) -> str:
+    """A name that no run has, and no program uses: `first-run`, `first-run-2`, ..."""
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
+    number, name = 1, stem
+    try:
+        while name == LATEST or os.path.lexists(runs_dir / name) or programs_at(runs_dir / name):
+            number += 1
+            name = f"{stem}-{number}"
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
+    return name

@@ -141,7 +141,7 @@ class Supervisor:
             await self._loop()
             if self._report is not None:
                 await self._report
-            await asyncio.to_thread(revive_queued, self.folder)
+            await asyncio.to_thread(revive_queued, self.folder.path.parent)
         finally:
             self._sensors.machine_watch.stop()
             self._performer.save_state(self.model)

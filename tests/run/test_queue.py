@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from memtop.supervisor.run.afterwards import Afterwards
 from memtop.supervisor.run.effects import GiveUp, Launch
 from memtop.supervisor.run.events import CommandEnded, LaunchRefused, Queue, SupervisorStarted
 from memtop.supervisor.run.model import Model
-from memtop.supervisor.run.queue import ahead
+from memtop.supervisor.run.queue import ahead, begin_next, spec_like
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, create_run, write_json
 from memtop.supervisor.run.view import needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Outcome, Phase, RunState
@@ -148,6 +149,35 @@ def test_the_queue_is_in_the_order_of_creation(tmp_path: Path) -> None:
     assert ahead(first, first.spec(), MACHINE) is None
 
 
+def test_a_waiting_run_is_put_before_all_others(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path, name, Phase.QUEUED, lives=True, created=n) for n, name in enumerate("xyz")]
+    _, y, z = runs
+    assert begin_next(z) == "z is the next of the waiting runs"
+    assert [ahead(one, one.spec(), MACHINE) for one in runs] == ["waits behind z", "waits behind x", None]
+    begin_next(y)
+    begin_next(y)
+    assert [ahead(one, one.spec(), MACHINE) for one in runs] == ["waits behind y", None, "waits behind y"]
+
+
+def test_only_a_run_that_waits_for_its_turn_can_be_the_next(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="does not wait: it is training"):
+        begin_next(run_in(tmp_path, "a", Phase.TRAINING, lives=True))
+    other = run_in(tmp_path, "b", Phase.QUEUED, lives=True)
+    write_json(other.spec_path, replace(other.spec(), queue=False, after="/a"))
+    with pytest.raises(RefusedError, match="waits for one run, not for its turn: memtop restart b begins it"):
+        begin_next(other)
+
+
+def test_a_run_like_another_takes_its_work_and_not_its_history(tmp_path: Path) -> None:
+    own = spec("a")
+    old = create_run(tmp_path, replace(own, then="poweroff", choice="the free GPU", after="/x", on_oom="ask"), fresh=False)
+    like = spec_like(old, "b", own.settings, None)
+    assert (like.name, like.queue, like.after, like.then, like.choice, like.on_oom) == ("b", True, None, None, None, "ask")
+    like = spec_like(old, "b", own.settings, tmp_path / "a")
+    assert (like.queue, like.after, like.cwd) == (False, str(tmp_path / "a"), own.cwd)
+    assert create_run(tmp_path, like, fresh=False).id != old.id
+
+
 def test_on_the_cpu_every_living_run_is_waited_for(tmp_path: Path) -> None:
     run_in(tmp_path, "b", Phase.TRAINING, lives=True)
     run_in(tmp_path, "over", Phase.FINISHED, lives=True)
@@ -258,6 +288,24 @@ def test_the_next_run_begins_after_one_that_failed_whoever_was_killed(runs: Runs
     while not (folder.path / "then.log").exists() or "then" not in trace.read_text():
         time.sleep(0.1)
     assert trace.read_text() == "first\nsecond\nthen\n"
+
+
+def test_the_list_of_runs_brings_a_waiting_run_back(runs: Runs) -> None:
+    """Its supervisor is killed, and no other lives that would notice it."""
+    runs.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
+    runs.memtop("train", "--name", "second", "--detach", "--queue", "--", "sh", "-c", "echo ran > ran")
+    waits = runs.wait("second", lambda d: d["state"] == "queued" and "waits for first" in d["reason"])
+    first = runs.wait("first", lambda d: d["trainer_pid"] is not None)
+    for pid in (waits["supervisor_pid"], first["supervisor_pid"], first["trainer_pid"]):
+        os.kill(pid, signal.SIGKILL)
+    runs.wait("first", lambda d: not d["alive"] and d["supervisor_pid"] is None)
+    assert "memtop watch second starts a new one" in runs.memtop("show", "second").stdout
+    listed = runs.memtop("runs")
+    assert "memtop: second had lost its supervisor; a new one has started" in listed.stderr
+    assert "first had lost" not in listed.stderr
+    runs.wait("second", lambda d: d["state"] == "finished")
+    assert (runs.root / "ran").read_text() == "ran\n"
+    assert runs.memtop("runs").stderr == "", "there is nothing to bring back any more"
 
 
 def test_a_waiting_run_is_stopped(runs: Runs) -> None:

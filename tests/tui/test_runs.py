@@ -27,6 +27,7 @@ from memtop.tui import runs as runs_screen
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.metrics.screen import MetricsScreen
+from memtop.tui.queue import QueueDialog
 from memtop.tui.runs import RunsScreen
 from memtop.tui.screen import ConfirmDialog
 from tests.conftest import Runs
@@ -105,6 +106,16 @@ def test_names_are_shortened_before_states_and_columns_leave_in_order(tmp_path: 
     assert seen[0] == ["name", "state", "program", "age", "update", "loss", "peak", "samples/s", "energy"]
     assert seen[-1] == ["name", "state", "update", "loss"]
     assert [set(more) >= set(fewer) for more, fewer in pairwise(seen)] == [True] * 4
+
+
+@pytest.fixture(autouse=True)
+def only_runs_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests that run at the same time have living runs, too."""
+
+    def ours(runs_dir: Path) -> list[RunFolder]:
+        return [one for one in living_elsewhere(runs_dir) if one.path.is_relative_to(tmp_path)]
+
+    monkeypatch.setattr("memtop.tui.runs.living_elsewhere", ours)
 
 
 @asynccontextmanager
@@ -220,6 +231,73 @@ async def test_a_read_only_list_resumes_nothing(three: Path) -> None:
             await pilot.pause(0.02)
         await press(pilot, "r")
         assert "read-only" in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
+async def test_the_form_that_queues_a_run_says_what_it_will_do(three: Path, size: tuple[int, int]) -> None:
+    async with listed(three, size=size) as (app, pilot, _):
+        await press(pilot, "down", "u")
+        assert isinstance(app.screen, QueueDialog)
+        text = screen_text(app)
+        for words in (
+            "Queue a run like mid",
+            "mid-2",
+            "accumulation",
+            "when no other run",
+            "the same settings, from the first",
+        ):
+            assert words in text, words
+        app.screen.query_one("#batch").focus()
+        await press(pilot, "backspace", "4")
+        assert "effective batch 32 -> 16" in screen_text(app)
+        await press(pilot, "z")
+        assert "must be a whole number" in screen_text(app)
+        assert app.screen.query_one("#confirm").disabled
+        await press(pilot, "backspace")
+        app.screen.query_one("#name").focus()
+        await press(pilot, "end", "backspace", "backspace")
+        assert "mid: a run has this name already" in screen_text(app)
+        await press(pilot, "escape")
+        assert isinstance(app.screen, RunsScreen)
+    assert sorted(path.name for path in three.iterdir()) == ["mid", "new", "old"]
+
+
+async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:
+    """Real supervisors: the new run waits for the one under the cursor."""
+    here.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
+    async with listed(here.path, wanted=1) as (app, pilot, screen):
+        await press(pilot, "u")
+        assert isinstance(app.screen, QueueDialog)
+        assert "after first" in screen_text(app)
+        assert "the same command" in screen_text(app)
+        await press(pilot, "enter")
+        while names(screen) != ["first-2", "first"]:
+            await pilot.pause(0.05)
+        assert "first-2: it waits" in screen_text(app)
+        await press(pilot, "up", "n")
+        while "waits for one run, not for its turn" not in screen_text(app):
+            await pilot.pause(0.05)
+    document = here.wait("first-2", lambda d: d["reason"] is not None and "waits for first to end" in d["reason"])
+    assert document["command"] == ["sh", "-c", "sleep 600"]
+    assert "stopped before it began" in here.memtop("stop", "first-2").stdout
+
+
+async def test_a_waiting_run_is_put_first_and_begins_at_once(here: Runs) -> None:
+    here.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
+    for name in ("second", "third"):
+        here.memtop("train", "--name", name, "--detach", "--queue", "--", "sh", "-c", f"touch {name}; sleep 600")
+    async with listed(here.path, wanted=3) as (app, pilot, screen):
+        assert names(screen)[0] == "third"
+        await press(pilot, "n")
+        while "third is the next of the waiting runs" not in screen_text(app):
+            await pilot.pause(0.05)
+        here.wait("second", lambda d: d["reason"] == "waits behind third" or "first" in d["reason"])
+        await press(pilot, "r")
+        assert "begins at once" in screen_text(app)
+        await press(pilot, "y")
+        while not (here.root / "third").exists():
+            await pilot.pause(0.05)
+    assert not (here.root / "second").exists()
 
 
 async def test_a_report_is_written_into_the_present_folder(

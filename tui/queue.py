@@ -1,0 +1,126 @@
+"""The form that queues a run: a new run with the recipe or the command of another one, which begins
+after a run or when the GPUs are free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Button, Input, Label, Select, Static
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.clean import clean
+from memtop.supervisor.language import tr
+from memtop.supervisor.names import shortened
+from memtop.supervisor.wire import RunState
+from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, data_consequences, number_text, restart_plan
+from memtop.tui.screen import TITLE_NAME, Dialog
+
+_WHEN_FREE = "when no other run and no program uses its GPUs"
+_WHEN_FREE_ON_CPU = "when no other run goes on"
+
+
+class QueueRequest(NamedTuple):
+    """The result of the form."""
+
+    name: str
+    settings: Settings | None
+    """Of a recipe; None for the user's own program, whose command stays the same."""
+    after: Path | None
+    """The folder of the run that it waits for; None: for free GPUs."""
+
+
+class QueueDialog(Dialog[QueueRequest]):
+    """Closes with what to queue, or None."""
+
+    AUTO_FOCUS = "#confirm"
+
+    def __init__(self, run: RunState, name: str, others: Sequence[RunState]) -> None:
+        """`name`: a name that is free. `others`: the runs that it can wait for, the best first."""
+        super().__init__()
+        self._run = run
+        self._free_name = name
+        self._others = others
+        self._plan: RestartPlan | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog") as box:
+            box.border_title = tr(f"Queue a run like {shortened(self._run.name, TITLE_NAME)}")
+            with Horizontal(classes="fields"):
+                with Vertical(classes="field"):
+                    yield Label(tr("name"))
+                    yield Input(self._free_name, id="name", compact=True)
+                settings = self._run.settings
+                numbers = {} if settings is None else {field: number_text(settings, field) for field in NUMBER_FIELDS}
+                for field, text in numbers.items():
+                    with Vertical(classes="field"):
+                        yield Label(tr(field))
+                        yield Input(text, id=field, compact=True)
+            yield Label(tr("begins"), classes="muted")
+            free = _WHEN_FREE_ON_CPU if settings is not None and settings.device == "cpu" else _WHEN_FREE
+            after = [
+                (tr(f"after {shortened(run.name, TITLE_NAME)} ({run.state.value}), however it ends"), run.folder)
+                for run in self._others
+            ]
+            waits_for_it = bool(after) and self._others[0].folder == self._run.folder
+            start = self._run.folder if waits_for_it else ""
+            yield Select([*after, (tr(free), "")], value=start, allow_blank=False, id="begins", compact=True)
+            yield Static(id="problem", classes="problem", markup=False)
+            yield Static(id="consequences", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button(tr("Cancel"), id="cancel", compact=True)
+                yield Button(tr("Queue"), id="confirm", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        self._judge()
+
+    @on(Input.Changed)
+    def _typed(self) -> None:
+        self._judge()
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        # Enter in a field moves to the button, as in the other forms.
+        button = self.query_one("#confirm", Button)
+        if not button.disabled:
+            button.focus()
+
+    @on(Button.Pressed, "#confirm")
+    def _confirmed(self) -> None:
+        after = str(self.query_one("#begins", Select).value)
+        settings = self._plan.after if self._plan is not None else None
+        self.dismiss(QueueRequest(self._new_name, settings, Path(after) if after else None))
+
+    @property
+    def _new_name(self) -> str:
+        return self.query_one("#name", Input).value.strip()
+
+    def _judge(self) -> None:
+        problem, lines = self._judge_settings(self._run.settings)
+        name = self._new_name
+        taken = bool(name) and os.path.lexists(Path(self._run.folder).parent / name)
+        if taken or not name:
+            problem = f"{clean(name)}: a run has this name already" if taken else "a run needs a name"
+        self.query_one("#name", Input).set_class(taken or not name, "-wrong")
+        shown = self.query_one("#problem", Static)
+        shown.display = problem is not None
+        shown.update(f"✗ {tr(problem)}" if problem is not None else "")
+        self.query_one("#consequences", Static).update("\n".join(map(tr, lines)))
+        self.query_one("#confirm", Button).disabled = problem is not None
+
+    def _judge_settings(self, before: Settings | None) -> tuple[str | None, tuple[str, ...]]:
+        """What is wrong with the numbers, and what they change."""
+        if before is None:
+            return None, ("the same command, from its beginning",)
+        texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}
+        self._plan = plan = restart_plan(before, texts, before.preset)
+        for field in NUMBER_FIELDS:
+            self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")
+        if plan.after is None or plan.after == before:
+            return plan.problem, ("the same settings, from the first update",)
+        return None, data_consequences(before, plan.after)
