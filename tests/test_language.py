@@ -47,7 +47,8 @@ def test_every_entry_translates_a_text_of_memtop() -> None:
     """An entry whose text was changed would be dead, and its text English again."""
     folders = ("memtop/cli", "presets", "supervisor", "tui")
     texts = (text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
-    tables = (path.read_text(encoding="utf-8") for path in (ROOT / "presets").rglob("*.toml"))
+    files = (*(ROOT / "presets").rglob("*.toml"), ROOT / "supervisor/recovery/advice.toml")
+    tables = (" ".join(path.read_text(encoding="utf-8").split()) for path in files)
     known = "\n".join({*(" ".join(text.split()) for text in texts), *tables, "Usage: Options: Commands", "plain -> plain"})
     # A label may be put together from words: `best {0}`.
     strange = [entry for entry in read_catalogue("zh") if not all(one in known for one in literals(entry))]
