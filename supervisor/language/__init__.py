@@ -5,8 +5,9 @@ it where it is shown. So a run that was recorded under one language is read unde
 is the same in all.
 
 A catalogue is a folder of TOML files, `"English" = "translation"`. `{0}`, `{1}`, … stand for the
-parts that vary; these are translated themselves. A text that is not in the catalogue is looked up
-in parts: columns, clauses, and what stands in brackets.
+parts that vary; these are translated themselves, unless the translation has `{0!}`: a name. `{0#}`
+stands for a number only, with its unit if it has one. A text that is not in the catalogue is looked
+up in parts: columns, clauses, and what stands in brackets.
 """
 
 from __future__ import annotations
@@ -27,16 +28,32 @@ else:
 
 LANGUAGES = ("en", "zh")
 _WIDE = re.compile(r"[\u2e80-\uffef]")
-_UNBROKEN = re.compile(r"\s+|[^\s\u2e80-\uffef]+[，。；：、）]?|[\u2e80-\uffef][，。；：、）]?")
-"""What stays on one line: a word, or a Chinese character; punctuation never begins a line."""
+_UNBROKEN = re.compile(r"\s+|（?(?:[^\s\u2e80-\uffef]+|[\u2e80-\uffef])[，。；：、）？]*")
+"""What stays on one line: a word, or a Chinese character; punctuation never begins a line, and a
+bracket never ends one."""
 _HERE = Path(__file__).resolve().parent
-_PART = re.compile(r"\{(\d+)\}")
+_PART = re.compile(r"\{(\d+)(#?)\}")
+_NUMBER = re.compile(r"(?:(?:[-+~≥] ?)?(?:\d+d )?\d(?:[\d .,:/]*\d)?|[–?])(?: ?[A-Za-z%°/]{1,5})?")
+_PLACE = re.compile(r"\{(\d+)(!?)\}")
+"""A part in a translation; with `!` it stays as it is."""
+_LETTER = re.compile(r"[A-Za-z]")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _COLUMNS = re.compile(r"( {2,})")
 _MARKED = re.compile(r"(memtop: |[^\w\s(\[{\"'`/<-]{1,2} +)(?=\S)")
 _BRACKETS = re.compile(r"(.+) \(([^()]+)\)")
 _BETWEEN = {"; ": "；", ". ": "。", ": ": "：", ", ": "，"}
 """What joins two clauses, in the order in which a text is taken apart."""
+
+
+class Verbatim(str):
+    """A text that is not memtop's, such as the name of a run: `tr` leaves it as it is."""
+
+    __slots__ = ()
+
+
+def verbatim(text: str | None) -> Verbatim | None:
+    """The same as a text that is not memtop's; None if it is not known."""
+    return None if text is None else Verbatim(text)
 
 
 def language_of(environment: Mapping[str, str]) -> str:
@@ -68,7 +85,12 @@ def read_catalogue(language: str) -> dict[str, str]:
 
 def tr(text: str) -> str:
     """The text in the reader's language, as far as the catalogue has it."""
-    return text if _catalogue is None else _catalogue.translate(text)
+    return text if _catalogue is None or isinstance(text, Verbatim) else _catalogue.translate(text)
+
+
+def separator(english: str) -> str:
+    """What joins two clauses in the reader's language: for `, `, `; `, `: ` or `. `."""
+    return english if _catalogue is None else _BETWEEN[english]
 
 
 def has_wide(text: str) -> bool:
@@ -116,22 +138,32 @@ class Catalogue:
         self.translate = lru_cache(maxsize=8192)(self._translate)
 
     def _translate(self, text: str) -> str:
-        if not _WORD.search(text):
+        if not _LETTER.search(text):
             return text
-        found = self._find(text)
-        return found if found is not None else self._in_parts(text)
-
-    def _find(self, text: str) -> str | None:
-        """The translation of the whole text."""
         found = self._texts.get(text)
         if found is not None:
             return found
+        core = text.strip()
+        if core != text:
+            return text.replace(core, self.translate(core))
+        mark = _MARKED.match(text)
+        if mark is not None:
+            return f"{mark[0]}{self.translate(text[mark.end() :])}"
+        found = self._by_template(text)
+        return found if found is not None else self._in_parts(text)
+
+    def _by_template(self, text: str) -> str | None:
+        """The translation of the whole text by the template that fits best."""
         candidates = [one for word in {"", *_WORD.findall(text)} for one in self._templates.get(word, ())]
         for one in sorted(candidates, key=lambda template: -template.literal):
             match = one.pattern.fullmatch(text)
             if match is not None:
-                return _PART.sub(lambda part: self.translate(match[f"p{part[1]}"]), one.translation)  # noqa: B023 - called at once
+                return _PLACE.sub(lambda place: self._part(match, place), one.translation)  # noqa: B023 - called at once
         return None
+
+    def _part(self, match: re.Match[str], place: re.Match[str]) -> str:
+        part = match[f"p{place[1]}"]
+        return part if place[2] else self.translate(part)
 
     def _in_parts(self, text: str) -> str:
         if "\n" in text:
@@ -139,13 +171,6 @@ class Catalogue:
         pieces = _COLUMNS.split(text)
         if len(pieces) > 1:
             return "".join(self._padded(pieces))
-        core = text.strip()
-        if core != text:
-            before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-            return f"{before}{self.translate(core)}{after}" if core else text
-        mark = _MARKED.match(text)
-        if mark is not None:
-            return f"{mark[0]}{self.translate(text[mark.end() :])}"
         brackets = _BRACKETS.fullmatch(text)
         if brackets is not None:
             return f"{self.translate(brackets[1])} ({self.translate(brackets[2])})"
@@ -153,7 +178,7 @@ class Catalogue:
             clauses = text.split(separator)
             if len(clauses) > 1:
                 shown = [self.translate(clause) for clause in clauses]
-                same = [one == clause and bool(_WORD.search(clause)) for one, clause in zip(shown, clauses, strict=True)]
+                same = [one == clause and _has_words(clause) for one, clause in zip(shown, clauses, strict=True)]
                 # What a sentence lists is translated whole or not at all.
                 return text if all(same) or (any(same) and separator == ", ") else translated.join(shown)
         return text
@@ -166,17 +191,25 @@ class Catalogue:
             yield shown + (" " * max(2, len(blanks) + spare) if blanks else "")
 
 
+def _has_words(text: str) -> bool:
+    """Whether there is something to translate: more than a number with its unit."""
+    return _WORD.search(text) is not None and _NUMBER.fullmatch(text) is None
+
+
 def _template(english: str, translation: str) -> _Template:
-    literals = _PART.split(english)
     seen: set[str] = set()
-    pattern = ""
-    for number, piece in enumerate(literals):
-        if number % 2 == 0:
-            pattern += re.escape(piece)
-        else:
-            pattern += f"(?P=p{piece})" if piece in seen else f"(?P<p{piece}>.+?)"
-            seen.add(piece)
-    return _Template(re.compile(pattern, re.DOTALL), translation, sum(len(piece) for piece in literals[::2]))
+
+    def part(place: re.Match[str]) -> str:
+        name = f"p{place[1]}"
+        if name in seen:
+            return f"(?P={name})"
+        seen.add(name)
+        return f"(?P<{name}>{_NUMBER.pattern if place[2] else '.+?'})"
+
+    literals = _PART.split(english)[::3]
+    places = [*map(part, _PART.finditer(english)), ""]
+    pattern = "".join(re.escape(piece) + place for piece, place in zip(literals, places, strict=True))
+    return _Template(re.compile(pattern, re.DOTALL), translation, sum(map(len, literals)))
 
 
 def _key_word(english: str) -> str:
