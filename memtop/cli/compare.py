@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 import msgspec
+from rich.cells import cell_len
 
 from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.options import RUN_HELP, json_option, runs_dir_option
-from memtop.cli.output import print_json, print_lines
+from memtop.cli.output import print_json, print_lines, row
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
@@ -135,7 +137,7 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
 
 def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
     rows = [
-        ("", [run.name for run in runs]),
+        ("", [Verbatim(run.name) for run in runs]),
         ("state", [run.state for run in runs]),
         ("attempts", [str(run.attempts) for run in runs]),
         ("updates", [units.count(run.updates) for run in runs]),
@@ -147,12 +149,12 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
         ("time", [units.duration(run.seconds) for run in runs]),
-        *((name, [_setting(run.settings.get(name)) for run in runs]) for name in differing),
+        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in differing),
     ]
-    first = max(len(label) for label, _ in rows)
-    widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(runs))]
+    first = max(cell_len(tr(label)) for label, _ in rows)
+    widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
     for label, cells in rows:
-        yield "  ".join([f"{label:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))])
+        yield row((label, first), *((cell, -width) for cell, width in zip(cells, widths, strict=True)), between="  ")
 
 
 def _number(value: float | None) -> str:

@@ -20,6 +20,7 @@ from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
 from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, size
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.values import Remedy
@@ -119,7 +120,11 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
     if memory:
         lines += ["", memory]
     if diagnosis.evidence:
-        lines += ["", f"Evidence ({diagnosis.source.replace('_', ' ')}):", *(f"  {line}" for line in diagnosis.evidence)]
+        lines += [
+            "",
+            f"Evidence ({diagnosis.source.replace('_', ' ')}):",
+            *(Verbatim(f"  {line}") for line in diagnosis.evidence),
+        ]
     if diagnosis.environment:
         lines += ["", f"Environment: {', '.join(place.label for place in diagnosis.environment)}."]
     lines += ["", f"Confidence {diagnosis.confidence:.2f}: {_certainty(diagnosis)}."]
@@ -127,7 +132,8 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
         lines += ["", "What can be done, the cheapest first:"]
         for number, remedy in enumerate(remedies, 1):
             lines.append(f"  {number}. {remedy.title}")
-            lines += [f"     {line}" for line in (*remedy.why.splitlines(), *remedy.instructions)]
+            lines += [f"     {line}" for line in remedy.why.splitlines()]
+            lines += [Verbatim(f"     {tr(line)}") for line in remedy.instructions]
     return lines
 
 

@@ -13,6 +13,7 @@ from memtop.cli.common import proposal_lines
 from memtop.cli.output import print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import client, starting
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
@@ -40,7 +41,7 @@ def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> in
     With `detach`, only print the run's name. Without a terminal there is no dashboard.
     """
     if detach:
-        print_lines(folder.name)
+        print_lines(folder.name, own=False)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return follow(folder, since=begun)
@@ -250,7 +251,7 @@ class _Follower:
 
     @staticmethod
     def _print(text: str) -> None:
-        print_message(f"memtop: {text}")
+        print_message(Verbatim(f"memtop: {tr(text)}"))
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:

@@ -66,8 +66,14 @@ def language_of(environment: Mapping[str, str]) -> str:
 
 def use(language: str) -> None:
     """Show texts in this language from now on: one of LANGUAGES."""
-    global _catalogue
+    global _catalogue, _language
     _catalogue = None if language == "en" else Catalogue(read_catalogue(language))
+    _language = language
+
+
+def present() -> str:
+    """The language in use."""
+    return _language
 
 
 def in_use() -> bool:
@@ -146,11 +152,26 @@ class Catalogue:
         core = text.strip()
         if core != text:
             return text.replace(core, self.translate(core))
+        for separator, translated in _BETWEEN.items():
+            if text.startswith(separator):
+                return translated + self.translate(text[len(separator) :])
         mark = _MARKED.match(text)
         if mark is not None:
             return f"{mark[0]}{self.translate(text[mark.end() :])}"
         found = self._by_template(text)
-        return found if found is not None else self._in_parts(text)
+        return found if found is not None else self._as_sentence(text)
+
+    def _as_sentence(self, text: str) -> str:
+        """A capital and a full stop make a sentence of a text."""
+        if text.endswith(".") and not text.endswith(".."):
+            shown = self.translate(text[:-1])
+            return f"{shown}。" if shown != text[:-1] else text
+        if text[0].isupper() and text[1:2].islower():
+            lower = text[0].lower() + text[1:]
+            shown = self.translate(lower)
+            if shown != lower:
+                return shown
+        return self._in_parts(text)
 
     def _by_template(self, text: str) -> str | None:
         """The translation of the whole text by the template that fits best."""
@@ -175,13 +196,21 @@ class Catalogue:
         if brackets is not None:
             return f"{self.translate(brackets[1])} ({self.translate(brackets[2])})"
         for separator, translated in _BETWEEN.items():
-            clauses = text.split(separator)
+            # What a sentence lists is translated whole or not at all; what follows a colon may be a
+            # sentence with colons of its own.
+            clauses = text.split(separator) if separator == ", " else text.split(separator, 1)
             if len(clauses) > 1:
                 shown = [self.translate(clause) for clause in clauses]
-                same = [one == clause and _has_words(clause) for one, clause in zip(shown, clauses, strict=True)]
-                # What a sentence lists is translated whole or not at all.
+                same = [one == clause and not self._has(clause) for one, clause in zip(shown, clauses, strict=True)]
                 return text if all(same) or (any(same) and separator == ", ") else translated.join(shown)
         return text
+
+    def _has(self, text: str) -> bool:
+        """Whether nothing is left to translate: what has no words, and what is the same in both
+        languages."""
+        if _WORD.search(text) is None or _NUMBER.fullmatch(text) is not None:
+            return True
+        return text in self._texts or self._by_template(text) is not None
 
     def _padded(self, pieces: list[str]) -> Iterator[str]:
         """Columns keep their places where the translation is not longer."""
@@ -189,11 +218,6 @@ class Catalogue:
             shown = self.translate(column)
             spare = cell_len(column) - cell_len(shown)
             yield shown + (" " * max(2, len(blanks) + spare) if blanks else "")
-
-
-def _has_words(text: str) -> bool:
-    """Whether there is something to translate: more than a number with its unit."""
-    return _WORD.search(text) is not None and _NUMBER.fullmatch(text) is None
 
 
 def _template(english: str, translation: str) -> _Template:
@@ -204,7 +228,7 @@ def _template(english: str, translation: str) -> _Template:
         if name in seen:
             return f"(?P={name})"
         seen.add(name)
-        return f"(?P<{name}>{_NUMBER.pattern if place[2] else '.+?'})"
+        return f"(?P<{name}>{_NUMBER.pattern if place[2] else '.*?'})"
 
     literals = _PART.split(english)[::3]
     places = [*map(part, _PART.finditer(english)), ""]
@@ -219,3 +243,4 @@ def _key_word(english: str) -> str:
 
 
 _catalogue: Catalogue | None = None
+_language = "en"
