@@ -4,21 +4,31 @@ what the reader sees."""
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from rich.cells import cell_len
 
 from memtop.cli import run
 from memtop.supervisor import language
-from memtop.supervisor.language import Catalogue, language_of, read_catalogue, wrapped_anywhere
+from memtop.supervisor.language import Catalogue, Verbatim, language_of, read_catalogue, wrapped_anywhere
 from tests.conftest import Runs
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(r"\{(\d+)[#!]?\}")
+_WORDS = re.compile(r"[A-Za-z]{2}")
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +55,35 @@ def texts_of(path: Path) -> Iterator[str]:
 
 def test_every_entry_translates_a_text_of_memtop() -> None:
     """An entry whose text was changed would be dead, and its text English again."""
-    folders = ("memtop/cli", "presets", "supervisor", "tui")
-    texts = (text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
-    tables = (path.read_text(encoding="utf-8") for path in (ROOT / "presets").rglob("*.toml"))
-    known = "\n".join({*(" ".join(text.split()) for text in texts), *tables, "Usage: Options: Commands", "plain -> plain"})
-    # A label may be put together from words: `best {0}`.
-    strange = [entry for entry in read_catalogue("zh") if not all(one in known for one in literals(entry))]
-    assert strange == []
+    folders = [ROOT / folder for folder in ("memtop/cli", "presets", "supervisor", "train", "tui")]
+    # click has texts of its own.
+    modules = [*(path for folder in folders for path in folder.rglob("*.py")), *Path(click.__file__).parent.glob("*.py")]
+    texts = {" ".join(text.split()) for path in modules for text in texts_of(path)}
+    for path in (*(ROOT / "presets").rglob("*.toml"), ROOT / "supervisor/recovery/advice.toml"):
+        texts |= {" ".join(text.split()) for text in strings_of(tomllib.loads(path.read_text(encoding="utf-8")))}
+    texts |= {os.strerror(number) for number in errno.errorcode}
+    texts |= {"Usage: ", "Options", "Options:", "Commands", "plain -> plain"}
+    known = "\n".join(text for text in texts if _WORDS.search(text))
+    pieces = {piece for entry in read_catalogue("zh") for piece in literals(entry)} - texts
+    assert [piece for piece in pieces if not is_put_together(piece, known)] == []
+
+
+def is_put_together(text: str, known: str, *, parts: int = 3) -> bool:
+    """Whether the text is a part of the known ones, or is joined from at most three parts of them:
+    `best {0}`, ` at update {0}`."""
+    if text in known:
+        return True
+    joints = [match.start() for match in re.finditer(r" |\b", text)] if parts > 1 else []
+    return any(text[:at].rstrip() in known and is_put_together(text[at:].lstrip(), known, parts=parts - 1) for at in joints if at)
+
+
+def strings_of(value: object) -> Iterator[str]:
+    """All texts of a TOML file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(one)
 
 
 def literals(entry: str) -> list[str]:
@@ -78,6 +110,10 @@ SMALL = Catalogue(
         "saved": "已保存",
         "state": "状态",
         "the state is not complete: {0}": "状态不完整：{0}",
+        "restart {0}": "重启 {0!}",
+        "{0#} of {1#}": "{0} / {1}",
+        "{0#} s": "{0} 秒",
+        "{0} is too large": "{0}太大",
     }
 )
 
@@ -99,10 +135,30 @@ SMALL = Catalogue(
         ("qwen-sft; /data/run, a", "qwen-sft; /data/run, a"),
         ("16.6 / 20.0 GiB", "16.6 / 20.0 GiB"),
         ("training\nsaved", "训练中\n已保存"),
+        ("restart training", "重启 training"),
+        ("3.1 GiB of 1 520 GiB", "3.1 GiB / 1 520 GiB"),
+        ("≥ 10 of –", "≥ 10 / –"),
+        ("the end of training", "the end of training"),
+        ("12 s", "12 秒"),
+        ("– s", "– 秒"),
+        ("1d 02:03:04 of 2d 00:00:00", "1d 02:03:04 / 2d 00:00:00"),
+        ("? state is too large", "? 状态太大"),
+        ("saved, 12 GiB, training", "已保存，12 GiB，训练中"),
     ],
 )
 def test_texts_are_found_whole_or_in_parts(english: str, shown: str) -> None:
     assert SMALL.translate(english) == shown
+
+
+def test_what_is_not_memtops_is_never_translated() -> None:
+    language.use("zh")
+    assert language.tr("training") == "训练中"
+    assert language.tr(Verbatim("training")) == "training"
+    assert language.verbatim(None) is None
+    assert language.tr(language.verbatim("training") or "") == "training"
+    assert language.separator("; ") == "；"
+    language.use("en")
+    assert language.separator("; ") == "; "
 
 
 def test_columns_keep_their_places() -> None:

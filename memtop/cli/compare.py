@@ -111,13 +111,13 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
     """The values of the whole history."""
     last: Metric | None = None
     before, peak, samples, seconds = 0, None, 0, 0.0
-    for row in ledger.final_history():
-        if row.samples_seen is not None and row.step_seconds is not None:
-            samples, seconds = samples + row.samples_seen - before, seconds + row.step_seconds * row.updates
-        before = before if row.samples_seen is None else row.samples_seen
-        if row.peak_bytes is not None:
-            peak = max(peak or 0, row.peak_bytes)
-        last = row if row.loss is not None else last
+    for one in ledger.final_history():
+        if one.samples_seen is not None and one.step_seconds is not None:
+            samples, seconds = samples + one.samples_seen - before, seconds + one.step_seconds * one.updates
+        before = before if one.samples_seen is None else one.samples_seen
+        if one.peak_bytes is not None:
+            peak = max(peak or 0, one.peak_bytes)
+        last = one if one.loss is not None else last
     evaluations = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
     return {
         "loss": None if last is None else last.loss,

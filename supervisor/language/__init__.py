@@ -39,7 +39,7 @@ _PLACE = re.compile(r"\{(\d+)(!?)\}")
 _LETTER = re.compile(r"[A-Za-z]")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _COLUMNS = re.compile(r"( {2,})")
-_MARKED = re.compile(r"(memtop: |[^\w\s(\[{\"'`/<-]{1,2} +)(?=\S)")
+_MARKED = re.compile(r"(memtop: |[^\w\s(\[{\"'`/<–-]{1,2} +)(?=\S)")
 _BRACKETS = re.compile(r"(.+) \(([^()]+)\)")
 _BETWEEN = {"; ": "；", ". ": "。", ": ": "：", ", ": "，"}
 """What joins two clauses, in the order in which a text is taken apart."""

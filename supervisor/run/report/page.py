@@ -95,8 +95,8 @@ def markdown(facts: Facts) -> str:
 
 
 def write_report(folder: RunFolder) -> str | None:
-    """Write `report.html` and `report.md` into the run's folder, in the language of the environment;
-    why not, in one line, if that is impossible."""
+    """Write `report.html` and `report.md` into the run's folder, in the language that the
+    environment names; why not, in one line, if that is impossible."""
     before = language.present()
     language.use(language.language_of(os.environ))
     try:
