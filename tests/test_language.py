@@ -74,7 +74,9 @@ def is_put_together(text: str, known: str, *, parts: int = 3) -> bool:
     if text in known:
         return True
     joints = [match.start() for match in re.finditer(r" |\b", text)] if parts > 1 else []
-    return any(text[:at].rstrip() in known and is_put_together(text[at:].lstrip(), known, parts=parts - 1) for at in joints if at)
+    return any(
+        text[:at].rstrip() in known and is_put_together(text[at:].lstrip(), known, parts=parts - 1) for at in joints if at
+    )
 
 
 def strings_of(value: object) -> Iterator[str]:

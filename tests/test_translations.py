@@ -73,7 +73,7 @@ NOT_SHOWN_BY = {"execute", "executemany", "executescript", "compile", "sub", "se
 NOT_TEXT = re.compile(
     r"\s*(?:SELECT|INSERT|UPDATE [a-z]+|DELETE|CREATE|PRAGMA|BEGIN|CASE|LEFT JOIN|metrics AS m|json_extract|\(last IS)\b"
     r"|\(\{0\} AND NOT"
-    r"|.*(?:\(\?:|\\[ds]|\| None$|<[/a-z])|\n(?:import|:root)|import |dict\[|<",
+    r"|.*(?:\(\?[:!]|\\[ds.]|\| None$|<[/a-z])|\n(?:import|:root)|import |dict\[|<",
     re.DOTALL,
 )
 """SQL, HTML, CSS, patterns, types, Python."""
@@ -86,8 +86,10 @@ EXAMPLES = {
         "the program (pid 7) and ranks of it (pids 8, 9) are stopped (SIGSTOP or Ctrl-Z): `kill -CONT 7 8 9` lets them continue"
     ),
     "{0} and {1}": "7 contains 7, 7 and 7",
+    "{0} need {1} GiB": "weights, gradients and optimizer need 7 GiB",
     "{0} of {1}": "4.0 GiB of 8.0 GiB",
     "attempt {0} {1} of {2}": "attempt 7 resumes at update 3 of 9",
+    "in {0}": "in /tmp/7",
     " for {0}": "The GPU ran out of memory: it requested 2.00 GiB for the logits (B 1 x T 2 x V 3, fp32).",
     " or ": "7: it has no 7 or 7: the save was interrupted, or is not one to resume from",
     " and ": "line through peaks at B 2 and B 4",
@@ -97,8 +99,18 @@ EXAMPLES = {
 }
 """Texts that are only a part of a sentence, each in one."""
 NOT_SHOWN = {
-    *("Apple GPU (MPS)", "Stable Diffusion web UI", "Google Colab", "LoRA dropout", "{0}: on-oom", "{0} PiB", "{0} kWh", "{0} Wh"),  # names
+    *(
+        "Apple GPU (MPS)",
+        "Stable Diffusion web UI",
+        "Google Colab",
+        "LoRA dropout",
+        "{0}: on-oom",
+        "{0} PiB",
+        "{0} kWh",
+        "{0} Wh",
+    ),  # names
     *("{0} mig {1}", "index {0}", "apptainer {0}", "lightning %s", "transformers %s", "torch's DataLoader"),
+    "run {0}",  # the name of a job
     *("{0} of an epoch", "of an epoch", "bar of {0}", "and evaluation"),  # keys of the shapes of lines
     *("Max address space", "Root Cause (first observed failure):", "Traceback (most recent call last)"),  # of other programs
     *("device-side assert triggered", "not_examined ({0})"),
@@ -110,7 +122,7 @@ NOT_SHOWN = {
     *("update {0}  loss {1}  lr {2}  {3} samples/s", "update {0}  evaluation loss {1} over {2} samples"),
     *(", GPU {0} allocated {1}GB", " reserved {0}GB", "[memory - {0}] host {1}GB / {2}GB ({3})"),
     *("the agent's files are missing in ", "memtop: no reports from this process: %r\n"),
-    *("memtop: {0}: waiting until another process has compiled it in {1}",),
+    *("memtop: {0}: waiting until another process has compiled it in {1}", "checkpoint at update {0}: {1} MiB in {2}"),
 }
 
 
@@ -123,7 +135,9 @@ def sentences() -> Iterator[tuple[str, str]]:
                 continue
             tree = ast.parse(path.read_text(encoding="utf-8"))
             # The help of metrics is the same in every language, as the metrics are.
-            roots = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)] if name.endswith("prometheus.py") else [tree]
+            roots = (
+                [node for node in ast.walk(tree) if isinstance(node, ast.Raise)] if name.endswith("prometheus.py") else [tree]
+            )
             for root in roots:
                 yield from ((f"{name}:{line}", text) for line, text in _texts(root) if is_sentence(text))
             if folder == "memtop/cli":
@@ -151,7 +165,11 @@ def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
     elif not (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in NOT_SHOWN_BY):
         for child in ast.iter_child_nodes(node):
             is_docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-            if not is_docstring and child is not getattr(node, "annotation", None) and child is not getattr(node, "returns", None):
+            if (
+                not is_docstring
+                and child is not getattr(node, "annotation", None)
+                and child is not getattr(node, "returns", None)
+            ):
                 yield from _texts(child)
 
 

@@ -123,7 +123,7 @@ def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]
     elif proposal.begins is not None:
         yield "memtop applies the first of these"
     for number, remedy in enumerate(proposal.remedies, start=1):
-        yield f"  {number}. {remedy.title} [{', '.join(_price(remedy, resumes=resumes))}]"
+        yield Verbatim(f"  {number}. {tr(remedy.title)} [{tr(', '.join(_price(remedy, resumes=resumes)))}]")
         yield f"     {_peak(remedy)}"
         for line in remedy.instructions:
             yield Verbatim(f"     {tr(line)}")

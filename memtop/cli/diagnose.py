@@ -115,7 +115,7 @@ def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any
 
 def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
     name = diagnosis.kind.value + (f": {diagnosis.reason}" if diagnosis.reason else "")
-    lines = [name, diagnosis.summary]
+    lines = [Verbatim(name), diagnosis.summary]
     memory = _memory_line(diagnosis)
     if memory:
         lines += ["", memory]
@@ -157,6 +157,6 @@ def _memory_line(diagnosis: Diagnosis) -> str | None:
         ("free", diagnosis.free_bytes),
     )
     shown = [
-        f"{name} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total
+        f"{tr(name)} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total
     ]
     return f"{size(total)}: {' | '.join(shown)}" if shown else None

@@ -215,7 +215,8 @@ class _Follower:
         self._last_line, self._last_update = time.monotonic(), run.updates
         parts = [f"update {run.updates}"]
         if run.total_updates is not None:
-            parts = [f"update {run.updates}/{run.total_updates} {units.percent(run.updates / max(1, run.total_updates), 0):>5}"]
+            share = units.percent(run.updates / max(1, run.total_updates), 0)
+            parts = [f"{tr(f'update {run.updates}/{run.total_updates}')} {share:>5}"]
         if run.loss is not None:
             parts.append(f"loss {run.loss:.4f}")
         if run.samples_per_second is not None:
@@ -259,4 +260,6 @@ def _memory(machine: MachineSnapshot | None) -> list[str]:
         return []
     gauges = [(f"GPU {gpu.index}", gpu.used_fraction, gpu.band) for gpu in machine.gpus]
     gauges.append(("RAM", machine.host.used_fraction, machine.host.band))
-    return [f"{name} {units.percent(fraction)} {band.value}" for name, fraction, band in gauges if band is not Band.UNKNOWN]
+    return [
+        f"{tr(name)} {units.percent(fraction)} {tr(band.value)}" for name, fraction, band in gauges if band is not Band.UNKNOWN
+    ]
