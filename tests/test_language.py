@@ -218,8 +218,17 @@ def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], mon
 
 def test_documents_are_the_same_in_every_language(runs: Runs) -> None:
     runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", "exit 3", status=1)
-    shown = {lang: json.loads(runs.memtop("show", "a", "--json", "--lang", lang).stdout) for lang in ("en", "zh")}
-    assert shown["en"] == shown["zh"]
+    runs.memtop("train", "--name", "b", "--headless", "--lang", "zh", "--", "sh", "-c", "exit 3", status=1)
+    commands = [("show", "a"), ("show", "b", "--metrics"), ("runs",), ("compare", "a", "b"), ("config",), ("presets",)]
+    commands += [("presets", "low"), ("diagnose", "runs/a/attempts/0001/output.log")]
+    for command in commands:
+        shown = {lang: json.loads(runs.memtop(*command, "--json", "--lang", lang).stdout) for lang in ("en", "zh")}
+        assert shown["en"] == shown["zh"], command
+    # These have the time and the machine's memory in them.
+    for command in (("doctor",), ("strays",), ("watch", "--once")):
+        shown = {lang: runs.memtop(*command, "--json", "--lang", lang, status=None).stdout for lang in ("en", "zh")}
+        assert not language.has_wide(shown["zh"]), command
+        assert json.loads(shown["zh"]).__class__ is json.loads(shown["en"]).__class__
     assert "失败" in runs.memtop("show", "a", "--lang", "zh").stdout
     assert "失败" in runs.memtop("runs", "--lang", "zh").stdout
     assert "已失败" not in runs.memtop("runs").stdout

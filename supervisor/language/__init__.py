@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,11 +137,11 @@ class _Template(NamedTuple):
         """Characters that do not vary: the text with the most of them is the right one."""
         return sum(map(len, self.pieces))
 
-    def match(self, text: str) -> re.Match[str] | None:
+    def match(self, text: str, *, whole: bool) -> re.Match[str] | None:
         """The parts of this text; None if it is another one."""
         if not all(piece in text for piece in self.pieces):
             return None
-        return _pattern(self.english, self.translation).fullmatch(text)
+        return _pattern(self.english, self.translation, whole=whole).fullmatch(text)
 
 
 class Catalogue:
@@ -183,14 +183,18 @@ class Catalogue:
         mark = _MARKED.match(text)
         if mark is not None:
             return f"{mark[0]}{self.translate(text[mark.end() :])}"
-        return self._by_template(text) or self._by_template(small) or self._in_parts(text)
+        found = self._by_template(text) or self._by_template(small)
+        if found is None and "; " in text:
+            found = self._by_template(text, whole=True)
+        return found if found is not None else self._in_parts(text)
 
-    def _by_template(self, text: str) -> str | None:
-        """The translation of the whole text by the template that fits best."""
+    def _by_template(self, text: str, *, whole: bool = False) -> str | None:
+        """The translation of the whole text by the template that fits best. `whole`: its parts may
+        have several clauses if these are one text."""
         candidates = [one for word in {"", *_WORD.findall(text)} for one in self._templates.get(word, ())]
         for one in sorted(candidates, key=lambda template: -template.literal):
-            match = one.match(text)
-            if match is not None:
+            match = one.match(text, whole=whole)
+            if match is not None and not (whole and any("; " in part and not self._has(part) for part in match.groups())):
                 return _PLACE.sub(lambda place: self._part(match, place), one.translation)  # noqa: B023 - called at once
         return None
 
@@ -205,7 +209,7 @@ class Catalogue:
         if len(pieces) > 1:
             return "".join(self._padded(pieces))
         brackets = _BRACKETS.fullmatch(text)
-        if brackets is not None:
+        if brackets is not None and (self.translate(brackets[1]) != brackets[1] or ", " not in brackets[1]):
             return f"{self.translate(brackets[1])} ({self.translate(brackets[2][1:-1])})"
         for separator, translated in _BETWEEN.items():
             # What a sentence lists is translated whole or not at all; what follows a colon may be a
@@ -234,13 +238,13 @@ class Catalogue:
             yield shown + (" " * max(2, len(blanks) + spare) if blanks else "")
 
 
-@lru_cache(maxsize=None)
-def _pattern(english: str, translation: str) -> re.Pattern[str]:
+@cache
+def _pattern(english: str, translation: str, *, whole: bool) -> re.Pattern[str]:
     """Compiled when a text may fit: there are many templates, and few are shown."""
     seen: set[str] = set()
     literals = _PART.split(english)[::3]
     # What varies is one clause at most, with whole brackets, and one sentence if it is translated.
-    end = "" if "; " in "".join(literals) else "(?!; )"
+    end = "" if whole or "; " in "".join(literals) else "(?!; )"
 
     def part(place: re.Match[str]) -> str:
         name = f"p{place[1]}"
