@@ -136,7 +136,7 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
 
 
 def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
-    rows = [
+    rows: list[tuple[str, Sequence[str]]] = [
         ("", [Verbatim(run.name) for run in runs]),
         ("state", [run.state for run in runs]),
         ("attempts", [str(run.attempts) for run in runs]),

@@ -209,19 +209,22 @@ class Catalogue:
         if len(pieces) > 1:
             return "".join(self._padded(pieces))
         brackets = _BRACKETS.fullmatch(text)
-        if brackets is not None and (self.translate(brackets[1]) != brackets[1] or ", " not in brackets[1]):
-            return f"{self.translate(brackets[1])} ({self.translate(brackets[2][1:-1])})"
+        if brackets is not None and ", " not in brackets[1]:
+            return self._with_brackets(brackets)
         for separator, translated in _BETWEEN.items():
-            # What a sentence lists is translated whole or not at all; what follows a colon may be a
-            # sentence with colons of its own.
+            # What follows a colon may be a sentence with colons of its own.
             clauses = _clauses(text, separator, most=99 if separator == ", " else 1)
             if len(clauses) > 1:
                 shown = [self.translate(clause) for clause in clauses]
                 same = [one == clause and not self._has(clause) for one, clause in zip(shown, clauses, strict=True)]
+                # What a sentence lists is translated whole or not at all.
                 if shown == clauses or (any(same) and separator == ", "):
-                    return text
+                    break
                 return (separator if separator == ". " and same[1] else translated).join(shown)
-        return text
+        return text if brackets is None else self._with_brackets(brackets)
+
+    def _with_brackets(self, found: re.Match[str]) -> str:
+        return f"{self.translate(found[1])} ({self.translate(found[2][1:-1])})"
 
     def _has(self, text: str) -> bool:
         """Whether nothing is left to translate: what has no words, and what is the same in both
@@ -264,7 +267,8 @@ def _pattern(english: str, translation: str, *, whole: bool) -> re.Pattern[str]:
 
 def _clauses(text: str, separator: str, *, most: int) -> list[str]:
     """The text apart at up to so many of the separators that do not stand in brackets."""
-    clauses, begin, depth = [], 0, 0
+    clauses: list[str] = []
+    begin = depth = 0
     for match in re.finditer(rf"[()]|{re.escape(separator)}", text):
         depth += (match[0] == "(") - (match[0] == ")")
         if match[0] == separator and depth == 0 and len(clauses) < most:
