@@ -70,14 +70,14 @@ def language_of(environment: Mapping[str, str]) -> str:
 
 def use(language: str) -> None:
     """Show texts in this language from now on: one of LANGUAGES."""
-    global _catalogue, _language
+    global _catalogue, _current
+    _current = language
     _catalogue = None if language == "en" else Catalogue(read_catalogue(language))
-    _language = language
 
 
-def present() -> str:
-    """The language in use."""
-    return _language
+def current() -> str:
+    """The language in which texts are shown: one of LANGUAGES."""
+    return _current
 
 
 def in_use() -> bool:
@@ -288,4 +288,4 @@ def _key_word(pieces: Sequence[str]) -> str:
 
 
 _catalogue: Catalogue | None = None
-_language = "en"
+_current = "en"

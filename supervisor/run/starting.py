@@ -102,7 +102,7 @@ def revive(path: Path) -> bool:
 def _in_this_language(environment: Mapping[str, str]) -> Mapping[str, str]:
     """The environment with the language of this command: notifications and the report that is
     written by itself have it, too."""
-    here = language.present()
+    here = language.current()
     return environment if language.language_of(environment) == here else {**environment, "MEMTOP_LANG": here}
 
 

@@ -97,7 +97,7 @@ def markdown(facts: Facts) -> str:
 def write_report(folder: RunFolder) -> str | None:
     """Write `report.html` and `report.md` into the run's folder, in the language that the
     environment names; why not, in one line, if that is impossible."""
-    before = language.present()
+    before = language.current()
     language.use(language.language_of(os.environ))
     try:
         facts = read_facts(folder)
