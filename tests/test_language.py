@@ -219,6 +219,7 @@ def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], mon
 def test_documents_are_the_same_in_every_language(runs: Runs) -> None:
     runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", "exit 3", status=1)
     runs.memtop("train", "--name", "b", "--headless", "--lang", "zh", "--", "sh", "-c", "exit 3", status=1)
+    runs.wait("b", lambda document: document["supervisor_pid"] is None)
     commands = [("show", "a"), ("show", "b", "--metrics"), ("runs",), ("compare", "a", "b"), ("config",), ("presets",)]
     commands += [("presets", "low"), ("diagnose", "runs/a/attempts/0001/output.log")]
     for command in commands:

@@ -45,7 +45,7 @@ def in_english_again() -> Iterator[None]:
 
 # --- the words that stay --------------------------------------------------------------------------
 
-CODE = re.compile(r"`[^`]*`|(?<!\w)--?[\w-]+(?:[= ][A-Z]+)?|\{\d+[!#]?\}|~?/[\w/.*-]+|\$\{?\w+")
+CODE = re.compile(r"`[^`]*`|(?<!\w)--?[\w-]+(?:[= ][A-Z]+)?|\{\d+[!#]?\}|~?/[\w/.*-]+|\b[a-z]+[:>]\w+|\$\{?\w+")
 """What is typed, paths, and parts that vary."""
 LATIN = re.compile(r"[A-Za-z][A-Za-z_.-]*[A-Za-z]")
 NAMES = {word for translation in ENTRIES.values() for word in LATIN.findall(CODE.sub("", translation))}
@@ -288,7 +288,7 @@ def test_help_is_in_chinese(command: str | None, capsys: pytest.CaptureFixture[s
     assert len(re.findall("[\u4e00-\u9fff]", shown)) > 30
     # Without what is typed: options, arguments, names of commands.
     lines = [
-        re.sub(r"^  (?:-|[a-z]+  |memtop ).*?(?:  |$)", "", line) for line in shown.splitlines() if not line.startswith("用法")
+        re.sub(r"^  (?:-|[a-z0-9_-]+  |memtop ).*?(?:  |$)", "", line) for line in shown.splitlines() if not line.startswith("用法")
     ]
     assert {
         line: left for line in lines if (left := [w for w in untranslated(line) if not w.isupper() and w not in COMMANDS])
