@@ -12,12 +12,13 @@ import msgspec
 from memtop.cli.common import living_runs
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
-from memtop.cli.output import print_json, print_lines, print_message
+from memtop.cli.output import print_json, print_lines, print_message, row
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import Verbatim
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -121,9 +122,15 @@ def _lines(look: Outlook) -> Iterator[str]:
     kept = look.kept
     key = "-" if look.preset.key is None else str(look.preset.key)
     split = kept.split_text
-    yield (
-        f"{key}  {look.preset.name:<16} {split:<10} = {look.effective_text:<26} T {kept.seq_len:<5}"
-        f" {kept.tokens_per_update:>6} tokens  {kept.zero.short:<16} {look.switch}; whole: {look.switch_whole}"
+    yield row(
+        (f"{key} ", 0),
+        (Verbatim(look.preset.name), 16),
+        (split, 10),
+        (f"= {look.effective_text}", 28),
+        (f"T {kept.seq_len}", 7),
+        (f"{kept.tokens_per_update:>6} tokens ", 0),
+        (kept.zero.short, 16),
+        (f"{look.switch}; whole: {look.switch_whole}", 0),
     )
     yield f"   {look.preset.title}. {'; '.join(look.changes) or 'nothing changes'}"
     if look.risk is not None:
