@@ -4,11 +4,15 @@ what the reader sees."""
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from rich.cells import cell_len
 
@@ -17,8 +21,14 @@ from memtop.supervisor import language
 from memtop.supervisor.language import Catalogue, Verbatim, language_of, read_catalogue, wrapped_anywhere
 from tests.conftest import Runs
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(r"\{(\d+)[#!]?\}")
+_WORDS = re.compile(r"[A-Za-z]{2}")
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +55,37 @@ def texts_of(path: Path) -> Iterator[str]:
 
 def test_every_entry_translates_a_text_of_memtop() -> None:
     """An entry whose text was changed would be dead, and its text English again."""
-    folders = ("memtop/cli", "presets", "supervisor", "tui")
-    texts = (text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
-    files = (*(ROOT / "presets").rglob("*.toml"), ROOT / "supervisor/recovery/advice.toml")
-    tables = (" ".join(path.read_text(encoding="utf-8").split()) for path in files)
-    known = "\n".join({*(" ".join(text.split()) for text in texts), *tables, "Usage: Options: Commands", "plain -> plain"})
-    # A label may be put together from words: `best {0}`.
-    strange = [entry for entry in read_catalogue("zh") if not all(one in known for one in literals(entry))]
-    assert strange == []
+    folders = [ROOT / folder for folder in ("memtop/cli", "presets", "supervisor", "train", "tui")]
+    # click has texts of its own.
+    modules = [*(path for folder in folders for path in folder.rglob("*.py")), *Path(click.__file__).parent.glob("*.py")]
+    texts = {" ".join(text.split()) for path in modules for text in texts_of(path)}
+    for path in (*(ROOT / "presets").rglob("*.toml"), ROOT / "supervisor/recovery/advice.toml"):
+        texts |= {" ".join(text.split()) for text in strings_of(tomllib.loads(path.read_text(encoding="utf-8")))}
+    texts |= {os.strerror(number) for number in errno.errorcode}
+    texts |= {"Usage: ", "Options", "Options:", "Commands", "plain -> plain"}
+    known = "\n".join(text for text in texts if _WORDS.search(text))
+    pieces = {piece for entry in read_catalogue("zh") for piece in literals(entry)} - texts
+    assert [piece for piece in pieces if not is_put_together(piece, known)] == []
+
+
+def is_put_together(text: str, known: str, *, parts: int = 3) -> bool:
+    """Whether the text is a part of the known ones, or is joined from at most three parts of them:
+    `best {0}`, ` at update {0}`."""
+    if text in known:
+        return True
+    joints = [match.start() for match in re.finditer(r" |\b", text)] if parts > 1 else []
+    return any(
+        text[:at].rstrip() in known and is_put_together(text[at:].lstrip(), known, parts=parts - 1) for at in joints if at
+    )
+
+
+def strings_of(value: object) -> Iterator[str]:
+    """All texts of a TOML file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(one)
 
 
 def literals(entry: str) -> list[str]:
@@ -185,8 +218,18 @@ def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], mon
 
 def test_documents_are_the_same_in_every_language(runs: Runs) -> None:
     runs.memtop("train", "--name", "a", "--headless", "--", "sh", "-c", "exit 3", status=1)
-    shown = {lang: json.loads(runs.memtop("show", "a", "--json", "--lang", lang).stdout) for lang in ("en", "zh")}
-    assert shown["en"] == shown["zh"]
+    runs.memtop("train", "--name", "b", "--headless", "--lang", "zh", "--", "sh", "-c", "exit 3", status=1)
+    runs.wait("b", lambda document: document["supervisor_pid"] is None)
+    commands = [("show", "a"), ("show", "b", "--metrics"), ("runs",), ("compare", "a", "b"), ("config",), ("presets",)]
+    commands += [("presets", "low"), ("diagnose", "runs/a/attempts/0001/output.log")]
+    for command in commands:
+        shown = {lang: json.loads(runs.memtop(*command, "--json", "--lang", lang).stdout) for lang in ("en", "zh")}
+        assert shown["en"] == shown["zh"], command
+    # These have the time and the machine's memory in them.
+    for command in (("doctor",), ("strays",), ("watch", "--once")):
+        shown = {lang: runs.memtop(*command, "--json", "--lang", lang, status=None).stdout for lang in ("en", "zh")}
+        assert not language.has_wide(shown["zh"]), command
+        assert json.loads(shown["zh"]).__class__ is json.loads(shown["en"]).__class__
     assert "失败" in runs.memtop("show", "a", "--lang", "zh").stdout
     assert "失败" in runs.memtop("runs", "--lang", "zh").stdout
     assert "已失败" not in runs.memtop("runs").stdout

@@ -19,6 +19,7 @@ from memtop.cli.language import HelpContext, chosen_language, without_language
 from memtop.cli.output import print_lines, print_message
 from memtop.supervisor import language
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.language import tr
 
 COMMAND_GROUPS = {
     "Train": {
@@ -134,7 +135,7 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.UsageError as error:
         where = f"memtop {error.ctx.info_name}" if error.ctx and error.ctx.parent else "memtop"
-        return _complain(f"{error.format_message()} (see `{where} --help`)", 2)
+        return _complain(f"{tr(error.format_message())} (see `{where} --help`)", 2)
     except MemtopError as error:
         return _complain(str(error), error.exit_status)
     except UnicodeEncodeError as error:

@@ -16,6 +16,7 @@ from memtop.cli.output import print_json, print_lines
 from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.recovery.values import Advice, Remedy
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import read_state
@@ -93,7 +94,7 @@ def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
         share = f", {units.percent(forecast.fraction)}: {forecast.band.value}"
         yield f"   predicted peak {units.size(forecast.peak_bytes)}{share} ({forecast.basis})"
     yield f"   {remedy.why}"
-    yield from (f"   {line}" for line in remedy.instructions)
+    yield from (Verbatim(f"   {tr(line)}") for line in remedy.instructions)
 
 
 def _trial_lines(trial: Trial) -> Iterator[str]:

@@ -15,8 +15,10 @@ from typing import Any
 import msgspec
 
 from memtop.cli.configuration import default_runs_dir
+from memtop.cli.output import row
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
@@ -97,12 +99,13 @@ def summary(state: RunState | Unreadable) -> dict[str, Any]:
 def run_line(state: RunState | Unreadable) -> str:
     """One run in one line."""
     if isinstance(state, Unreadable):
-        return f"{state.name:<20} unreadable: {state.error}"
+        return row((Verbatim(state.name), 20), (f"unreadable: {state.error}", 0))
     total = "" if state.total_updates is None else f"/{state.total_updates}"
     loss = "" if state.loss is None else f"  loss {state.loss:.4f}"
     where = "no updates yet" if state.updates is None else f"update {state.updates}{total}{loss}"
-    adopted = "  (adopted)" if state.adopted else ""
-    return f"{state.name:<20} {state.state.value:<10} attempt {state.attempt}  {where}{adopted}"
+    adopted = [("(adopted)", 0)] if state.adopted else []
+    cells = [(Verbatim(state.name), 20), (state.state.value, 10), (f"attempt {state.attempt} ", 0), (f"{where} ", 0), *adopted]
+    return row(*cells)
 
 
 def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]:
@@ -120,10 +123,10 @@ def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]
     elif proposal.begins is not None:
         yield "memtop applies the first of these"
     for number, remedy in enumerate(proposal.remedies, start=1):
-        yield f"  {number}. {remedy.title} [{', '.join(_price(remedy, resumes=resumes))}]"
+        yield Verbatim(f"  {number}. {tr(remedy.title)} [{tr(', '.join(_price(remedy, resumes=resumes)))}]")
         yield f"     {_peak(remedy)}"
         for line in remedy.instructions:
-            yield f"     {line}"
+            yield Verbatim(f"     {tr(line)}")
     for advice in proposal.last_advice:
         yield f"  - {advice}"
 

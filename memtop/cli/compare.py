@@ -8,13 +8,15 @@ from typing import Any
 
 import click
 import msgspec
+from rich.cells import cell_len
 
 from memtop.cli import completion
 from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.options import RUN_HELP, json_option, runs_dir_option
-from memtop.cli.output import print_json, print_lines
+from memtop.cli.output import print_json, print_lines, row
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
@@ -110,13 +112,13 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
     """The values of the whole history."""
     last: Metric | None = None
     before, peak, samples, seconds = 0, None, 0, 0.0
-    for row in ledger.final_history():
-        if row.samples_seen is not None and row.step_seconds is not None:
-            samples, seconds = samples + row.samples_seen - before, seconds + row.step_seconds * row.updates
-        before = before if row.samples_seen is None else row.samples_seen
-        if row.peak_bytes is not None:
-            peak = max(peak or 0, row.peak_bytes)
-        last = row if row.loss is not None else last
+    for one in ledger.final_history():
+        if one.samples_seen is not None and one.step_seconds is not None:
+            samples, seconds = samples + one.samples_seen - before, seconds + one.step_seconds * one.updates
+        before = before if one.samples_seen is None else one.samples_seen
+        if one.peak_bytes is not None:
+            peak = max(peak or 0, one.peak_bytes)
+        last = one if one.loss is not None else last
     evaluations = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
     return {
         "loss": None if last is None else last.loss,
@@ -135,8 +137,8 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
 
 
 def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
-    rows = [
-        ("", [run.name for run in runs]),
+    rows: list[tuple[str, Sequence[str]]] = [
+        ("", [Verbatim(run.name) for run in runs]),
         ("state", [run.state for run in runs]),
         ("attempts", [str(run.attempts) for run in runs]),
         ("updates", [units.count(run.updates) for run in runs]),
@@ -148,12 +150,12 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
         ("time", [units.duration(run.seconds) for run in runs]),
-        *((name, [_setting(run.settings.get(name)) for run in runs]) for name in differing),
+        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in differing),
     ]
-    first = max(len(label) for label, _ in rows)
-    widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(runs))]
+    first = max(cell_len(tr(label)) for label, _ in rows)
+    widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
     for label, cells in rows:
-        yield "  ".join([f"{label:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))])
+        yield row((label, first), *((cell, -width) for cell, width in zip(cells, widths, strict=True)), between="  ")
 
 
 def _number(value: float | None) -> str:

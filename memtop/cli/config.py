@@ -9,8 +9,9 @@ import msgspec
 
 from memtop.cli.configuration import KEYS, Value, read_layers, unknown_keys, value_of, variable_of
 from memtop.cli.options import json_option
-from memtop.cli.output import print_json, print_lines, print_message
+from memtop.cli.output import print_json, print_lines, print_message, row
 from memtop.presets.files import user_config
+from memtop.supervisor.language import Verbatim
 
 
 @click.command()
@@ -30,7 +31,8 @@ def config(as_json: bool) -> int:
     else:
         for key, found in values.items():
             where = found.where or found.source
-            print_lines(f"{key:<15} {found.value or '-':<32} {where:<28} {KEYS[key].what}; {variable_of(key)}".rstrip())
+            value = Verbatim(found.value or "-")
+            print_lines(row((Verbatim(key), 15), (value, 32), (where, 28), (f"{KEYS[key].what}; {variable_of(key)}", 0)))
         folder = user_config()
         if folder is not None and not any(layer.source == "user" for layer in layers):
             print_lines(f"{folder / 'config.toml'}: no such file yet")

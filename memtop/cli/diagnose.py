@@ -20,6 +20,7 @@ from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
 from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, size
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.values import Remedy
@@ -114,12 +115,16 @@ def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any
 
 def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
     name = diagnosis.kind.value + (f": {diagnosis.reason}" if diagnosis.reason else "")
-    lines = [name, diagnosis.summary]
+    lines = [Verbatim(name), diagnosis.summary]
     memory = _memory_line(diagnosis)
     if memory:
         lines += ["", memory]
     if diagnosis.evidence:
-        lines += ["", f"Evidence ({diagnosis.source.replace('_', ' ')}):", *(f"  {line}" for line in diagnosis.evidence)]
+        lines += [
+            "",
+            f"Evidence ({diagnosis.source.replace('_', ' ')}):",
+            *(Verbatim(f"  {line}") for line in diagnosis.evidence),
+        ]
     if diagnosis.environment:
         lines += ["", f"Environment: {', '.join(place.label for place in diagnosis.environment)}."]
     lines += ["", f"Confidence {diagnosis.confidence:.2f}: {_certainty(diagnosis)}."]
@@ -127,7 +132,8 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
         lines += ["", "What can be done, the cheapest first:"]
         for number, remedy in enumerate(remedies, 1):
             lines.append(f"  {number}. {remedy.title}")
-            lines += [f"     {line}" for line in (*remedy.why.splitlines(), *remedy.instructions)]
+            lines += [f"     {line}" for line in remedy.why.splitlines()]
+            lines += [Verbatim(f"     {tr(line)}") for line in remedy.instructions]
     return lines
 
 
@@ -151,6 +157,6 @@ def _memory_line(diagnosis: Diagnosis) -> str | None:
         ("free", diagnosis.free_bytes),
     )
     shown = [
-        f"{name} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total
+        f"{tr(name)} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total
     ]
     return f"{size(total)}: {' | '.join(shown)}" if shown else None

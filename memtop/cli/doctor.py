@@ -19,7 +19,7 @@ from memtop.cli.gpus import why_closed, why_unusable
 from memtop.cli.installing import install_extra
 from memtop.cli.interpreters import command_for, search
 from memtop.cli.options import json_option, runs_dir_option
-from memtop.cli.output import print_json, print_lines
+from memtop.cli.output import print_json, print_lines, row
 from memtop.presets import PresetFileError, load_presets, load_recipes, user_cache
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
@@ -67,9 +67,9 @@ def doctor(as_json: bool, runs_dir: Path | None) -> int:
     else:
         for finding in findings:
             word = {True: "ok", False: "MISSING", None: "note"}[finding.ok]
-            print_lines(f"{word:<8} {finding.check:<16} {finding.found}")
+            print_lines(row((word, 8), (finding.check, 16), (finding.found, 0)))
             if finding.advice:
-                print_lines(f"{'':<25} -> {finding.advice}")
+                print_lines(row(("", 25), ("->", 0), (finding.advice, 0)))
     return 1 if any(finding.ok is False for finding in findings) else 0
 
 

@@ -13,6 +13,7 @@ from memtop.cli.common import proposal_lines
 from memtop.cli.output import print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import client, starting
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
@@ -40,7 +41,7 @@ def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> in
     With `detach`, only print the run's name. Without a terminal there is no dashboard.
     """
     if detach:
-        print_lines(folder.name)
+        print_lines(folder.name, own=False)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return follow(folder, since=begun)
@@ -214,7 +215,8 @@ class _Follower:
         self._last_line, self._last_update = time.monotonic(), run.updates
         parts = [f"update {run.updates}"]
         if run.total_updates is not None:
-            parts = [f"update {run.updates}/{run.total_updates} {units.percent(run.updates / max(1, run.total_updates), 0):>5}"]
+            share = units.percent(run.updates / max(1, run.total_updates), 0)
+            parts = [f"{tr(f'update {run.updates}/{run.total_updates}')} {share:>5}"]
         if run.loss is not None:
             parts.append(f"loss {run.loss:.4f}")
         if run.samples_per_second is not None:
@@ -250,7 +252,7 @@ class _Follower:
 
     @staticmethod
     def _print(text: str) -> None:
-        print_message(f"memtop: {text}")
+        print_message(Verbatim(f"memtop: {tr(text)}"))
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:
@@ -258,4 +260,6 @@ def _memory(machine: MachineSnapshot | None) -> list[str]:
         return []
     gauges = [(f"GPU {gpu.index}", gpu.used_fraction, gpu.band) for gpu in machine.gpus]
     gauges.append(("RAM", machine.host.used_fraction, machine.host.band))
-    return [f"{name} {units.percent(fraction)} {band.value}" for name, fraction, band in gauges if band is not Band.UNKNOWN]
+    return [
+        f"{tr(name)} {units.percent(fraction)} {tr(band.value)}" for name, fraction, band in gauges if band is not Band.UNKNOWN
+    ]

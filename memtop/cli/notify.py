@@ -31,6 +31,7 @@ from memtop.cli.options import RUN_HELP, runs_dir_option
 from memtop.cli.output import print_lines
 from memtop.supervisor import units
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
 from memtop.supervisor.run.notices import FILE, Claim, Notice, claims, notices
 from memtop.supervisor.run.record.folder import RunFolder
@@ -170,7 +171,7 @@ def _ntfy(address: str) -> Send:
 
     def send(notice: Notice, state: RunState | None) -> None:
         urgent = notice.topic in ("failure", "stall", "danger")
-        message = {"topic": topic, "title": notice.title, "message": _text(notice, state), "priority": 4 if urgent else 3}
+        message = {"topic": topic, "title": tr(notice.title), "message": _text(notice, state), "priority": 4 if urgent else 3}
         _post(server, message)
 
     return send
@@ -182,9 +183,9 @@ def _webhook(address: str) -> Send:
     def send(notice: Notice, state: RunState | None) -> None:
         text = _text(notice, state)
         if host == "hooks.slack.com":
-            _post(address, {"text": f"*{notice.title}*\n{text}"})
+            _post(address, {"text": f"*{tr(notice.title)}*\n{text}"})
         elif host in ("discord.com", "discordapp.com"):
-            content = f"**{notice.title}**\n{text}"[:_DISCORD_LONGEST]
+            content = f"**{tr(notice.title)}**\n{text}"[:_DISCORD_LONGEST]
             _post(address, {"content": content, "allowed_mentions": {"parse": []}})
         else:
             _post(address, _document(notice, state))
@@ -194,7 +195,7 @@ def _webhook(address: str) -> Send:
 
 def _command(command: str) -> Send:
     def send(notice: Notice, state: RunState | None) -> None:
-        given = {"TITLE": notice.title, "TEXT": _text(notice, state), "TOPIC": notice.topic, "EVENT": notice.event}
+        given = {"TITLE": tr(notice.title), "TEXT": _text(notice, state), "TOPIC": notice.topic, "EVENT": notice.event}
         environment = {**os.environ, **{f"MEMTOP_NOTICE_{name}": value for name, value in given.items()}}
         try:
             done = subprocess.run(
@@ -225,8 +226,8 @@ def _post(address: str, document: dict[str, Any]) -> None:
 
 def _document(notice: Notice, state: RunState | None) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "title": notice.title,
-        "text": notice.text,
+        "title": tr(notice.title),
+        "text": tr(notice.text),
         "topic": notice.topic,
         "event": notice.event,
         "time": notice.time,
@@ -246,5 +247,5 @@ def _text(notice: Notice, state: RunState | None) -> str:
         words.append(f"update {units.count(state.updates)}{total}")
     if state is not None and state.loss is not None:
         words.append(f"loss {state.loss:.4g}")
-    words.append(socket.gethostname())
-    return f"{notice.text}\n{', '.join(words)}"
+    words.append(Verbatim(socket.gethostname()))
+    return f"{tr(notice.text)}\n{', '.join(map(tr, words))}"

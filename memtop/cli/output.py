@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+from rich.cells import cell_len
+
 from memtop.supervisor.clean import clean
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, tr
 
 
 def print_lines(*lines: str, own: bool = True) -> None:
@@ -50,6 +52,15 @@ def json_text(document: Any, *, indent: int | None = None) -> str:
     separators = (",", ":") if indent is None else None
     # json escapes every character that is not ASCII, and of those that are all but DEL.
     return json.dumps(document, indent=indent, separators=separators, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def row(*cells: tuple[str, int], between: str = " ") -> Verbatim:
+    """Cells in the reader's language, each padded to so many columns of the terminal; a negative
+    width aligns to the right. Names of the user are given as `Verbatim`."""
+    shown = [(tr(text), width) for text, width in cells]
+    padding = [" " * max(0, abs(width) - cell_len(text)) for text, width in shown]
+    parts = (blanks + text if width < 0 else text + blanks for (text, width), blanks in zip(shown, padding, strict=True))
+    return Verbatim(between.join(parts).rstrip())
 
 
 def _print(lines: Iterable[str], stream: TextIO, *, own: bool) -> None:

@@ -31,7 +31,7 @@ def report(run_name: str, output: Path | None, as_markdown: bool, runs_dir: Path
     with readable_ledger(folder):
         facts = read_facts(folder, energy_price())
     if as_markdown:
-        print_lines(*markdown(facts).splitlines())
+        print_lines(*markdown(facts).splitlines(), own=False)
         return 0
     path = output or Path(f"{folder.name}.html")
     path.write_text(html(facts), encoding="utf-8", errors="replace")

@@ -303,15 +303,15 @@ def _gpu(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.free_bytes is not None:
         request.append(f"{size(diagnosis.free_bytes)} was free" + (f" of {size(total)}" if total else ""))
     parts = [", ".join(request)] if request else []
-    held, holder = diagnosis.process_bytes, "the process held"
-    if held is None:
-        held, holder = diagnosis.allocated_bytes, "the program's tensors held"
+    held, tensors = diagnosis.process_bytes, diagnosis.allocated_bytes
     if held is not None:
-        parts.append(f"{holder} {size(held)}{_share(held, total)}")
+        parts.append(f"the process held {size(held)}{_share(held, total)}")
+    elif tensors is not None:
+        parts.append(f"the program's tensors held {size(tensors)}{_share(tensors, total)}")
     if diagnosis.kind is Kind.GPU_OOM_FRAGMENTED:
         spare = diagnosis.reserved_unallocated_bytes
-        amount = f"{size(spare)} was" if spare is not None else "more than that was"
-        parts.append(f"{amount} reserved but unallocated (fragmentation)")
+        amount = size(spare) if spare is not None else "more than that"
+        parts.append(f"{amount} was reserved but unallocated (fragmentation)")
     elif diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
         pids = ", ".join(map(str, diagnosis.other_process_pids))
         amount = size(diagnosis.other_process_bytes)
@@ -363,8 +363,10 @@ def _host_killed(diagnosis: Diagnosis, phase: str) -> str:
 
 
 def _pinned(diagnosis: Diagnosis, phase: str) -> str:
-    amount = "" if diagnosis.requested_bytes is None else f" {size(diagnosis.requested_bytes)} of"
-    return f"Allocating{amount} page-locked host memory failed{phase}: this is the host's memory, not the GPU's."
+    what = "page-locked host memory"
+    if diagnosis.requested_bytes is not None:
+        what = f"{size(diagnosis.requested_bytes)} of page-locked host memory"
+    return f"Allocating {what} failed{phase}: this is the host's memory, not the GPU's."
 
 
 def _shm(diagnosis: Diagnosis, phase: str) -> str:

@@ -82,12 +82,12 @@ class MemoryHolder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """`GPU 0: 3.0 GiB still held by pid 77 (bob, python)`."""
-        line = f"GPU {self.gpu_index}: {units.size(self.used_bytes)} still held by "
+        holder = f"pid {self.pid} ({', '.join(word for word in (self.user, self.name) if word) or 'not visible here'})"
         if self.pid is None:
-            return line + "no listed process"
-        if self.ended:
-            return line + f"pid {self.pid}, which has ended: {UNFREED_ADVICE}"
-        return line + f"pid {self.pid} ({', '.join(word for word in (self.user, self.name) if word) or 'not visible here'})"
+            holder = "no listed process"
+        elif self.ended:
+            holder = f"pid {self.pid}, which has ended: {UNFREED_ADVICE}"
+        return f"GPU {self.gpu_index}: {units.size(self.used_bytes)} still held by {holder}"
 
 
 class EndReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class EndReport(msgspec.Struct, frozen=True, kw_only=True):
     def memory_text(self) -> str:
         """`2 processes ended, 7.8 GiB returned`, and the processes that hold the rest."""
         ended = sum(process.outcome == "ended" for process in self.processes)
-        line = f"{ended or 'no'} {'process' if ended in (0, 1) else 'processes'} ended"
+        line = f"{ended} processes ended" if ended > 1 else "1 process ended" if ended else "no process ended"
         if self.returned_bytes is not None:
             line += f", {units.size(self.returned_bytes)} returned"
         elif ended:
@@ -153,8 +153,8 @@ def end_processes(
             results |= _wait(open_, number, wait, kernel)
             last = number
         for identity in open_:
-            reason = f"process {identity.pid} does not react even to {last.name if last else 'signals'}: "
-            reason += "it hangs in the kernel or the driver"
+            sent = last.name if last else "signals"
+            reason = f"process {identity.pid} does not react even to {sent}: it hangs in the kernel or the driver"
             results[identity] = Ended(identity=identity, outcome="survived", signal=last.name if last else None, reason=reason)
     return [results[identity] for identity in order]
 

@@ -65,7 +65,7 @@ def describe(subject: TrendSubject) -> str:
     gpu = "the GPU" if subject.gpu_index is None else f"GPU {subject.gpu_index}"
     if subject.kind is TrendKind.GPU_USED:
         return gpu
-    return f"{gpu} {'allocated' if subject.kind is TrendKind.GPU_ALLOCATED else 'reserved'} by {who}"
+    return f"{gpu} allocated by {who}" if subject.kind is TrendKind.GPU_ALLOCATED else f"{gpu} reserved by {who}"
 
 
 def trends(leaks: Iterable[Leak], pools: Mapping[str, Pool], update: int | None) -> tuple[Trend, ...]:

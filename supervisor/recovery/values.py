@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import Band
 
 Class = Literal["none", "live", "resumes", "converts", "new run"]
@@ -81,7 +82,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     def instructions(self) -> Iterator[str]:
         """The same as lines to read: those for a file name it."""
         for place, text in self.to_type:
-            yield from (line if place is None else f"in {place}: {line}" for line in text.splitlines())
+            yield from (Verbatim(line) if place is None else f"in {place}: {line}" for line in text.splitlines())
 
     @property
     def predicted_band(self) -> str | None:

@@ -41,7 +41,7 @@ def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
     path = folder.ledger_path
     try:
         damage = _damage(path)
-        words = "was missing" if damage is None else f"was damaged ({damage}; now {_moved_aside(path)})"
+        was = f"{path} was missing" if damage is None else f"{path} was damaged ({damage}; now {_moved_aside(path)})"
         ledger = Ledger(path)
         known = {attempt.number for attempt in ledger.attempts()}
         missing = [number for number in sorted(folder.attempt_numbers()) if number not in known]
@@ -55,7 +55,7 @@ def open_ledger(folder: RunFolder) -> tuple[Ledger, str | None]:
         raise RunFolderError(f"{path}: cannot be used: {error}") from None
     if known:
         return ledger, f"{path} lacked attempts ({', '.join(map(str, missing))}): added from {folder.path / 'attempts'}"
-    return ledger, f"{path} {words}: it was rebuilt from {folder.path / 'attempts'}; earlier events and memory history are lost"
+    return ledger, f"{was}: it was rebuilt from {folder.path / 'attempts'}; earlier events and memory history are lost"
 
 
 def _damage(path: Path) -> str | None:

@@ -238,6 +238,6 @@ def table(rows: Sequence[RunRow], now: float, width: int | None = None) -> Itera
     yield (" " * _BETWEEN).join(heads).rstrip()
     for row in rows:
         if row.run is None:
-            yield f"{columns[0].cell(row, now)}  unreadable: {row.error}"
+            yield f"{columns[0].cell(row, now)}  {tr(f'unreadable: {row.error}')}"
         else:
             yield (" " * _BETWEEN).join(one.cell(row, now) for one in columns).rstrip()

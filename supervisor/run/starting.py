@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.supervisor import language
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
 from memtop.supervisor.run.processes.environment import outside_any_run
@@ -61,7 +62,7 @@ def start_supervisor(folder: RunFolder, change: Change | None = None, *, environ
             stderr=log,
             start_new_session=True,
             cwd="/",
-            env=outside_any_run(os.environ if environment is None else environment),
+            env=_in_this_language(outside_any_run(os.environ if environment is None else environment)),
         )
     deadline, asked = time.monotonic() + _START_SECONDS, time.monotonic() + _STATE_SECONDS
     while time.monotonic() < deadline:
@@ -107,6 +108,13 @@ def revive(path: Path) -> bool:
             return False
         raise
     return True
+
+
+def _in_this_language(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with the language of this command: notifications and the report that is
+    written by itself have it, too."""
+    here = language.current()
+    return environment if language.language_of(environment) == here else {**environment, "MEMTOP_LANG": here}
 
 
 def _answers(folder: RunFolder, pid: int) -> bool:

@@ -78,11 +78,13 @@ def why_unreadable(path: Path, error: OSError) -> str:
             continue  # inside a folder that is closed to the caller
         if owner == os.geteuid():
             return words
-        who = f"{words}; {user_name(owner)} owns it and can let others"
+        command = None
         if run is not None and (place == run or run in place.parents):
-            return f"{who} read it: `chmod -R go+rX {shlex.quote(str(run))}`"
-        if place == path:
-            return f"{who} read it: `chmod go+rx {shlex.quote(str(place))}`"
+            command = f"chmod -R go+rX {shlex.quote(str(run))}"
+        elif place == path:
+            command = f"chmod go+rx {shlex.quote(str(place))}"
+        if command is not None:
+            return f"{words}; {user_name(owner)} owns it and can let others read it: `{command}`"
         return f"{words}; {place} is closed: {user_name(owner)} can let others pass: `chmod go+x {shlex.quote(str(place))}`"
     return words
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
+from memtop.supervisor.language import tr
 from memtop.supervisor.run.report.facts import Curve
 
 _WIDTH, _HEIGHT = 860, 170
@@ -73,7 +74,7 @@ def _chart(
         f'<text x="{_LEFT}" y="{_HEIGHT - 4}">{escape(x_text(begin))}</text>'
         f'<text class="y" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}">{escape(x_text(end))}</text>'
     )
-    title = escape(curve.title)
+    title = escape(tr(curve.title))
     return (
         f'<figure><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">'
         f"{behind}{grid}{lines}{paths}{ends}</svg></figure>"

@@ -11,6 +11,7 @@ import msgspec
 from memtop.presets.comparison import changes
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
+from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.history import HOST, Bucket, label_of
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
@@ -129,10 +130,10 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     if state.settings is not None:
         s = state.settings
         yield "recipe", f"{s.recipe}, preset {s.preset}, {s.split_text} = {s.effective_batch}, T {s.seq_len}"
-    yield "command", " ".join(state.command)
-    yield "folder", state.folder
-    yield "GPUs", ", ".join(facts.gpus)
-    yield "memtop", facts.version
+    yield "command", Verbatim(" ".join(state.command))
+    yield "folder", Verbatim(state.folder)
+    yield "GPUs", Verbatim(", ".join(facts.gpus))
+    yield "memtop", Verbatim(facts.version)
 
 
 def _sources(ledger: Ledger, now: float) -> Iterable[Source]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from memtop.supervisor import units
+from memtop.supervisor import language, units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.report.charts import curve_svg, memory_svg
 from memtop.supervisor.run.report.facts import Facts, configuration_words, outcome_words, read_facts
@@ -44,23 +46,24 @@ def html(facts: Facts) -> str:
     if diagnosis:
         summary, evidence = diagnosis
         parts += [
-            "<h2>Why it failed</h2>",
-            f"<p>{_safe(summary)}</p>",
+            _title("Why it failed"),
+            f"<p>{_safe(tr(summary))}</p>",
             f"<pre>{_safe_lines(evidence)}</pre>" if evidence else "",
         ]
     starts = [attempt.started for attempt in facts.attempts[1:]]
     memory = [memory_svg(source.used, _clock, marks=starts) for source in facts.sources if len(source.used.points) > 1]
-    parts += ["<h2>Memory</h2>", *memory] if memory else []
+    parts += [_title("Memory"), *memory] if memory else []
     begun = [float(attempt.start_updates) for attempt in facts.attempts[1:] if attempt.start_updates is not None]
-    curves = [curve_svg(curve, lambda x: f"update {units.count(x)}", marks=begun) for curve in facts.curves]
-    parts += ["<h2>Training</h2>", *curves] if curves else []
-    parts += ["<h2>Attempts</h2>", _table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts))]
+    curves = [curve_svg(curve, lambda x: tr(f"update {units.count(x)}"), marks=begun) for curve in facts.curves]
+    parts += [_title("Training"), *curves] if curves else []
+    parts += [_title("Attempts"), _table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts))]
     if facts.configurations:
-        parts += ["<h2>Settings</h2>", _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
+        parts += [_title("Settings"), _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
     if facts.events:
         rows = [(_clock(event.time), str(event.attempt), event.kind, event.message) for event in facts.events]
-        parts += ["<h2>Events</h2>", _table(("", "attempt", "event", ""), rows)]
-    parts.append(f"<p>Written {_safe(_clock(facts.written))} by memtop. Dashed lines: a new attempt began.</p>")
+        parts += [_title("Events"), _table(("", "attempt", "event", ""), rows)]
+    written = f"Written {_clock(facts.written)} by memtop. Dashed lines: a new attempt began."
+    parts.append(f"<p>{_safe(tr(written))}</p>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_safe(state.name)}</title>'
     return (
         f"<!doctype html>\n<html><head>{head}<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
@@ -69,26 +72,33 @@ def html(facts: Facts) -> str:
 
 def markdown(facts: Facts) -> str:
     """A summary for an issue or a chat."""
-    lines = [f"## {_cell(facts.state.name)}", "", *_markdown_table(("", ""), facts.rows)]
+    lines = [f"## {_cell(Verbatim(facts.state.name))}", "", *_markdown_table(("", ""), facts.rows)]
     diagnosis = _diagnosis(facts)
     if diagnosis:
         summary, evidence = diagnosis
-        lines += ["", f"**Why it failed**: {clean(summary)}"]
+        lines += ["", f"**{tr('Why it failed')}**: {clean(tr(summary))}"]
         lines += ["", "```", *(clean(line).replace("```", "'''") for line in evidence), "```"] if evidence else []
-    lines += ["", "**Attempts**", "", *_markdown_table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts))]
+    lines += [
+        "",
+        f"**{tr('Attempts')}**",
+        "",
+        *_markdown_table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts)),
+    ]
     if len(facts.configurations) > 1:
-        lines += ["", "**Settings**", ""]
+        lines += ["", f"**{tr('Settings')}**", ""]
         lines += _markdown_table(("", "from update", "settings", "peak", "why"), _configurations(facts))
     if facts.events:
         newest: Sequence[Event] = facts.events[-_NEWEST_EVENTS:]
         rows = [(_clock(event.time), event.kind, event.message) for event in newest]
-        lines += ["", "**Newest events**", "", *_markdown_table(("", "", ""), rows)]
+        lines += ["", f"**{tr('Newest events')}**", "", *_markdown_table(("", "", ""), rows)]
     return "\n".join(lines) + "\n"
 
 
 def write_report(folder: RunFolder) -> str | None:
-    """Write `report.html` and `report.md` into the run's folder; why not, in one line, if that is
-    impossible."""
+    """Write `report.html` and `report.md` into the run's folder, in the language that the
+    environment names; why not, in one line, if that is impossible."""
+    before = language.current()
+    language.use(language.language_of(os.environ))
     try:
         facts = read_facts(folder)
         for name, text in (("report.html", html(facts)), ("report.md", markdown(facts))):
@@ -99,6 +109,8 @@ def write_report(folder: RunFolder) -> str | None:
         return f"the report cannot be written: {error.strerror}"
     except (MemtopError, sqlite3.Error) as error:
         return f"the report cannot be written: {error}"
+    finally:
+        language.use(before)
     return None
 
 
@@ -126,21 +138,27 @@ def _clock(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
+def _title(text: str) -> str:
+    return f"<h2>{_safe(tr(text))}</h2>"
+
+
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = f"<tr>{''.join(f'<th>{_safe(word)}</th>' for word in heads)}</tr>" if heads else ""
-    body = "".join(f"<tr><th>{_safe(row[0])}</th>{''.join(f'<td>{_safe(cell)}</td>' for cell in row[1:])}</tr>" for row in rows)
+    head = f"<tr>{''.join(f'<th>{_safe(tr(word))}</th>' for word in heads)}</tr>" if heads else ""
+    body = "".join(
+        f"<tr><th>{_safe(tr(row[0]))}</th>{''.join(f'<td>{_safe(tr(cell))}</td>' for cell in row[1:])}</tr>" for row in rows
+    )
     return f"<table>{head}{body}</table>"
 
 
 def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join(map(tr, heads))} |"
     yield f"|{'---|' * len(heads)}"
     for row in rows:
         yield f"| {' | '.join(map(_cell, row))} |"
 
 
 def _cell(text: str) -> str:
-    return escape(clean(text), quote=False).replace("|", "\\|")
+    return escape(clean(tr(text)), quote=False).replace("|", "\\|")
 
 
 def _safe(text: str) -> str:
