@@ -114,7 +114,7 @@ class DashboardApp(App[DashboardResult]):
     def action_choose_theme(self, name: str) -> None:
         """Use a theme from now on, also in later dashboards."""
         self.theme = name
-        if self._remember_theme is None:
+        if self._remember_theme is None or self._dashboard.only_shown:
             return
         try:
             self._dashboard.say(self._remember_theme(name))
