@@ -288,7 +288,9 @@ def test_help_is_in_chinese(command: str | None, capsys: pytest.CaptureFixture[s
     assert len(re.findall("[\u4e00-\u9fff]", shown)) > 30
     # Without what is typed: options, arguments, names of commands.
     lines = [
-        re.sub(r"^  (?:-|[a-z0-9_-]+  |memtop ).*?(?:  |$)", "", line) for line in shown.splitlines() if not line.startswith("用法")
+        re.sub(r"^  (?:-|[a-z0-9_-]+  |memtop ).*?(?:  |$)", "", line)
+        for line in shown.splitlines()
+        if not line.startswith("用法")
     ]
     assert {
         line: left for line in lines if (left := [w for w in untranslated(line) if not w.isupper() and w not in COMMANDS])
