@@ -313,6 +313,8 @@ SHOWN_AS_IT_IS = re.compile(
 def test_runs_are_shown_in_chinese(runs: Runs) -> None:
     """A run that fails, one that runs out of memory, one that is restarted with another split."""
     (runs.root / "oom.py").write_text(OUT_OF_MEMORY)
+    told = runs.root / "told"
+    runs.environment["MEMTOP_NOTIFY_COMMAND"] = f'echo "$MEMTOP_NOTICE_TEXT" >> {told}'
     shown = [runs.memtop("train", "--name", "a", "--headless", "--lang", "zh", "--", "sh", "-c", "exit 3", status=1)]
     oom = ("--name", "o", "--headless", "--lang", "zh", "--", sys.executable, "oom.py")
     shown.append(runs.memtop("train", *oom, status=1))
@@ -343,6 +345,7 @@ def test_runs_are_shown_in_chinese(runs: Runs) -> None:
     # Records are the same in every language; the report that the run wrote is in that of the run.
     assert not language.has_wide(runs.memtop("show", "o", "--json", "--lang", "zh").stdout)
     assert not any(language.has_wide(event.message) for event in runs.events("o", "failed"))
+    assert "退出状态 3" in told.read_text(encoding="utf-8"), "notifications are in the language of the run, too"
     assert "失败的原因" in (runs.path / "o" / "report.md").read_text(encoding="utf-8")
 
 
