@@ -29,10 +29,7 @@ def notice(store: Store, width: int = 160) -> str:
     """
     run = store.run
     if store.proposal is not None and store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED):
-        what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
-        # The key is more important than the end of the summary.
-        room = max(0, width - len(key) - 2)
-        return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
+        return with_key(f"! {store.proposal.diagnosis.summary.rstrip('.')}", " (w: what can be done)", width)
     answers = store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED)
     if run is not None and run.state.final and run.unsaved is None and answers and not store.replaying:
         return _end(run, width)
@@ -48,6 +45,12 @@ def notice(store: Store, width: int = 160) -> str:
         more = f"  (and {len(store.others) - 1} more)" if len(store.others) > 1 else ""
         return f"{store.others[0]}{more}" if store.others else ""
     return _notice_of_run(store, run, width)
+
+
+def with_key(what: str, key: str, width: int) -> str:
+    """The sentence and the key; the key is more important than the end of the sentence."""
+    room = max(0, width - cell_len(key))
+    return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
 
 
 def _end(run: RunState, width: int) -> str:
@@ -88,6 +91,8 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
         return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
         return f"… trial of {run.trial.title}: {run.trial.state}"
+    if run.spike is not None:
+        return with_key(f"! {run.spike.message}", " (w: go back, go on or stop)", width)
     if run.warnings:
         more = len(run.warnings) - 1
         return f"! {run.warnings[-1]}" + (f"  (and {more} more)" if more else "")

@@ -163,6 +163,11 @@ def discard_held(latest: Path) -> None:
     shutil.rmtree(_held(latest), ignore_errors=True)
 
 
+def discard_before_spike(latest: Path) -> None:
+    """Delete the state that the trainer has kept from before a spike of the loss."""
+    shutil.rmtree(latest.with_name(f"{latest.name}.before_spike"), ignore_errors=True)
+
+
 @contextlib.contextmanager
 def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
     """Go back to the newest state at or before that update. None changes nothing.
