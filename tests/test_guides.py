@@ -158,7 +158,7 @@ def test_the_memory_record_is_a_report_and_a_line() -> None:
     assert report["stage"] == "after model load"
     assert 0 < report["used_bytes"] < report["total_bytes"]
     assert "allocated_bytes" not in report, "without a GPU nothing is said of one"
-    assert re.fullmatch(r"\[memory - after model load\] host \d+\.\d\dGB / \d+\.\d\dGB \(\d+\.\d%\)", lines[0])
+    assert re.fullmatch(r"\[memory - after model load\] host \d+\.\d\d GiB / \d+\.\d\d GiB \(\d+\.\d%\)", lines[0])
     assert RECORD_EVERY == 200
 
 

@@ -30,7 +30,7 @@ from memtop.train.exchange import Ranks
 
 RECORD_EVERY = 200
 """Updates between two memory records."""
-_GB = 1024**3
+_GIB = 1024**3
 _PARTS = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 # For each tracker: the modules it works with, any one of them, and the package to install.
 _PACKAGES = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
@@ -167,14 +167,14 @@ class MemoryRecorder:
         memory = psutil.virtual_memory()
         used = memory.total - memory.available
         values: dict[str, Any] = {"stage": stage, "used_bytes": used, "total_bytes": memory.total}
-        text = f"[memory - {stage}] host {used / _GB:.2f}GB / {memory.total / _GB:.2f}GB ({used / memory.total:.1%})"
+        text = f"[memory - {stage}] host {used / _GIB:.2f} GiB / {memory.total / _GIB:.2f} GiB ({used / memory.total:.1%})"
         if self._device.type == "cuda":
             values["allocated_bytes"] = torch.cuda.memory_allocated(self._device)
             values["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
             # Only this rank's GPU: torch knows nothing of what other processes allocate on the
             # others.
-            text += f", GPU {self._device.index} allocated {values['allocated_bytes'] / _GB:.2f}GB"
-            text += f" reserved {values['reserved_bytes'] / _GB:.2f}GB"
+            text += f", GPU {self._device.index} allocated {values['allocated_bytes'] / _GIB:.2f} GiB"
+            text += f" reserved {values['reserved_bytes'] / _GIB:.2f} GiB"
         self._channel.report("memory", message=text, **values)
         if self._first:
             self._log(text)
