@@ -15,6 +15,8 @@ from memtop.tui.machine.gpu import driver_silence
 from memtop.tui.store import ConnectionState, Store
 from memtop.tui.trends import before_the_end, first_full, sentence
 
+_FROM_ZERO = " from the beginning"
+
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
     """The end of the run, problems of the connection, old values, and warnings of the run."""
@@ -58,8 +60,15 @@ def _end(run: RunState, width: int) -> str:
     after 00:03:10; r resumes at update 40`."""
     at = "" if run.updates is None else f" at update {units.count(run.updates)}"
     lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
-    why = f": {run.reason}" if run.reason and run.state is Phase.FAILED else ""
-    brief = f"{PHASE_MARKS[run.state][0]} {run.state.value}{at}"
+    reason = (run.reason or "") if run.state is Phase.FAILED else ""
+    killed = reason.startswith("killed by ")
+    brief = f"{PHASE_MARKS[run.state][0]} {reason if killed else run.state.value}{at}"
+    why = f": {reason}" if reason and not killed else ""
+    step = _next_step(run, run.name)
+    steps = [*([f"{step}; {_export(run)}"] if _can_export(run) else []), step, step.removesuffix(_FROM_ZERO)]
+    whole = (f"{what}; {then}" for what in (f"{brief}{lasted}{why}", f"{brief}{why}") for then in steps)
+    if (fitting := next((words for words in whole if cell_len(words) <= width), None)) is not None:
+        return fitting
     # Without room the name is shortened first, then how long it took and the reason are left out.
     for end in (f"{brief}{lasted}", brief):
         excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)
@@ -78,7 +87,17 @@ def _next_step(run: RunState, name: str) -> str:
     saved = run.checkpoint if run.resumes else None
     if saved is not None and saved.complete and saved.updates is not None:
         return f"r resumes at update {units.count(saved.updates)}"
-    return "r starts it again from the beginning"
+    return f"r starts it again{_FROM_ZERO}"
+
+
+def _export(run: RunState) -> str:
+    return f"memtop export {run.name} DIR writes the model"
+
+
+def _can_export(run: RunState) -> bool:
+    """Whether a run that has not finished has a model to write."""
+    saved = run.checkpoint
+    return run.settings is not None and run.state is not Phase.FINISHED and saved is not None and saved.complete
 
 
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:
