@@ -31,7 +31,7 @@ from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import POSITION, consequences
 from memtop.supervisor.run.queue import begin_next
-from memtop.supervisor.run.record import grip_checkpoints
+from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
@@ -270,6 +270,10 @@ def before_spike_of(folder: RunFolder) -> Change:
     change = change_for(spike, settings.leave_out)
     if change is None:
         raise UsageError(f"--before-spike: no state from before update {spike['first_update']} was saved")
+    kept = [state.updates for state in checkpoints.kept_states(folder.latest_state) if state.updates is not None]
+    if not any(update <= spike["state_update"] for update in kept):
+        there = ", ".join(map(str, kept)) or "none"
+        raise UsageError(f"--before-spike: the state of update {spike['state_update']} is not kept any more (kept: {there})")
     return change
 
 
