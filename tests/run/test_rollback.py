@@ -151,6 +151,16 @@ def test_a_discarded_state_takes_no_space(latest: Path) -> None:
     discard_held(latest)
 
 
+@pytest.mark.parametrize(("kept", "left"), [("train_latest_state.previous", 1), ("train_latest_state.2000", 2)])
+def test_the_state_from_before_a_spike_goes_when_the_run_has_gone_back_to_it(latest: Path, kept: str, left: int) -> None:
+    source = latest.with_name(kept)
+    text = (source / "weights").read_text()
+    shutil.copytree(source, latest.with_name("train_latest_state.before_spike"))
+    go_back(latest, 30)
+    assert (latest / "weights").read_text() == "weights after 30"
+    assert everything(latest.parent).count(text) == left, "another state than the one that it goes back to stays"
+
+
 def test_only_the_state_from_before_a_spike_is_discarded(latest: Path) -> None:
     before = latest.with_name("train_latest_state.before_spike")
     shutil.copytree(latest, before)
