@@ -117,6 +117,19 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """replaced | finished | stopped | the kind of failure (`gpu_oom`, ...). None while it lasts."""
 
 
+class Spike(msgspec.Struct, frozen=True, kw_only=True):
+    """A spike of the loss, about which a person is asked."""
+
+    update: int
+    """The update that made it certain."""
+    message: str
+    """What happened, in one sentence."""
+    back: Change | None = None
+    """What a restart changes to return to the state before it; None if there is no such state."""
+    back_words: str = ""
+    """To which state, and which samples are left out; without `back`, why that cannot be done."""
+
+
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A change that was tried for speed, measured over the same number of updates before and after
     it."""
@@ -228,6 +241,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """auto | ask | stop"""
     proposal: Proposal | None = None
     """Set after the run ran out of memory until it trains again."""
+    spike: Spike | None = None
+    """Set after the loss has jumped and stayed high, until a person decides or it starts anew."""
     trends: tuple[Trend, ...] = ()
     advice: Advice | None = None
     trial: Trial | None = None
@@ -364,6 +379,12 @@ class Try(msgspec.Struct, frozen=True, kw_only=True, tag="try"):
     change: Change | None = None
 
 
+class AcceptSpike(msgspec.Struct, frozen=True, kw_only=True, tag="accept_spike"):
+    """Go on after a spike of the loss, and delete the state before it."""
+
+    id: Whole
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Request one StateUpdate."""
 
@@ -385,7 +406,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
     id: Whole
 
 
-Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look | Leave
+Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | AcceptSpike | Status | Look | Leave
 
 
 # --- supervisor -> client -------------------------------------------------------------------------

@@ -43,7 +43,7 @@ CONTRACT = {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
         *("--live", "--gpus", "--runs-dir"),
     },
-    "rollback": {"run_name", "number", "--state", "--before-spike", "--headless", "--detach", "--runs-dir"},
+    "rollback": {"run_name", "number", "--state", "--before-spike", "--accept-spike", "--headless", "--detach", "--runs-dir"},
     "runs": {"--json", "--runs-dir"},
     "show": {"run_name", "--json", "--metrics", "--samples", "--runs-dir"},
     "export": {"run_name", "out", "--adapter", "--merge", "--runs-dir"},

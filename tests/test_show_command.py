@@ -31,6 +31,7 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import Change, Configuration, Event, Phase, Proposal, RunState
 from tests.conftest import Runs
+from tests.run.test_rollback import state
 from tests.tui.support import SETTINGS
 
 GIB = 1 << 30
@@ -335,11 +336,17 @@ def test_rollback_before_a_spike_names_the_state_and_the_samples(dead: RunFolder
 
     spike(0, 32, 1)
     spike(96, 224, 3)
+    with pytest.raises(UsageError, match=r"the state of update 3 is not kept any more \(kept: none\)"):
+        before_spike_of(dead)
+    kept = state(dead.path / "train_latest_state.before_spike", 3)
+    state(dead.latest_state, 9)
     assert before_spike_of(dead) == Change(assignments={"leave_out": "96-224"}, state_before=3)
     spike(96, 224, None)
     with pytest.raises(UsageError, match="no state from before update 4 was saved"):
         before_spike_of(dead)
     assert run(["rollback", "a", "2", "--before-spike", "--runs-dir", str(dead.path.parent)]) == 2
+    assert run(["rollback", "a", "--accept-spike", "--before-spike", "--runs-dir", str(dead.path.parent)]) == 2
+    assert kept.is_dir()
 
 
 def test_only_the_newest_samplings_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

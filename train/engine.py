@@ -94,6 +94,12 @@ class Engine(Protocol):
     def load_moments(self, read: ReadSaved) -> None:
         """Restore saved moments (and exact fp32 weights), one parameter at a time."""
 
+    def gathered_bytes(self, module: torch.nn.Module) -> int:
+        """The most that the weights gathered for a forward pass of this module allocate."""
+
+    def release_gathered(self) -> None:
+        """Give up the weights that a forward pass has gathered and that nobody will use."""
+
     def strategy(self) -> Zero:
         """The ZeRO strategy that really runs, as the engine reports it."""
 
@@ -232,6 +238,12 @@ class PlainEngine:
             saved: Moments = read(name)
             saved.pop("weight")
             write_moments(self.bare_optimizer, parameter, saved)
+
+    def gathered_bytes(self, module: torch.nn.Module) -> int:
+        return 0
+
+    def release_gathered(self) -> None:
+        """Do nothing: every rank has all weights."""
 
     def strategy(self) -> Zero:
         return Zero()

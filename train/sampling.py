@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,61 @@ def prompt_ids(tokens: Tokens, task: str, prompt: str) -> list[int]:
     return [*([] if tokens.begin is None else [tokens.begin]), *tokens.encode(prompt)]
 
 
+class GivenUp(Exception):
+    """Another rank cannot go on."""
+
+
+class InStep:
+    """Lets a rank leave a forward pass that gathers weights from all ranks (ZeRO-3).
+
+    Before each gathering the ranks ask each other, on the CPU, whether all of them are there. So
+    one that has failed is missed at the next question, and none waits for it in a collective.
+    What the gathering allocates is tried before the question: a rank fails before it, not in it.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        self._engine = engine
+        self._ranks = ranks
+
+    def check(self) -> None:
+        """GivenUp if a rank has failed since the last question."""
+        if self._ranks.any(False):
+            raise GivenUp
+
+    def failed(self, error: Exception) -> None:
+        """Tell the others, unless one of them has told this rank, and drop what was gathered."""
+        if not isinstance(error, GivenUp):
+            self._ranks.any(True)
+        self._engine.release_gathered()
+
+    def agreed(self, token: int) -> int:
+        """The first rank's token, when all ranks have got one."""
+        self.check()
+        return self._ranks.from_first(token)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Ask before each gathering inside the block, and at its end."""
+        modules = [one for one in self._engine.objective.modules() if next(one.parameters(recurse=False), None) is not None]
+        # Before DeepSpeed's own hooks, which gather.
+        hooks = [one.register_forward_pre_hook(self._before, prepend=True) for one in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.check()
+
+    def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        torch.empty(self._engine.gathered_bytes(module), dtype=torch.uint8, device=self._engine.accelerator.device)
+        self.check()
+
+
 class Writer:
     """Continues a prompt, token by token.
 
-    `logits` is the objective: it gives [b, v] for the last position. `agreed` makes every rank take
-    the first one's token.
+    `logits` is the objective: it gives [b, v] for the last position. `in_step`: all ranks write
+    together, with the first one's tokens.
     """
 
     def __init__(
@@ -79,13 +129,13 @@ class Writer:
         settings: Settings,
         config: Any,
         device: torch.device,
-        agreed: Callable[[int], int] = lambda token: token,
+        in_step: InStep | None = None,
     ) -> None:
         self._logits = logits
         self._tokens = tokens
         self._task = settings.task
         self._device = device
-        self._agreed = agreed
+        self._in_step = in_step
         text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
         self._start = getattr(config, "decoder_start_token_id", None)
@@ -115,29 +165,34 @@ class Writer:
 
     def _next(self, inputs: dict[str, list[int]], temperature: float, generator: torch.Generator) -> int:
         given = {name: torch.tensor([ids], device=self._device) for name, ids in inputs.items()}
+        if self._in_step is not None:
+            # The pass begins with a collective of its own.
+            self._in_step.check()
         logits = self._logits(**given)[0].float().cpu()[: self._tokens.vocabulary]
         if temperature == 0:
-            return self._agreed(int(logits.argmax()))
-        # Logits that are not finite have no probabilities.
-        shares = torch.softmax(torch.nan_to_num(logits / temperature), 0)
-        return self._agreed(int(torch.multinomial(shares, 1, generator=generator)))
+            token = int(logits.argmax())
+        else:
+            # Logits that are not finite have no probabilities.
+            shares = torch.softmax(torch.nan_to_num(logits / temperature), 0)
+            token = int(torch.multinomial(shares, 1, generator=generator))
+        return token if self._in_step is None else self._in_step.agreed(token)
 
 
 class Sampler:
     """Samples at updates that the settings name. All ranks call it together.
 
     The first rank writes. If the parameters are sharded (ZeRO-3), every pass needs all ranks: then
-    all of them write, with the first one's tokens.
+    all of them write, with the first one's tokens, and stop together if one of them fails.
     """
 
     def __init__(self, settings: Settings, engine: Engine, tokens: Tokens, ranks: Ranks) -> None:
         self._engine = engine
         self._tokens = tokens
         self._ranks = ranks
-        self._sharded = settings.zero.stage == 3 and engine.accelerator.num_processes > 1
+        sharded = settings.zero.stage == 3 and engine.accelerator.num_processes > 1
+        self._in_step = InStep(engine, ranks) if sharded else None
         model: Any = engine.model
-        agreed = ranks.from_first if self._sharded else lambda token: token
-        self._write = Writer(engine.objective, tokens, settings, model.config, engine.accelerator.device, agreed)
+        self._write = Writer(engine.objective, tokens, settings, model.config, engine.accelerator.device, self._in_step)
         self._most = settings.sample.max_new_tokens
         self._prompts, self.problem = self._read(settings.sample.prompts)
 
@@ -169,19 +224,20 @@ class Sampler:
         sample = msgspec.structs.replace(sample, max_new_tokens=most)
         found: list[list[int]] = []
         problem: str | None = None
-        if self._sharded or self._engine.accelerator.is_main_process:
+        if self._in_step is not None or self._engine.accelerator.is_main_process:
             try:
-                with unchanged(self._engine.objective), torch.no_grad():
-                    for number, prompt in enumerate(self._prompts):
-                        # Each prompt has its own random choices.
-                        found.append(self._write(prompt, msgspec.structs.replace(sample, seed=sample.seed + number)))
-            except Exception as error:
-                # A rank that left alone would block the others in their next pass.
-                if self._sharded:
-                    raise
-                problem = self._smaller(error)
+                # The outer block ends last, when nothing can fail any more.
+                with self._in_step.asking() if self._in_step is not None else nullcontext():
+                    self._write_all(sample, found)
+            except Exception as error:  # noqa: BLE001 - the training goes on, whatever it is
+                if self._in_step is not None:
+                    self._in_step.failed(error)
+                if not isinstance(error, GivenUp):
+                    problem = self._smaller(error)
             free_cache()
-        problem, self._most = self._ranks.from_first((problem, self._most))
+        each = self._ranks.from_each((problem, self._most))
+        self._most = min(most for _, most in each)
+        problem = next((one for one, _ in each if one is not None), None)
         texts = [self._tokens.decode(ids)[:MOST_CHARACTERS] for ids in found]
         prompts = [prompt[:MOST_CHARACTERS] for prompt in self._prompts]
         return Samples(
@@ -192,6 +248,13 @@ class Sampler:
             seconds=time.perf_counter() - started,
             problem=problem,
         )
+
+    def _write_all(self, sample: Sampling, found: list[list[int]]) -> None:
+        """Append the tokens for each prompt."""
+        with unchanged(self._engine.objective), torch.no_grad():
+            for number, prompt in enumerate(self._prompts):
+                # Each prompt has its own random choices.
+                found.append(self._write(prompt, msgspec.structs.replace(sample, seed=sample.seed + number)))
 
     def _smaller(self, error: Exception) -> str:
         """Write less from now on; return what happened."""

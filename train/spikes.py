@@ -1,7 +1,9 @@
-"""Notices when the loss jumps and stays high, and keeps the state before it.
+"""Notices when the loss jumps and stays high, and keeps the state before it; and when it rises
+slowly, which is only said.
 
 A single high loss is no spike: noisy batches, another curriculum and a warm restart of the learning
-rate have them. `SpikeDetector` decides from values alone; all ranks give it the same ones.
+rate have them. `SpikeDetector` and `DriftDetector` decide from values alone; all ranks give them
+the same ones.
 """
 
 from __future__ import annotations
@@ -119,11 +121,100 @@ class SpikeDetector:
         return any(not norm <= _NORM_RISE * statistics.median(norms) for norm in newest)
 
 
+_BLOCK = 50
+"""A slow rise is found in the medians of so many updates each."""
+_BLOCKS = 8
+"""The loss rises slowly if it does so over so many blocks ..."""
+_DRIFT_RISE, _DRIFT_FLOOR = 0.15, 0.15
+"""... by this share of the lowest median, and by so many nats, ..."""
+_DRIFT_SPREADS = 6.0
+"""... and by so many spreads of a median; ..."""
+_STEADY = 0.5
+"""... if no step from one block to the next is more than this share of it; ..."""
+_DRIFT_NORM_RISE = 1.3
+"""... and if the gradient's norm has risen by this factor, too: harder samples raise it less."""
+_DRIFT_ALONE = 0.5
+"""If no norm is known, the share of the lowest median that counts."""
+
+
+class Block(msgspec.Struct, frozen=True):
+    """The medians of `_BLOCK` updates in a row."""
+
+    update: int
+    """The last one."""
+    loss: float
+    norm: float | None
+    spread: float
+    """How far the median of such losses lies from the true one."""
+
+
+class DriftDetector:
+    """Finds a loss that rises slowly, over hundreds of updates, in the losses of one attempt."""
+
+    def __init__(self) -> None:
+        self._updates: list[Seen] = []
+        self._blocks: deque[Block] = deque(maxlen=_BLOCKS)
+        self._lowest = math.inf
+        self._size = 0
+        self._said = False
+
+    def __call__(self, seen: Seen, effective_batch: int) -> tuple[Block, Block] | None:
+        """The first and the last block of a rise that this update makes certain; None without one.
+
+        A rise is found once; again only if the loss has been near its lowest median since.
+        """
+        if effective_batch != self._size or not math.isfinite(seen.loss):
+            self._updates.clear()
+            self._blocks.clear()
+            self._lowest, self._size = math.inf, effective_batch
+            if not math.isfinite(seen.loss):
+                return None
+        self._updates.append(seen)
+        if len(self._updates) < _BLOCK:
+            return None
+        newest = _block(self._updates)
+        self._updates.clear()
+        self._blocks.append(newest)
+        self._lowest = min(self._lowest, newest.loss)
+        if newest.loss - self._lowest < _DRIFT_FLOOR / 2:
+            self._said = False
+        if self._said or not self._rises():
+            return None
+        self._said = True
+        return self._blocks[0], newest
+
+    def _rises(self) -> bool:
+        if len(self._blocks) < _BLOCKS:
+            return False
+        first, last, pairs = self._blocks[0], self._blocks[-1], list(pairwise(self._blocks))
+        rise, spread = last.loss - first.loss, max(one.spread for one in self._blocks)
+        share = _DRIFT_RISE
+        if first.norm is None or last.norm is None:
+            share = _DRIFT_ALONE
+        elif last.norm < _DRIFT_NORM_RISE * first.norm:
+            return False
+        if rise < max(share * abs(self._lowest), _DRIFT_FLOOR, _DRIFT_SPREADS * spread):
+            return False
+        steps = [after.loss - before.loss for before, after in pairs]
+        return min(steps) > -spread and max(steps) <= _STEADY * rise
+
+
+def _block(updates: list[Seen]) -> Block:
+    losses = [one.loss for one in updates]
+    norms = [one.norm for one in updates if one.norm is not None and math.isfinite(one.norm)]
+    middle = statistics.median(losses)
+    spread = 1.4826 * statistics.median(abs(loss - middle) for loss in losses)
+    norm = statistics.median(norms) if norms else None
+    # The standard error of a median.
+    return Block(updates[-1].update, middle, norm, 1.2533 * spread / math.sqrt(len(losses)))
+
+
 class SpikeWatch:
     """Reports a spike and does what `--on-spike` says. All ranks call it together."""
 
     def __init__(self, channel: Channel, state_dir: Path, *, first: bool) -> None:
         self._detector = SpikeDetector()
+        self._drift = DriftDetector()
         self._channel = channel
         self._state_dir = state_dir
         self._first = first
@@ -140,7 +231,11 @@ class SpikeWatch:
         `wait` waits for the save in progress.
         """
         self._plans.append(plan)
-        spike = self._detector(Seen(plan.number, plan.position, plan.end, loss, norm), settings.effective_batch)
+        seen = Seen(plan.number, plan.position, plan.end, loss, norm)
+        rise = self._drift(seen, settings.effective_batch)
+        if rise is not None and self._first:
+            self._channel.report("warning", message=_words_of(*rise))
+        spike = self._detector(seen, settings.effective_batch)
         if spike is None:
             return
         wait()
@@ -187,3 +282,11 @@ class SpikeWatch:
             message=words,
         )
         self._channel.flush()
+
+
+def _words_of(first: Block, last: Block) -> str:
+    """A slow rise in a sentence."""
+    return (
+        f"the loss has risen slowly, from {first.loss:.4g} at update {first.update} to {last.loss:.4g} at update "
+        f"{last.update}, without a jump; memtop changes nothing: a lower learning rate may help, or an earlier state"
+    )

@@ -281,6 +281,15 @@ class ZeroEngine:
         steps = [float(self._base.state[piece]["step"]) for piece in self._pieces() if piece in self._base.state]
         return max(steps, default=0.0)
 
+    def gathered_bytes(self, module: torch.nn.Module) -> int:
+        own = list(module.parameters(recurse=False))
+        # With the module's weights, DeepSpeed gathers some of those that come next.
+        elements = count_parameters(own) + int(self._engine.zero_prefetch_bucket_size())
+        return min(elements, count_parameters(self.model.parameters())) * max((one.element_size() for one in own), default=0)
+
+    def release_gathered(self) -> None:
+        self._engine.empty_partition_cache()
+
     def strategy(self) -> Zero:
         return Zero(
             stage=self._engine.zero_optimization_stage(),

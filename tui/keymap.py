@@ -155,7 +155,7 @@ ACTIONS = (
         "w",
         "Recovery",
         "Recovery",
-        "After running out of memory: what happened, where the memory went, remedies; Enter applies the first",
+        "After running out of memory: what happened, and remedies; after a spike of the loss: go back, go on or stop",
         "screen",
     ),
     Action(
@@ -303,7 +303,8 @@ def foreign(action: Action, run: RunState) -> str | None:
 
 def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
     if action.id == "recovery":
-        return "the run has not run out of memory" if store.proposal is None else None
+        open_ = store.proposal is not None or run.spike is not None
+        return None if open_ else "the run has not run out of memory, and its loss has had no spike"
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
     if action.id == "whole_log":

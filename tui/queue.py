@@ -52,7 +52,7 @@ class QueueDialog(Dialog[QueueRequest]):
         with Vertical(classes="dialog") as box:
             box.border_title = tr(f"Queue a run like {shortened(self._run.name, TITLE_NAME)}")
             with Horizontal(classes="fields"):
-                with Vertical(classes="field"):
+                with Vertical(classes="field -wide"):
                     yield Label(tr("name"))
                     yield Input(self._free_name, id="name", compact=True)
                 settings = self._run.settings

@@ -345,7 +345,7 @@ class RunsScreen(FullScreen):
         # A run that goes on is the one to wait for; then the newest.
         living.sort(key=lambda run: (run.folder != str(row.folder.path), -run.created))
         runs_dir = row.folder.path.parent
-        name = await asyncio.to_thread(free_name, runs_dir, re.sub(r"-\d+$", "", row.name))
+        name = await asyncio.to_thread(free_name, runs_dir, _stem(row.folder.path))
         wanted = await self.app.push_screen_wait(QueueDialog(row.run, name, living))
         if wanted is None:
             return
@@ -397,6 +397,12 @@ class RunsScreen(FullScreen):
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         words = (done.stdout + done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
         self.say(words[-1].removeprefix("memtop: "), "bad" if done.returncode else "good")
+
+
+def _stem(path: Path) -> str:
+    """The name without the number that makes it another one: `first-run` of `first-run-2`."""
+    stem = re.sub(r"-\d+$", "", path.name)
+    return stem if path.with_name(stem).exists() else path.name
 
 
 def _short(path: Path) -> str:

@@ -30,7 +30,7 @@ MOST_OF_A_KIND = 10
 # Events that are printed as they happen; all are in the ledger.
 _PRINTED = {
     *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
-    *("oom", "survived", "settings", "remedy", "rollback", "workers", "spike", "queued", "then"),
+    *("oom", "survived", "settings", "remedy", "rollback", "workers", "spike", "spike_accepted", "queued", "then"),
 }
 
 

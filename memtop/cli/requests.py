@@ -31,13 +31,13 @@ from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import POSITION, consequences
 from memtop.supervisor.run.queue import begin_next
-from memtop.supervisor.run.record import grip_checkpoints
+from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.rules.spikes import change_for
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
-from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
+from memtop.supervisor.wire import AcceptSpike, Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
 
 
 @click.command(epilog=RUN_HELP)
@@ -227,11 +227,19 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
 @click.argument("number", required=False, type=WHOLE, metavar="[N]")
 @click.option("--state", is_flag=True, help="return to its newest saved state too; later states are moved aside, not deleted")
 @click.option("--before-spike", is_flag=True, help="return to before the newest spike of the loss, without its samples")
+@click.option("--accept-spike", is_flag=True, help="instead, go on after the spike, and delete the state before it")
 @headless_option
 @detach_option
 @runs_dir_option
 def rollback(
-    run_name: str, number: int | None, state: bool, before_spike: bool, headless: bool, detach: bool, runs_dir: Path | None
+    run_name: str,
+    number: int | None,
+    state: bool,
+    before_spike: bool,
+    accept_spike: bool,
+    headless: bool,
+    detach: bool,
+    runs_dir: Path | None,
 ) -> int:
     """Return a run to earlier settings, or to before a loss spike.
 
@@ -240,7 +248,11 @@ def rollback(
     refuse_both(headless, detach)
     if before_spike and (state or number is not None):
         raise UsageError("--before-spike: keeps the present settings; leave out N and --state")
+    if accept_spike and (before_spike or state or number is not None):
+        raise UsageError("--accept-spike: keeps the run as it is; leave out N, --state and --before-spike")
     folder = find_run(run_name, runs_dir)
+    if accept_spike:
+        return ask(folder, lambda request: AcceptSpike(id=request))
     change = before_spike_of(folder) if before_spike else change_to(folder, number, with_state=state)
     return restart_with(folder, change, headless=headless, detach=detach)
 
@@ -258,6 +270,10 @@ def before_spike_of(folder: RunFolder) -> Change:
     change = change_for(spike, settings.leave_out)
     if change is None:
         raise UsageError(f"--before-spike: no state from before update {spike['first_update']} was saved")
+    kept = [state.updates for state in checkpoints.kept_states(folder.latest_state) if state.updates is not None]
+    if not any(update <= spike["state_update"] for update in kept):
+        there = ", ".join(map(str, kept)) or "none"
+        raise UsageError(f"--before-spike: the state of update {spike['state_update']} is not kept any more (kept: {there})")
     return change
 
 

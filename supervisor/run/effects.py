@@ -121,6 +121,10 @@ class ReleaseState(msgspec.Struct, frozen=True, tag="release_state"):
     """End the protection of a held state: the run will not return to it."""
 
 
+class DiscardBeforeSpike(msgspec.Struct, frozen=True, tag="discard_before_spike"):
+    """Delete the state from before a spike of the loss: a person goes on from after it."""
+
+
 class AskRanks(msgspec.Struct, frozen=True, kw_only=True, tag="ask_ranks"):
     """Send a command to the agents of these ranks. Answered by `Answered`."""
 
@@ -202,6 +206,7 @@ Effect = (
     | CheckSaved
     | HoldState
     | ReleaseState
+    | DiscardBeforeSpike
     | AskRanks
     | SaveState
     | CloseUnstarted

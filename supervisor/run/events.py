@@ -23,7 +23,18 @@ from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Report
-from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Try
+from memtop.supervisor.wire import (
+    AcceptSpike,
+    Change,
+    Checkpoint,
+    CheckpointNow,
+    Edit,
+    FreeCache,
+    Restart,
+    RoleMemory,
+    Stop,
+    Try,
+)
 
 
 class Now(msgspec.Struct, frozen=True):
@@ -332,7 +343,7 @@ class CommandEnded(msgspec.Struct, frozen=True, kw_only=True, tag="command_ended
 # --- clients and agents ---------------------------------------------------------------------------
 
 
-Command = FreeCache | CheckpointNow | Stop | Restart | Edit | Try
+Command = FreeCache | CheckpointNow | Stop | Restart | Edit | Try | AcceptSpike
 """The requests that the rules answer."""
 
 

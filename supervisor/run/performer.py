@@ -26,6 +26,7 @@ from memtop.supervisor.run.effects import (
     CheckSaved,
     ClearLeftovers,
     CloseUnstarted,
+    DiscardBeforeSpike,
     DropRows,
     Effect,
     Examine,
@@ -190,6 +191,8 @@ class Performer:
                 return self._hold(update)
             case ReleaseState():
                 checkpoints.discard_held(self._folder.latest_state)
+            case DiscardBeforeSpike():
+                checkpoints.discard_before_spike(self._folder.latest_state)
             case GiveUp(why=why, usage=usage):
                 self.failure = UsageError(why) if usage else RunFolderError(why)
         return None

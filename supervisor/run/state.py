@@ -14,6 +14,7 @@ from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.rules import spikes
 from memtop.supervisor.wire import Checkpoint, Phase, Proposal, RunState, Stage
 
 _OF_ATTEMPT = ("started", "ended", "exit_status")
@@ -65,6 +66,7 @@ def _reported(model: Model) -> RunState:
         warnings=(*model.warnings.values(), *([progress.unsaved] if model.alive and progress.unsaved else [])),
         on_oom=run.on_oom,
         proposal=_proposal(model),
+        spike=spikes.proposed(model),
         trial=model.trial.trial if model.trial else None,
     )
 

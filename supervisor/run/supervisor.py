@@ -41,6 +41,7 @@ from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Hello, Report
+from memtop.supervisor.run.rules import spikes
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, FromAgent, Peer, Publisher
@@ -56,7 +57,7 @@ _UNWRITTEN_SECONDS = 30.0
 """How much longer, while the end of the run cannot be written to the ledger."""
 _SOCKET_SECONDS = 5.0
 """How long to wait after the socket could not be made again."""
-_ANNOUNCED = ("oom", "survived", "settings", "spike", "sample")
+_ANNOUNCED = ("oom", "survived", "settings", "spike", spikes.ACCEPTED, "sample")
 """Events that come of a report, each once."""
 
 

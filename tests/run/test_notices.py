@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from memtop.cli import notify, run
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run.effects import AddEvent
+from memtop.supervisor.run.events import Sampled
 from memtop.supervisor.run.notices import FILE, TOPICS, claims, notices
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event
 from tests.conftest import UNTIL_GO, Runs
+from tests.run.brain import training
 
 NOW = 1_790_000_000.0
 
@@ -100,6 +104,16 @@ def test_the_events_that_are_told_and_their_words() -> None:
         ("end", "qwen has finished", "m"),
     ]
     assert [one.topic for one in notices("qwen", happened, {"end"}, NOW + 10)] == ["end"]
+
+
+def test_a_gauge_that_stays_in_danger_is_a_topic() -> None:
+    brain = training()
+    line = "GPU 0 has been above 90 % for 30 s"
+    brain.tell(Sampled(machine=MachineSnapshot(time=NOW), dangers=(line,)))
+    (added,) = [effect.event for effect in brain.asked(AddEvent)]
+    (told,) = notices("qwen", [added], TOPICS, added.time)
+    assert (told.topic, told.title, told.text) == ("danger", "qwen is close to the end of its memory", line)
+    assert notices("qwen", [added], {"end"}, added.time) == []
 
 
 def test_an_event_of_long_ago_is_no_news() -> None:

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.run.record.checkpoints import discard_held, hold, newest_checkpoint, rolled_back, state_at
+from memtop.supervisor.run.record.checkpoints import (
+    discard_before_spike,
+    discard_held,
+    hold,
+    newest_checkpoint,
+    rolled_back,
+    state_at,
+)
 
 
 def state(folder: Path, updates: int) -> Path:
@@ -142,6 +149,25 @@ def test_a_discarded_state_takes_no_space(latest: Path) -> None:
     discard_held(latest)
     assert tree(latest.parent) == before
     discard_held(latest)
+
+
+@pytest.mark.parametrize(("kept", "left"), [("train_latest_state.previous", 1), ("train_latest_state.2000", 2)])
+def test_the_state_from_before_a_spike_goes_when_the_run_has_gone_back_to_it(latest: Path, kept: str, left: int) -> None:
+    source = latest.with_name(kept)
+    text = (source / "weights").read_text()
+    shutil.copytree(source, latest.with_name("train_latest_state.before_spike"))
+    go_back(latest, 30)
+    assert (latest / "weights").read_text() == "weights after 30"
+    assert everything(latest.parent).count(text) == left, "another state than the one that it goes back to stays"
+
+
+def test_only_the_state_from_before_a_spike_is_discarded(latest: Path) -> None:
+    before = latest.with_name("train_latest_state.before_spike")
+    shutil.copytree(latest, before)
+    others = sorted(path.name for path in latest.parent.iterdir() if path != before)
+    discard_before_spike(latest)
+    assert sorted(path.name for path in latest.parent.iterdir()) == others
+    discard_before_spike(latest)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP])

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from memtop.presets import Settings, SettingsError, edit_settings
 from memtop.presets.schema import Lora, Sampling, Zero
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.sampling import Writer, prompt_ids, unchanged
-from tests.train.launching import run_trainer
+from tests.train.launching import run_trainer, two_ranks
 from tests.train.support import TINY, Training, edited
 
 T5 = {
@@ -77,6 +78,29 @@ def test_two_processes_with_sharded_parameters_write_together_and_save_the_same(
         (2, 2, None),
         (3, 2, None),
     ]
+
+
+def test_memory_that_runs_out_on_one_of_two_ranks_ends_only_the_sampling(tmp_path: Path) -> None:
+    """Under ZeRO-3 each pass gathers weights from both: neither may wait for one that has left."""
+    settings = edited(world_size=2, batch=2, zero=Zero(stage=3), target_samples=8 * 8)
+    places = [(-1, ""), (1, "layer"), (0, "gathering"), (1, "input"), (0, "end"), (2, "layer"), (1, "gathering")]
+    found = []
+    for name, sample in (("plain", Sampling()), ("sampled", sampling(tmp_path, every=1))):
+        folder = tmp_path / name
+        folder.mkdir()
+        if sample.every:
+            sample = msgspec.structs.replace(sample, max_new_tokens=512)
+        (folder / "settings.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(settings, sample=sample)))
+        found.append(two_ranks("tests.train.sampling_worker", folder, str(folder / "settings.json"), json.dumps(places)))
+    plain, sampled = found
+    assert [one["ended"] for one in (*plain, *sampled)] == ["finished"] * 4
+    assert sampled[0]["losses"] == plain[0]["losses"] != []
+    assert {one["weights"] for one in sampled} == {plain[0]["weights"]}
+    reports = sampled[0]["samples"]
+    assert [report["max_new_tokens"] for report in reports] == [512, 512, 256, 128, 64, 32, 16, 8]
+    assert [report["problem"] is None for report in reports] == [True, *[False] * 6, True]
+    assert [len(report["texts"]) for report in (reports[0], reports[-1])] == [2, 2]
+    assert reports[1]["problem"].endswith("the next ones have at most 256 tokens"), "the rank that failed was not the first"
 
 
 def test_a_sampling_has_a_text_for_each_prompt_and_the_same_ones_with_the_same_seed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from memtop.presets import SettingsError, edit_settings
 from memtop.train import TrainingError
 from memtop.train.order import count_kept, plan_updates, sample_digest
-from memtop.train.spikes import Seen, Spike, SpikeDetector
+from memtop.train.spikes import DriftDetector, Seen, Spike, SpikeDetector
 from memtop.train.state_files import newest_update
 from tests.train.support import TINY, Training, edited
 
@@ -100,6 +100,48 @@ def test_a_loss_that_jumps_and_stays_high_is_a_spike(name: str) -> None:
         # With much noise, a first high loss may look like an ordinary one.
         assert 400 <= found.before.update <= (420 if "noisy" in name else 400), number
         assert [one.update - found.before.update for one in found.high] == [1, 2, 3]
+
+
+def drifts(updates: list[Seen]) -> list[tuple[int, int]]:
+    detector = DriftDetector()
+    found = (detector(one, 8) for one in updates)
+    return [(first.update, last.update) for first, last in filter(None, found)]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_an_ordinary_curve_does_not_rise_slowly(name: str) -> None:
+    for number in range(20):
+        losses, gradients = CURVES[name](np.random.default_rng(number))
+        assert drifts(seen(losses, gradients)) == [], number
+
+
+SLOWLY_HARDER = 1 + 0.5 * STEPS / N
+
+
+@pytest.mark.parametrize(
+    "rise",
+    [
+        pytest.param(np.where(STEPS < 300, 1, 1.8), id="a jump"),
+        pytest.param(1 + 0.3 * np.sin(STEPS / 95), id="waves"),
+        pytest.param(SLOWLY_HARDER, id="samples that become harder"),
+    ],
+)
+def test_other_rises_are_not_slow_ones(rise: np.ndarray) -> None:
+    for number in range(20):
+        noise = np.random.default_rng(number)
+        assert drifts(seen(noisy(2.2 * rise, noise, 0.03), norms(noise))) == [], number
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loss_that_rises_over_hundreds_of_updates_is_said_once(share: float, known: bool) -> None:
+    for number in range(20):
+        noise = np.random.default_rng(number)
+        rise = 1 + 1.2 * np.maximum(0, STEPS - 150) / (N - 150)
+        updates = seen(noisy(2.0 * rise, noise, share), norms(noise) * rise if known else None)
+        assert spikes(updates) == [], "it is no spike"
+        ((first, last),) = drifts(updates)
+        assert 50 <= first < last == first + 350
 
 
 def test_losses_that_are_not_finite_are_a_spike() -> None:
@@ -207,6 +249,23 @@ def test_a_spike_without_an_earlier_state_says_so(tmp_path: Path) -> None:
         training.run()
     (report,) = training.channel.of("spike")
     assert (report["state_update"], report["problem"]) == (None, "no state from before update 41 is saved")
+
+
+def test_a_slow_rise_is_a_warning_and_nothing_else(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(target_samples=8 * 460, save_every=1000))
+    trainer: Any = training.trainer
+    read = trainer._read_results
+
+    def results(norm: Any) -> tuple[float, float | None]:
+        read(norm)
+        rise = trainer.position.updates / 200
+        return 2 + rise, 1 + rise
+
+    trainer._read_results = results
+    assert training.run() == "finished"
+    (warning,) = training.channel.of("warning")
+    assert warning["message"].startswith("the loss has risen slowly, from 2.123 at update 50 to 3.873 at update 400, without")
+    assert training.channel.of("spike") == []
 
 
 def test_the_weights_do_not_depend_on_the_watch(tmp_path: Path) -> None:

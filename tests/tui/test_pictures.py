@@ -135,3 +135,6 @@ async def test_the_list_of_runs_looks_as_approved(
         await pilot.press("down", "space")
         await settle(pilot)
         await compare(pilot, Picture("runs"), theme, tmp_path, compared)
+        queue = Picture("queue", ("u",))
+        await opened(pilot, queue)
+        await compare(pilot, queue, theme, tmp_path, compared)

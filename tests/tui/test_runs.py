@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from memtop.supervisor import wire
 from memtop.supervisor.names import shortened
@@ -260,6 +261,15 @@ async def test_the_form_that_queues_a_run_says_what_it_will_do(three: Path, size
         await press(pilot, "escape")
         assert isinstance(app.screen, RunsScreen)
     assert sorted(path.name for path in three.iterdir()) == ["mid", "new", "old"]
+
+
+@pytest.mark.parametrize(("there", "wanted"), [("mid-2", "mid-3"), ("lr-2e-5", "lr-2e-5-2")])
+async def test_the_name_of_a_queued_run_goes_on_with_the_next_number(three: Path, there: str, wanted: str) -> None:
+    stored(three, there, NOW + 60)
+    async with listed(three, wanted=4) as (app, pilot, screen):
+        assert names(screen)[0] == there
+        await press(pilot, "u")
+        assert app.screen.query_one("#name", Input).value == wanted
 
 
 async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:

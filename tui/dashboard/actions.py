@@ -179,7 +179,11 @@ async def panel(dashboard: Dashboard, key: str) -> None:
 
 
 async def recovery(dashboard: Dashboard, key: str) -> None:
-    """The recovery card. Without a key it has opened by itself."""
+    """The recovery card, or the question about a spike. Without a key it has opened by itself."""
+    run = dashboard.store.run
+    if dashboard.store.proposal is None and run is not None and run.spike is not None:
+        await _spike(dashboard, by_itself=not key)
+        return
     from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.recovery import OomCard
 
@@ -195,6 +199,24 @@ async def recovery(dashboard: Dashboard, key: str) -> None:
             break
         by_itself = False
     await _send_restart(dashboard, change_for(remedy, reason=_reason(dashboard.store)))
+
+
+async def _spike(dashboard: Dashboard, *, by_itself: bool) -> None:
+    from memtop.tui.spike import SpikeDialog
+
+    answer = await dashboard.app.push_screen_wait(SpikeDialog(dashboard, by_itself=by_itself))
+    run = dashboard.store.run
+    spike = run.spike if run is not None else None
+    if answer is None or spike is None:
+        return
+    if answer == "back" and (back := spike.back) is not None:
+        await _send_restart(dashboard, back)
+        return
+    dashboard.dialog_closed()
+    if answer == "stop":
+        await dashboard.ask_supervisor(lambda number: wire.Stop(id=number))
+    else:
+        await dashboard.ask_supervisor(lambda number: wire.AcceptSpike(id=number))
 
 
 def _consent(remedy: Remedy) -> ConfirmDialog:

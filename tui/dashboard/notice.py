@@ -16,6 +16,9 @@ from memtop.tui.machine.gpu import driver_silence
 from memtop.tui.store import ConnectionState, Store
 from memtop.tui.trends import before_the_end, first_full, sentence
 
+_AGAIN = "r starts it again"
+_FROM_ZERO = f"{_AGAIN} from the beginning"
+
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
     """The end of the run, problems of the connection, old values, and warnings of the run."""
@@ -30,10 +33,8 @@ def notice(store: Store, width: int = 160) -> str:
     """
     run = store.run
     if store.proposal is not None and store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED):
-        what, key = tr(store.proposal.diagnosis.summary).rstrip(".。"), tr(" (w: what can be done)")
-        # The key is more important than the end of the summary.
-        room = max(0, width - cell_len(key) - 2)
-        return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
+        what = tr(store.proposal.diagnosis.summary).rstrip(".。")
+        return with_key(f"! {what}", tr(" (w: what can be done)"), width)
     answers = store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED)
     if run is not None and run.state.final and run.unsaved is None and answers and not store.replaying:
         return _end(run, width)
@@ -54,13 +55,27 @@ def _and_more(count: int) -> str:
     return f"  {tr(f'(and {count} more)')}" if count > 0 else ""
 
 
+def with_key(what: str, key: str, width: int) -> str:
+    """The sentence and the key; the key is more important than the end of the sentence."""
+    room = max(0, width - cell_len(key))
+    return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
+
+
 def _end(run: RunState, width: int) -> str:
     """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
     after 00:03:10; r resumes at update 40`."""
     state = f"{PHASE_MARKS[run.state][0]} {run.state.value}"
     lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
-    why = f": {tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
+    reason = (run.reason or "") if run.state is Phase.FAILED else ""
+    if killed := reason.startswith("killed by "):
+        state = f"{PHASE_MARKS[run.state][0]} {reason}"
+    why = f": {tr(reason)}" if reason and not killed else ""
     brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
+    step = _next_step(run, run.name)
+    steps = [*([f"{step}; {_export(run)}"] if _can_export(run) else []), step, step.replace(tr(_FROM_ZERO), tr(_AGAIN))]
+    whole = (f"{what}; {then}" for what in (f"{brief}{tr(lasted)}{why}", f"{brief}{why}") for then in steps)
+    if (fitting := next((words for words in whole if cell_len(words) <= width), None)) is not None:
+        return fitting
     # Without room the name is shortened first, then how long it took and the reason are left out.
     for end in (f"{brief}{tr(lasted)}", brief):
         excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)
@@ -79,7 +94,17 @@ def _next_step(run: RunState, name: str) -> str:
     saved = run.checkpoint if run.resumes else None
     if saved is not None and saved.complete and saved.updates is not None:
         return tr(f"r resumes at update {units.count(saved.updates)}")
-    return tr("r starts it again from the beginning")
+    return tr(_FROM_ZERO)
+
+
+def _export(run: RunState) -> str:
+    return tr(f"memtop export {run.name} DIR writes the model")
+
+
+def _can_export(run: RunState) -> bool:
+    """Whether a run that has not finished has a model to write."""
+    saved = run.checkpoint
+    return run.settings is not None and run.state is not Phase.FINISHED and saved is not None and saved.complete
 
 
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:
@@ -92,6 +117,8 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
         return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
         return tr(f"… trial of {run.trial.title}: {run.trial.state}")
+    if run.spike is not None:
+        return with_key(f"! {tr(run.spike.message)}", tr(" (w: go back, go on or stop)"), width)
     if run.warnings:
         return f"! {tr(run.warnings[-1])}{_and_more(len(run.warnings) - 1)}"
     return ""

@@ -106,7 +106,7 @@ class DashboardScreen(Dashboard):
         self._showing_later = False
         self._bands: dict[str, Band] = {}
         self._plan: DashboardLayout | None = None
-        self._card_shown: tuple[str, int] | None = None
+        self._card_shown: tuple[str, int, int | None] | None = None
         """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
         self._chosen: tuple[str, str] | None = None
@@ -235,13 +235,16 @@ class DashboardScreen(Dashboard):
             self._feed_log(store)
 
     def _open_card(self, store: Store) -> None:
-        """Open the recovery card of a run that has run out of memory, once for each attempt."""
+        """Open the recovery card of a run that has run out of memory, once for each attempt, or the
+        question about a spike, once for each spike."""
         run = store.run
         # Textual also calls the screen below the topmost one current.
         covered = self.app.screen is not self
-        if run is None or store.proposal is None or store.replaying or self._dialog_open or covered:
+        if run is None or store.replaying or self._dialog_open or covered:
             return
-        failed = (run.folder, run.attempt)
+        if store.proposal is None and (run.spike is None or store.read_only):
+            return
+        failed = (run.folder, run.attempt, None if store.proposal is not None or run.spike is None else run.spike.update)
         if failed != self._card_shown:
             self._card_shown = failed
             self._dialog_open = True

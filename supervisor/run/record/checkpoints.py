@@ -163,6 +163,11 @@ def discard_held(latest: Path) -> None:
     shutil.rmtree(_held(latest), ignore_errors=True)
 
 
+def discard_before_spike(latest: Path) -> None:
+    """Delete the state that the trainer has kept from before a spike of the loss."""
+    shutil.rmtree(_before_spike(latest), ignore_errors=True)
+
+
 @contextlib.contextmanager
 def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
     """Go back to the newest state at or before that update. None changes nothing.
@@ -181,6 +186,11 @@ def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
         _move_back(moves, aside)
         raise
     discard_held(latest)
+    here, kept = read_checkpoint(latest), read_checkpoint(_before_spike(latest))
+    if update is not None and here is not None and kept is not None:
+        same = (here.updates, here.saved_at) == (kept.updates, kept.saved_at)
+        if same:  # the run has gone back to it: it is the newest state now
+            discard_before_spike(latest)
 
 
 def _move(latest: Path, update: int, aside: Path, moves: list[tuple[Path, Path]]) -> None:
@@ -237,6 +247,10 @@ def why(error: OSError) -> str:
 
 def _held(latest: Path) -> Path:
     return latest.with_name(f"{latest.name}.held")
+
+
+def _before_spike(latest: Path) -> Path:
+    return latest.with_name(f"{latest.name}.before_spike")
 
 
 def _others(latest: Path) -> list[Path]:

@@ -26,8 +26,9 @@ from memtop.supervisor.run.model import (
     note,
     refused,
 )
-from memtop.supervisor.run.rules import attempts, queue, restart, stopping, trainer, trials
+from memtop.supervisor.run.rules import attempts, queue, restart, spikes, stopping, trainer, trials
 from memtop.supervisor.wire import (
+    AcceptSpike,
     Answer,
     Change,
     CheckpointNow,
@@ -83,6 +84,8 @@ def _connects_again(model: Model, event: Requested) -> bool:
         return False
     if model.now.monotonic - attempt.since >= RECONNECT_SECONDS:
         return False
+    if isinstance(event.request, AcceptSpike):
+        return False
     wanted = frozenset(progress.ranks) if isinstance(event.request, FreeCache) else frozenset({0})
     return _NEEDS[type(event.request)] in (progress.offers or ()) and not wanted <= model.agents
 
@@ -106,6 +109,8 @@ def _carry_out(model: Model, event: Requested) -> Model:
                 _check_saves(model)
                 model = accept(model, client, request.id, "the training process saves after the present update")
                 return ask(model, "checkpoint", frozenset({0}), Purpose.CHECKPOINT, client=client, request=request.id)
+            case AcceptSpike():
+                return done(spikes.accept(model), client, request.id, "the training goes on as it is")
             case Edit():
                 return _edit(model, client, request)
     except MemtopError as error:
