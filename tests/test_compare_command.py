@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from memtop.cli import run
+from memtop.supervisor import units
 from memtop.supervisor.run.record.folder import RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
+from tests.conftest import Runs
 from tests.run.brain import SETTINGS
 
 
@@ -54,3 +58,19 @@ def test_one_run_is_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["compare", "first", "--runs-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "memtop: RUN: give two runs or more, e.g. `memtop compare first second`\n"
     assert run(["compare", "first", "missing", "--runs-dir", str(tmp_path)]) == 2
+
+
+def test_without_a_gpu_the_peak_is_that_of_the_host_memory(runs: Runs) -> None:
+    """In the list, the comparison and the report; an allocator's peak stays unknown."""
+    program = "import time; held = bytes(200 << 20) + b'x'; time.sleep(4)"
+    for name in ("first", "second"):
+        runs.memtop("train", "--headless", "--name", name, "--", sys.executable, "-c", program)
+    row, _ = json.loads(runs.memtop("runs", "--json").stdout)
+    assert row["peak_bytes"] is None
+    assert 200 << 20 <= row["host_peak_bytes"] < 600 << 20
+    words = units.size(row["host_peak_bytes"])
+    assert f" {words} RAM " in runs.memtop("runs").stdout
+    compared = runs.memtop("compare", "first", "second").stdout
+    assert re.search(rf"^peak RAM +{words} ", compared, re.MULTILINE)
+    assert re.search("^peak memory +– +–$", compared, re.MULTILINE)
+    assert f"| peak RAM of the run | {words} |" in runs.memtop("report", "first", "--markdown").stdout

@@ -26,6 +26,9 @@ _AVERAGED = 10
 """Updates whose mean loss is compared: the loss of one update depends on its samples."""
 
 
+_OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes")
+
+
 class ComparedRun(msgspec.Struct, kw_only=True):
     """What is compared of a run. None is unknown."""
 
@@ -43,6 +46,8 @@ class ComparedRun(msgspec.Struct, kw_only=True):
     """Over all updates, without the time between them."""
     peak_bytes: int | None
     """The highest of the updates, of the first process."""
+    host_peak_bytes: int | None
+    """The highest host memory of the run's processes together."""
     seconds: float | None
     """The time of all attempts together."""
     settings: dict[str, Any] = {}
@@ -104,7 +109,7 @@ def _read(folder: RunFolder) -> ComparedRun:
         samples_seen=document["samples_seen"],
         seconds=sum(times) if times else None,
         settings=dict(flat(document["settings"] or {})),
-        **{name: known.get(name) for name in ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes")},
+        **{name: known.get(name) for name in _OF_RECORD},
     )
 
 
@@ -126,6 +131,7 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         "evaluation_loss": evaluations[0] if evaluations else None,
         "samples_per_second": samples / seconds if samples and seconds else None,
         "peak_bytes": peak,
+        "host_peak_bytes": ledger.host_peak(),
     }
 
 
@@ -149,6 +155,7 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("evaluation loss", [_number(run.evaluation_loss) for run in runs]),
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
+        ("peak RAM", [units.size(run.host_peak_bytes) for run in runs]),
         ("time", [units.duration(run.seconds) for run in runs]),
         *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in differing),
     ]

@@ -53,7 +53,8 @@ def _document_of(row: RunRow) -> dict[str, Any]:
     if row.run is None:
         return {"name": row.name, "folder": str(row.folder.path), "error": row.error}
     more = {"program": row.program, "created": row.run.created, "ended": row.run.ended}
-    return {**view.summary(row.run), **more, "peak_bytes": row.peak_bytes, "energy_joules": row.energy_joules}
+    peaks = {"peak_bytes": row.peak_bytes, "host_peak_bytes": row.host_peak_bytes}
+    return {**view.summary(row.run), **more, **peaks, "energy_joules": row.energy_joules}
 
 
 @click.command(epilog=RUN_HELP)

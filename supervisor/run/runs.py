@@ -85,6 +85,8 @@ class RunRow(NamedTuple):
     """Why it cannot be read, in one line."""
     peak_bytes: int | None = None
     """The highest of all attempts, of the first process."""
+    host_peak_bytes: int | None = None
+    """The highest host memory of its processes together."""
     energy_joules: float | None = None
     """Of all attempts whose energy is known."""
 
@@ -115,6 +117,7 @@ def row_of(folder: RunFolder) -> RunRow:
                 return RunRow(folder, run)
             attempts = ledger.attempts()
             peaks = [attempt.peak_bytes for attempt in attempts] + [ledger.highest_peak(run.attempt)]
+            host_peak = ledger.host_peak()
     except MemtopError as error:
         return RunRow(folder, run, " ".join(str(error).split()))
     except (sqlite3.Error, msgspec.MsgspecError) as error:
@@ -123,7 +126,7 @@ def row_of(folder: RunFolder) -> RunRow:
         return RunRow(folder, run, why_unreadable(Path(error.filename or folder.path), error))
     joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
     highest = max((peak for peak in peaks if peak is not None), default=None)
-    return RunRow(folder, run, peak_bytes=highest, energy_joules=sum(joules) if joules else None)
+    return RunRow(folder, run, peak_bytes=highest, host_peak_bytes=host_peak, energy_joules=sum(joules) if joules else None)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -177,6 +180,13 @@ def _loss(row: RunRow, now: float) -> str:
     return units.UNKNOWN if row.run is None or row.run.loss is None else f"{row.run.loss:.4f}"
 
 
+def _peak(row: RunRow, now: float) -> str:
+    """Of device memory; without one, as on the CPU, of host memory: `1.2 GiB RAM`."""
+    if row.peak_bytes is None and row.host_peak_bytes is not None:
+        return f"{units.size(row.host_peak_bytes)} RAM"
+    return units.size(row.peak_bytes)
+
+
 NAME = RunColumn("name", lambda row, now: clean(row.name), lambda row: row.name.casefold(), right=False)
 COLUMNS = (
     NAME,
@@ -185,7 +195,7 @@ COLUMNS = (
     RunColumn("age", _age, _of_run("created"), rank=2),
     RunColumn("update", _progress, _of_run("updates")),
     RunColumn("loss", _loss, _of_run("loss"), rank=1),
-    RunColumn("peak", lambda row, now: units.size(row.peak_bytes), lambda row: row.peak_bytes, rank=4),
+    RunColumn("peak", _peak, lambda row: row.peak_bytes or row.host_peak_bytes, rank=4),
     RunColumn(
         "samples/s",
         lambda row, now: units.rate(None if row.run is None else row.run.samples_per_second),

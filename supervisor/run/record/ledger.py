@@ -18,7 +18,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.history import Bucket
+from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, energy, metrics, tiers
 from memtop.supervisor.run.record.folder import RunFolder
@@ -439,6 +439,12 @@ class Ledger:
     def history(self, key: str, since: float, until: float) -> dict[str, list[Bucket]]:
         """All series of a source by name, in time steps that suit the length of the time range."""
         return tiers.read(self._db, key, since, until)
+
+    def host_peak(self) -> int | None:
+        """The highest host memory of the run's processes together, bytes, of the samples. Pages
+        that they share count in each."""
+        found = tiers.highest(self._db, HOST, "run_rss_bytes")
+        return None if found is None else int(found)
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
         """The newest full snapshot between the two moments.

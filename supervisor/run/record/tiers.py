@@ -13,6 +13,7 @@ import sqlite3
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -197,6 +198,17 @@ def read(db: sqlite3.Connection, key: str, since: float, until: float, *, most: 
                 if count:
                     found[name].append(Bucket(float(time), float(seconds), low, mean, high))
     return found
+
+
+def highest(db: sqlite3.Connection, key: str, series: str) -> float | None:
+    """The highest value that a series of a source ever had. None if it has none."""
+    place = series_of(key).index(series)
+    # The coarsest intervals are few, and cover the whole history.
+    rows = db.execute(
+        "SELECT numbers FROM history JOIN sources ON source = id WHERE seconds = ? AND key = ?", (TIERS[-1][0], key)
+    )
+    found = (next(islice(_unpacked(numbers), place, None), (0.0, 0.0, 0.0, 0.0)) for (numbers,) in rows)
+    return max((high for _, _, high, count in found if count), default=None)
 
 
 def _first(db: sqlite3.Connection, seconds: int) -> float | None:

@@ -64,6 +64,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     gpus: tuple[str, ...] = ()
     price: Price | None = None
+    host_peak_bytes: int | None = None
+    """The highest host memory of the run's processes together."""
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -87,6 +89,7 @@ def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
             cwd=spec.cwd,
             gpus=() if ledger is None else _gpu_names(ledger, now),
             price=price,
+            host_peak_bytes=None if ledger is None else ledger.host_peak(),
         )
 
 
@@ -126,6 +129,7 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
     for source in facts.sources:
         yield f"highest memory, {source.label}", "" if source.peak is None else units.percent(source.peak)
+    yield "peak RAM of the run", "" if facts.host_peak_bytes is None else units.size(facts.host_peak_bytes)
     yield "energy of the GPUs", _energy(facts)
     if state.settings is not None:
         s = state.settings
