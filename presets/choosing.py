@@ -61,7 +61,20 @@ def need(settings: Settings, size: ModelSize) -> int:
     return master + copies + frozen + gradients + moments + CONTEXT_BYTES
 
 
-def _fits(needed: int, free_bytes: int) -> bool:
+def need_to_read(settings: Settings) -> int | None:
+    """The bytes that the model of a run needs on a GPU to compute without training, in fp32, with
+    the CUDA context; None if its size is not known before it is loaded."""
+    size = model_size(settings)
+    if size is None:
+        return None
+    adapters = 0 if settings.lora is None else 4 * size.trained
+    base = 4 * size.all
+    if settings.method == "qlora":
+        base = math.ceil(_IN_4_BITS * (size.all - size.embedded)) + 4 * size.embedded
+    return base + adapters + CONTEXT_BYTES
+
+
+def fits(needed: int, free_bytes: int) -> bool:
     """Whether it leaves room for activations."""
     return needed <= MOST_OF_FREE * free_bytes
 
@@ -95,7 +108,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under) -> tuple[Pres
     needed = need(settings, size)
     what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
     words = f"{what} need {needed / _GIB:.2f} GiB"
-    if _fits(needed, free_bytes):
+    if fits(needed, free_bytes):
         return plain, f"{free}, {words}"
     if settings.auto_batch:
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
@@ -113,8 +126,8 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under) -> tuple[Pres
     if not possible:
         why = "; ".join(refused) or "no preset of the ladder offloads"
         return plain, f"{free}, {words}: too little, but {why}"
-    preset, less = next((one for one in possible if _fits(one[1], free_bytes)), possible[-1])
-    still = "" if _fits(less, free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
+    preset, less = next((one for one in possible if fits(one[1], free_bytes)), possible[-1])
+    still = "" if fits(less, free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
     after = f"with this offload {less / _GIB:.2f} GiB{still}"
     return preset, f"preset {preset.name}: {_free(free_bytes)}, {words}; {after}"
 

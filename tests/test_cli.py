@@ -47,7 +47,7 @@ CONTRACT = {
     "runs": {"--json", "--runs-dir"},
     "show": {"run_name", "--json", "--metrics", "--samples", "--runs-dir"},
     "export": {"run_name", "out", "--adapter", "--merge", "--runs-dir"},
-    "sample": {"run_name", "prompt", "--max-new-tokens", "--temperature", "--seed", "--runs-dir"},
+    "sample": {"run_name", "prompt", "--gpu", "--max-new-tokens", "--temperature", "--seed", "--runs-dir"},
     "advise": {"run_name", "--json", "--try", "--runs-dir"},
     "compare": {"run_names", "--json", "--runs-dir"},
     "strays": {"--json", "--kill", "--runs-dir"},

@@ -43,7 +43,7 @@ def test_a_saved_state_writes_what_the_training_wrote_after_its_update(runs: Run
     lines = runs.memtop("show", "a", "--samples").stdout.splitlines()
     assert [line for line in lines if line.startswith("update ")] == ["update 1", "update 2"]
     done = runs.memtop("sample", "a", "def f(", "--max-new-tokens", "12")
-    assert done.stderr == "memtop: update 2 (train_latest_state)\n"
+    assert done.stderr == "memtop: computes on the CPU: so does the run\nmemtop: update 2 (train_latest_state)\n"
     assert done.stdout.split() == text.split()
     refused = runs.memtop("train", "--name", "b", "--set", "sample.prompts=none.txt", "--set", "sample.every=1", status=2)
     assert refused.stderr.startswith("memtop: sample.prompts none.txt: no such file; looked for ")

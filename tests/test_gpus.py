@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.cli import doctor, gpus, run
+from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.gpu_support import TorchBuild
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import MachineSnapshot
@@ -311,3 +312,38 @@ def test_the_doctor_asks_torch_itself_for_its_kernels(
     # A torch that cannot be asked: nothing is known against it.
     (package / "cuda.py").write_text("raise ImportError('broken')\n")
     assert [ok for ok, _, _ in torch_checks(tmp_path, capsys).values()] == [True, True]
+
+
+def read_by(**changed: object) -> gpus.ReadingPlace:
+    """Where the model of a run with these settings writes."""
+    base = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+    return gpus.place_to_read(replace(base, **changed))
+
+
+def test_a_saved_model_writes_on_the_runs_first_gpu_if_it_has_room_there(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "build_of", lambda path: None)  # what torch is here does not matter
+    busy = read_by(gpus="0,1")
+    assert busy.visible is None
+    assert busy.words.startswith("computes on the CPU: GPU 0: process ")
+    assert read_by(gpus="3,1") == gpus.ReadingPlace(visible="GPU-00000003", words="computes on GPU 3")
+    assert read_by(gpus="GPU-00000001").visible == "GPU-00000001"
+    assert read_by(gpus="GPU-9").words == "computes on the CPU: this machine has no GPU GPU-9, the run's first"
+    assert read_by(gpus="1", device="cpu").words == "computes on the CPU: so does the run"
+    four_gpus(four.clear(), gpu1=int(19.4 * GIB)).write()
+    full = read_by(gpus="1")
+    assert (full.visible, full.words) == (
+        None,
+        "computes on the CPU: GPU 1: 358 MiB free, and the model needs about 517 MiB",
+    )
+    unknown = read_by(gpus="3", model={"config": {"model_type": "new"}})
+    assert unknown.words == "computes on the CPU: GPU 3: how much memory the model needs is not known"
+
+
+def test_a_gpu_that_is_named_for_writing_is_used(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "build_of", lambda path: None)
+    settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+    assert gpus.place_to_read(settings, "0") == gpus.ReadingPlace(visible="GPU-00000000", words="computes on GPU 0")
+    assert gpus.place_to_read(settings, "cpu") == gpus.ReadingPlace(visible=None, words="computes on the CPU")
+    for given, why in (("7", "this machine has no GPU 7; there are 0, 1, 2, 3"), ("0,1", "give the index of a GPU, or cpu")):
+        with pytest.raises(UsageError, match=f"^--gpu {given}: {why}$"):
+            gpus.place_to_read(settings, given)

@@ -2,9 +2,8 @@
 
 python -m memtop.train.write --settings FILE --state-dir FOLDER --prompt TEXT ...
 
-It reads the newest complete state, computes on the CPU, so that it takes no GPU memory from the
-run, and prints the text to stdout and everything else to stderr. Exit status: 0 done, 2 wrong usage
-or bad input.
+It reads the newest complete state and prints the text to stdout and everything else to stderr. Exit
+status: 0 done, 1 memory ran out, 2 wrong usage or bad input.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from memtop.presets import Settings
 from memtop.presets.schema import Sampling, Zero
-from memtop.train import TrainingError
+from memtop.train import TrainingError, first_line
+from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.checkpoint import load_weights
+from memtop.train.devices import choose_device
 from memtop.train.export import held_state
 from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
@@ -39,33 +40,45 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     given = parser.parse_args()
-    # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if given.device == "cpu":
+        # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     sample = Sampling(max_new_tokens=given.max_new_tokens, temperature=given.temperature, seed=given.seed)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            text = written(read_settings(given.settings), given.state_dir, given.prompt, sample)
+            settings = msgspec.structs.replace(read_settings(given.settings), device=given.device)
+            text = written(settings, given.state_dir, given.prompt, sample)
     except TrainingError as error:
         print(f"memtop: {error}", file=sys.stderr)
         return error.exit_status
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        print(f"memtop: memory ran out: {first_line(error)}; --gpu cpu computes on the CPU", file=sys.stderr)
+        return 1
     print(text, flush=True)
     return 0
 
 
 def written(settings: Settings, state_dir: Path, prompt: str, sample: Sampling) -> str:
-    """What the model of the newest complete state writes; TrainingError if the user can solve the
-    problem."""
-    settings = msgspec.structs.replace(settings, device="cpu", zero=Zero(), gradient_checkpointing=False, compile=False)
+    """What the model of the newest complete state writes, on the device of the settings: cpu or
+    cuda. TrainingError if the user can solve the problem."""
+    settings = msgspec.structs.replace(settings, zero=Zero(), gradient_checkpointing=False, compile=False)
+    device = torch.device("cuda" if choose_device(settings).on_gpu else "cpu")
     with held_state(state_dir, best=False) as source:
         tokens, config = tokens_and_config(settings)
         model = build_model(settings, config)
         load_weights(ShardReader(source.links, source.manifest.files), model, source.found)
+        # A base in 4 bits is there already, and its adapters with it.
+        if settings.method != "qlora":
+            model.to(device)
         print(f"memtop: update {source.manifest.updates} ({source.found.name})", file=sys.stderr)
     objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=0).eval()
-    write = Writer(objective, tokens, settings, config, torch.device("cpu"))
+    write = Writer(objective, tokens, settings, config, device)
     with torch.no_grad():
         return tokens.decode(write(prompt, sample))
 

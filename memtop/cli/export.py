@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -45,31 +45,59 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
 @click.option(
     "--max-new-tokens", type=click.IntRange(1, 1 << 16), default=64, metavar="N", help="the longest text, in tokens [64]"
 )
+@click.option(
+    "--gpu",
+    metavar="N|cpu",
+    help="where it computes [the first GPU of the run if it has room and is not in use, otherwise the CPU]",
+)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, metavar="T", help="0: the most probable tokens [0]")
 @click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, metavar="S", help="of the random choices [0]")
 @runs_dir_option
-def sample(run_name: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, runs_dir: Path | None) -> int:
+def sample(
+    run_name: str,
+    prompt: str,
+    max_new_tokens: int,
+    gpu: str | None,
+    temperature: float,
+    seed: int,
+    runs_dir: Path | None,
+) -> int:
     """Print what the model of a run writes after a prompt.
 
-    It reads the run's newest complete state, while the run goes on or after it, and computes on the
-    CPU.
+    It reads the run's newest complete state, while the run goes on or after it. A GPU on which
+    another program computes is used only if you name it.
     """
+    from memtop.cli.gpus import place_to_read
+
+    folder = find_run(run_name, runs_dir)
+    settings = _settings_of(folder, "sample")[1]
+    place = place_to_read(settings, gpu)
+    print_message(f"memtop: {place.words}")
     numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}", f"--seed={seed}"]
-    return _from_state(find_run(run_name, runs_dir), "sample", "memtop.train.write", [f"--prompt={prompt}", *numbers])
+    words = [f"--prompt={prompt}", *numbers, f"--device={'cpu' if place.visible is None else 'cuda'}"]
+    environment = {} if place.visible is None else {"CUDA_VISIBLE_DEVICES": place.visible}
+    return _from_state(folder, "sample", "memtop.train.write", words, environment)
 
 
-def _from_state(folder: RunFolder, what: str, module: str, arguments: Sequence[str]) -> int:
-    """Run a module of the trainer that reads a run's saved state; return its exit status."""
+def _settings_of(folder: RunFolder, what: str) -> tuple[Path, Settings]:
+    """The file with the newest settings of the run, and these; UsageError if it has none."""
     if folder.spec().settings is None:
         raise UsageError(f"RUN {folder.name}: is your own program: memtop does not know how it saves its model")
     written = sorted(folder.path.glob("attempts/*/settings.json"))
     if not written:
         raise UsageError(f"RUN {folder.name}: was never started: there is nothing to {what}")
-    settings = read_json(written[-1], Settings)
+    return written[-1], read_json(written[-1], Settings)
+
+
+def _from_state(
+    folder: RunFolder, what: str, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> int:
+    """Run a module of the trainer that reads a run's saved state; return its exit status."""
+    written, settings = _settings_of(folder, what)
     require_python(folder, settings)
-    where = ("--settings", str(written[-1]), "--state-dir", str(folder.latest_state))
+    where = ("--settings", str(written), "--state-dir", str(folder.latest_state))
     command = [settings.python or sys.executable, "-m", module, *where, *arguments]
-    status = _printed(command, [] if is_own(settings.python) else [str(TRAINER_PATH)])
+    status = _printed(command, [] if is_own(settings.python) else [str(TRAINER_PATH)], environment or {})
     if status < 0:
         raise MemtopError(
             f"{what} of {folder.name}: killed by signal {-status}; 9 means that host memory ran out: the model needs "
@@ -78,17 +106,17 @@ def _from_state(folder: RunFolder, what: str, module: str, arguments: Sequence[s
     return status
 
 
-def _printed(command: Sequence[str], python_path: Sequence[str]) -> int:
+def _printed(command: Sequence[str], python_path: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the command and print what it prints, cleaned: messages as they come, then the result.
 
-    `python_path` comes before the PYTHONPATH of the environment.
+    `python_path` comes before the PYTHONPATH of the environment; `environment` is added to it.
     """
     inherited = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
     with subprocess.Popen(
         command,
         # A folder named `tokenizers` in the current directory must not shadow the library.
-        env={**os.environ, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": paths} if paths else {})},
+        env={**os.environ, **environment, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": paths} if paths else {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,7 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.cli.output import print_message
-from memtop.presets import gpu_support
+from memtop.presets import Settings, gpu_support
+from memtop.presets.choosing import fits, need_to_read
 from memtop.presets.gpu_support import Gpu, TorchBuild, Unusable, why_no_kernels
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
@@ -252,6 +253,78 @@ def _first_visible(machine: MachineSnapshot, devices: list[_Device]) -> _Device 
     named = [device for device in seen if word and (device.uuid or "").startswith(word)]
     first = named or [device for device in seen if device.gpu.visible_index == 0]
     return min(first or seen, key=_room, default=None)
+
+
+class ReadingPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model of a saved state computes, without training."""
+
+    visible: str | None
+    """What the process gets as CUDA_VISIBLE_DEVICES; None: the CPU."""
+    words: str
+    """Where that is, and why."""
+
+
+def place_to_read(settings: Settings, given: str | None = None) -> ReadingPlace:
+    """The first GPU of the run if its model fits there and no other program computes on it (a
+    training that needs the memory would run out of it), otherwise the CPU.
+
+    `given`: the index of another GPU, or `cpu`. UsageError if this machine has no such GPU, or if
+    it cannot be used.
+    """
+    if given == "cpu":
+        return ReadingPlace(visible=None, words="computes on the CPU")
+    machine, build = sample(), build_of(settings.python)
+    if given is not None:
+        if not _is_index(given):
+            raise UsageError(f"--gpu {given}: give the index of a GPU, or cpu")
+        if not machine.gpus:
+            raise UsageError(f"--gpu {given}: {machine.gpu_note or 'no NVIDIA GPU'}; --gpu cpu computes on the CPU")
+        _check([str(int(given))], machine, f"--gpu {given}")
+        device = next(iter(_devices(machine, [str(int(given))])), None)
+        if device is None:
+            raise UsageError(f"--gpu {given}: the driver cannot read it; --gpu cpu computes on the CPU")
+        problem = _why_closed(device) or why_unusable(machine, device.gpu, build)
+        if problem is not None:
+            raise UsageError(f"--gpu {given}: {problem}")
+        return _on(device)
+    first = _first_of(settings, machine)
+    if isinstance(first, str):
+        return ReadingPlace(visible=None, words=f"computes on the CPU: {first}")
+    why = _why_not_to_read(first, need_to_read(settings)) or why_unusable(machine, first.gpu, build)
+    return _on(first) if why is None else ReadingPlace(visible=None, words=f"computes on the CPU: {first.name}: {why}")
+
+
+def _on(device: _Device) -> ReadingPlace:
+    return ReadingPlace(visible=device.uuid or str(device.gpu.index), words=f"computes on {device.name}")
+
+
+def _first_of(settings: Settings, machine: MachineSnapshot) -> _Device | str:
+    """The first GPU of a run, or why there is none."""
+    if settings.device == "cpu":
+        return "so does the run"
+    devices, named = _devices(machine, None), settings.gpus.partition(",")[0]
+    if not devices:
+        return machine.gpu_note or "no NVIDIA GPU"
+    if not named:
+        return (_first_visible(machine, devices) if VARIABLE in os.environ else None) or devices[0]
+    found = (one for one in devices if named in (one.uuid, str(one.gpu.index)))
+    return next(found, f"this machine has no GPU {named}, the run's first")
+
+
+def _why_not_to_read(device: _Device, needed: int | None) -> str | None:
+    closed = _why_closed(device)
+    if closed is not None:
+        return closed.found
+    if device.free_bytes is None:
+        return "its free memory is not known"
+    process = next((one for one in _computing(device.gpu) if device.position in (None, one.mig_instance)), None)
+    if process is not None:
+        return _who(process)
+    if needed is None:
+        return "how much memory the model needs is not known"
+    if not fits(needed, device.free_bytes):
+        return f"{units.size(device.free_bytes)} free, and the model needs about {units.size(needed)}"
+    return None
 
 
 def why_closed(gpu: GpuSample) -> Unusable | None:

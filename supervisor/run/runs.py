@@ -183,7 +183,7 @@ def _loss(row: RunRow, now: float) -> str:
 def _peak(row: RunRow, now: float) -> str:
     """Of device memory; without one, as on the CPU, of host memory: `1.2 GiB RAM`."""
     if row.peak_bytes is None and row.host_peak_bytes is not None:
-        return f"{units.size(row.host_peak_bytes)} RAM"
+        return tr(f"{units.size(row.host_peak_bytes)} RAM")
     return units.size(row.peak_bytes)
 
 
