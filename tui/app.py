@@ -244,11 +244,8 @@ def run_dashboard(
         remember_theme=remember_theme,
     )
     result = app.run()
-    for thread in threading.enumerate():
-        # Textual's driver for browsers does not wait for its reader, which would take the first
-        # keys of a dashboard that follows.
-        if thread.name == "textual-input":
-            thread.join()
+    if app.is_web:
+        _leave_driver_of_browser(app)
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"
         print(tr(words), file=sys.stderr)  # noqa: T201 - the words are fixed
@@ -256,3 +253,12 @@ def run_dashboard(
         # Textual returns no result after a crash; it has printed the reason.
         return DashboardResult("detach", exit_status=app.return_code or 0)
     return result
+
+
+def _leave_driver_of_browser(app: DashboardApp) -> None:
+    """Let another dashboard follow in this process, at the present size."""
+    os.environ |= {"COLUMNS": str(app.size.width), "ROWS": str(app.size.height)}
+    for thread in threading.enumerate():
+        # The driver does not wait for its reader, which would take the first keys of the next one.
+        if thread.name == "textual-input":
+            thread.join()

@@ -142,3 +142,23 @@ async def test_it_does_not_open_on_a_terminal_that_is_too_small() -> None:
         await press(pilot, "ctrl+p")
         await resize(pilot, 120, 40)
         assert app.screen is app.dashboard
+
+
+async def test_a_read_only_browser_keeps_no_theme(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+
+    def remember(name: str) -> str:
+        kept.append(name)
+        return "kept"
+
+    feed = RecordingFeed(machine())
+    feed.read_only = True
+    app = DashboardApp(feed, remember_theme=remember)
+    async with app.run_test() as pilot:
+        app.action_choose_theme("memtop-light")
+        assert kept == ["memtop-light"], "a terminal keeps it, read-only or not"
+        monkeypatch.setattr(DashboardApp, "is_web", property(lambda self: True))
+        app.action_choose_theme("memtop")
+        await settle(pilot)
+        assert app.theme == "memtop"
+        assert kept == ["memtop-light"]

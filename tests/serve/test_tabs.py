@@ -1,0 +1,277 @@
+"""The tabs of `memtop watch --serve`: what they may do, how they end, and how they look in a real
+browser."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import signal
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from memtop.cli.serve import server as web_server
+from memtop.cli.serve.access import Access
+from memtop.cli.serve.sampling import SharedSampler
+from memtop.cli.serve.tab import Tab as DashboardTab
+from memtop.supervisor.monitor.sampler import Sampler
+from tests.conftest import Runs
+from tests.serve import browser as chromium
+from tests.serve.browser import Browser
+from tests.serve.served import LIVES, Served, Tab, tab_of, until
+
+# --- what a tab may do ----------------------------------------------------------------------------
+
+
+def widest(text: str) -> int:
+    return max(len(line.rstrip()) for line in text.splitlines())
+
+
+async def test_a_read_only_tab_shows_a_run_and_changes_nothing(
+    runs: Runs, serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    runs.memtop("train", "--name", "first", "--detach", "--", sys.executable, "-c", LIVES)
+    runs.memtop("train", "--name", "other", "--headless", "--", "true")
+    served = serve("first")
+    before = {path.name for path in runs.root.iterdir()}
+    async with tab_of(served, served.cookie(), size=(100, 30)) as tab:
+        tab.grow(120, 35)
+        shown = await tab.wait_for("first", "hello from the log", "read-only")
+        assert "Stop" not in shown
+        assert widest(shown) <= 100
+        # None of these keys acts, so the list of runs is the next screen.
+        await tab.keys("fkrcs1Ua")
+        await tab.wait_for("Runs ", "other")
+        # Another dashboard follows in the same tab, at the size that the tab has by then.
+        await tab.socket.send_json(["resize", {"width": 120, "height": 35}])
+        await tab.keys("/other\r")
+        await tab.wait_for("Runs 1 of ")
+        await tab.keys("w")
+        await tab.wait_for("read-only: a browser writes no files here")
+        await tab.keys("\r")
+        shown = await tab.wait_for("other  attempt 1", "finished", "All runs")
+        assert len(served.tabs()) == 1
+        assert widest(shown) > 100
+        await tab.keys("q")
+        await tab.ends()
+    until(lambda: served.tabs() == [])
+    assert runs.show("first")["state"] not in ("stopped", "failed", "finished")
+    assert len(runs.show("first")["attempts"]) == 1
+    assert {path.name for path in runs.root.iterdir()} == before
+
+
+async def test_with_allow_actions_a_tab_can_stop_the_run(runs: Runs, serve: Callable[..., Served]) -> None:
+    runs.memtop("train", "--name", "first", "--detach", "--", sys.executable, "-c", LIVES)
+    served = serve("first", "--allow-actions")
+    async with tab_of(served, served.cookie()) as tab:
+        await tab.wait_for("hello from the log", "Stop")
+        await tab.keys("s")
+        await tab.wait_for("Stop first?")
+        await tab.keys("y")
+        await tab.wait_for("stopped")
+    assert "can also act" in served.said()
+    runs.wait("first", lambda document: document["state"] == "stopped")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"), [(["--replay", "over"], "replay"), (["latest"], "over"), (["--lang", "zh"], "只读")]
+)
+async def test_every_way_of_watching_is_served(words: list[str], wanted: str, runs: Runs, serve: Callable[..., Served]) -> None:
+    runs.memtop("train", "--name", "over", "--headless", "--runs-dir", "elsewhere", "--", "echo", "a line of the log")
+    served = serve(*words, "--runs-dir", "elsewhere")
+    async with tab_of(served, served.cookie()) as tab:
+        await tab.wait_for(wanted)
+
+
+async def test_a_tab_that_cannot_begin_says_why(runs: Runs, serve: Callable[..., Served]) -> None:
+    runs.memtop("train", "--name", "over", "--headless", "--", "true")
+    served = serve("over")
+    cookie = served.cookie()
+    (runs.path / "over").rename(runs.path / "moved")
+    async with tab_of(served, cookie) as tab:
+        await tab.wait_for("memtop: run 'over': not found in")
+        await tab.ends()
+    assert "memtop: run 'over': not found in" in served.said()
+
+
+async def test_files_and_addresses_of_a_dashboard_reach_no_browser() -> None:
+    shown: list[bytes] = []
+
+    async def send(data: bytes) -> None:
+        shown.append(data)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        tab = DashboardTab([], theirs, send, partial(asyncio.sleep, 0))
+        stdout = asyncio.StreamReader()
+        stdout.feed_data(b"__GANGLION__\n")
+        for meta in ("open_url", "deliver_file_start", "exit"):
+            content = json.dumps({"type": meta, "url": "http://evil.example", "path": "/etc/passwd", "key": "1"})
+            stdout.feed_data(DashboardTab.encode_packet(b"M", content.encode()))
+        stdout.feed_data(b"P" + (3).to_bytes(4, "big") + b"abc")
+        stdout.feed_data(DashboardTab.encode_packet(b"D", b"drawn"))
+        for _ in range(6):
+            await tab._packet(stdout)
+    assert shown == [b"drawn"]
+
+
+# --- how tabs end ---------------------------------------------------------------------------------
+
+
+async def test_a_closed_tab_ends_its_process(demo: Served) -> None:
+    cookie = demo.cookie()
+    async with tab_of(demo, cookie) as left:
+        await left.wait_for("tiny-llama")
+        (first,) = demo.tabs()
+        async with tab_of(demo, cookie) as closed:
+            await closed.wait_for("tiny-llama")
+            assert len(demo.tabs()) == 2
+        await asyncio.to_thread(until, lambda: demo.tabs() == [first])
+        # A dashboard that has died closes its tab, and no other one.
+        async with tab_of(demo, cookie) as killed:
+            await killed.wait_for("tiny-llama")
+            next(process for process in demo.tabs() if process != first).kill()
+            await killed.ends()
+        # A process that hangs is ended, too.
+        async with tab_of(demo, cookie) as hangs:
+            await hangs.wait_for("tiny-llama")
+            next(process for process in demo.tabs() if process != first).suspend()
+        await asyncio.to_thread(until, lambda: demo.tabs() == [first])
+        await left.keys("?")
+        await left.wait_for("All keys, and what the marks mean")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+async def test_the_server_leaves_no_process_behind(number: int, status: int, serve: Callable[..., Served]) -> None:
+    served = serve("--demo")
+    cookie = served.cookie()
+    async with tab_of(served, cookie) as one, tab_of(served, cookie) as two:
+        await one.wait_for("tiny-llama")
+        await two.wait_for("tiny-llama")
+        tabs = served.tabs()
+        assert len(tabs) == 2
+        assert await asyncio.to_thread(served.end, number) == status
+        await asyncio.to_thread(until, lambda: not any(tab.is_running() for tab in tabs), lambda: tabs)
+    assert "Traceback" not in served.said()
+
+
+async def test_there_is_a_limit_to_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "MOST_TABS", 2)
+    monkeypatch.setattr("memtop.cli.serve.tab.print_message", lambda *lines: None)
+    access = Access("127.0.0.1", 8000)
+    server = web_server.Server(access, ["--demo", "--read-only"], SharedSampler(Sampler, 1.0), announce=lambda: None)
+    runner = web.AppRunner(server.app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    address = runner.addresses[0]
+    cookie = f"{access.cookie_name}={access.use(access.url.partition('token=')[2])}"
+    headers = {"Cookie": cookie, "Origin": f"http://127.0.0.1:{address[1]}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+
+        async def opened() -> Tab:
+            return Tab(await session.ws_connect(f"http://127.0.0.1:{address[1]}/ws?width=120&height=35", max_msg_size=0))
+
+        one, two, third = await opened(), await opened(), await opened()
+        await third.wait_for("memtop: 2 tabs are open, and there can be no more: close one of them")
+        await third.ends()
+        await one.wait_for("tiny-llama")
+        await two.wait_for("tiny-llama")
+        await one.socket.close()
+        fourth = await opened()
+        await fourth.wait_for("tiny-llama")
+        await asyncio.gather(runner.cleanup(), two.ends(), fourth.ends())
+
+
+# --- in a real browser ----------------------------------------------------------------------------
+
+COLOURS = """
+new Set([...document.querySelectorAll(".xterm-screen canvas")].flatMap(canvas =>
+  [...new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer)])).size
+"""
+"""How many colours the terminal has in the page."""
+
+
+needs_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@needs_browser
+async def test_a_real_browser_shows_it_and_reads_only(runs: Runs, serve: Callable[..., Served]) -> None:
+    runs.memtop("train", "--name", "first", "--detach", "--", sys.executable, "-c", LIVES)
+    served = serve("first")
+    own = f"http://127.0.0.1:{served.port}"
+    async with Browser() as browser:
+        page = await browser.open(served.link())
+        shown = await page.wait_for("first", "hello from the log", "read-only")
+        assert "Host memory" in shown
+        assert await page.value("location.href") == f"{own}/", "the token is no longer in the address"
+        assert await page.value("document.cookie") == "", "scripts cannot read the cookie"
+        assert await page.value("document.fonts.check('14px \"Roboto Mono\"') && document.fonts.size") == 2
+        # It is drawn, and not only received.
+        assert await page.value(COLOURS) > 8
+        # Keys work without a click. Those that act do nothing.
+        await page.type("krs?")
+        await page.wait_for("All keys, and what the marks mean")
+        assert "Stop first?" not in await page.terminal()
+        # A second tab of the same browser needs no link.
+        second = await browser.open(f"{own}/")
+        await second.wait_for("first", "hello from the log")
+        assert len(served.tabs()) == 2
+        # Nothing came from anywhere else, and the page's own rules stopped nothing.
+        for one in (page, second):
+            assert one.requests()
+            assert {urlsplit(address).netloc for address in one.requests()} == {f"127.0.0.1:{served.port}"}
+            assert one.complaints() == []
+    assert len(runs.show("first")["attempts"]) == 1
+
+
+@needs_browser
+async def test_pages_of_others_get_nothing_from_the_browser(demo: Served) -> None:
+    """The browser has the cookie, and sends it: the pages are on the same host."""
+    own = f"http://127.0.0.1:{demo.port}"
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        async with Browser() as browser:
+            page = await browser.open(demo.link())
+            await page.wait_for("tiny-llama")
+            connect = f"""new Promise(done => {{ const one = new WebSocket("ws://127.0.0.1:{demo.port}/ws");
+                one.onopen = () => done("open"); one.onerror = () => done("refused"); }})"""
+            assert await page.value(connect) == "open"
+            assert await page.value("fetch('/').then(answer => answer.status)") == 200
+            assert await page.value("fetch('/', {credentials: 'omit'}).then(answer => answer.status)") == 403
+            stranger = await browser.open(f"http://127.0.0.1:{other.server_address[1]}/nothing")
+            await stranger.wait_for("404", script="document.body?.innerText ?? ''")
+            assert await stranger.value(connect) == "refused"
+            read = f"fetch('{own}/', {{credentials: 'include'}}).then(() => 'read', () => 'refused')"
+            assert await stranger.value(read) == "refused"
+        other.shutdown()
+
+
+@needs_browser
+async def test_a_tab_that_has_ended_says_how_to_go_on(serve: Callable[..., Served]) -> None:
+    served = serve("--demo")
+    ended = "getComputedStyle(document.querySelector('#ended')).display + document.querySelector('#ended').innerText"
+    async with Browser() as browser:
+        page = await browser.open(served.link())
+        await page.wait_for("tiny-llama")
+        second = await browser.open(f"http://127.0.0.1:{served.port}/")
+        await second.wait_for("tiny-llama")
+        await second.close()
+        await asyncio.to_thread(until, lambda: len(served.tabs()) == 1)
+        assert "none" in await page.value(ended)
+        await page.type("q")
+        assert "Open it again" in await page.wait_for("block", script=ended)
+        await page.value("document.querySelector('#ended a').click()")
+        await page.wait_for("tiny-llama")
+        assert await asyncio.to_thread(served.end, signal.SIGINT) == 130
+        await page.wait_for("block", script=ended)
