@@ -184,9 +184,11 @@ def test_retries_of_the_allocator_are_reported_and_unknown_without_it(tmp_path: 
 
 def test_anonymous_memory_excludes_mapped_files(tmp_path: Path) -> None:
     code = """
-import mmap, os, memtop_agent as a
+import mmap, os, time, memtop_agent as a
 SIZE = 64 << 20
-def anonymous(): return a.readings()["anonymous_bytes"]
+def anonymous():
+    time.sleep(0.2)  # a reading is kept for a tenth of a second
+    return a.readings()["anonymous_bytes"]
 first, resident = anonymous(), a.readings()["rss_bytes"]
 shared = mmap.mmap(-1, SIZE)
 for page in range(0, SIZE, 4096):
