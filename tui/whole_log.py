@@ -7,7 +7,6 @@ they are drawn, and a search reads the files in a thread.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import re
 import time
@@ -42,6 +41,10 @@ from memtop.tui.store import Store
 
 _READ_BYTES = 4 << 20
 """How much is read at one time to find where lines begin."""
+_SEARCH_BYTES = 1 << 20
+"""How much is searched at one time: meanwhile the dashboard cannot draw."""
+_LINE_BYTES = 64 * 1024
+"""Of a longer line (a progress bar, the rest of a hole) only an end is read."""
 _POLL_SECONDS = 1.0
 _MOST_COPIED = 64 * 1024
 """Characters: terminals take no more from OSC 52."""
@@ -86,23 +89,35 @@ class AttemptLog:
 
     def line(self, number: int) -> str:
         """One line, as a terminal would show it. OSError."""
-        start = self._starts[number]
+        start, end = self._starts[number], self._end(number)
         with self.path.open("rb") as file:
             file.seek(start)
-            return shown_line(file.read(self._end(number) - start).rstrip(b"\n"))
+            data = file.read(min(end - start, _LINE_BYTES))
+            if end - start > _LINE_BYTES and (b"\r" in data or data.endswith(b"\0")):
+                # A terminal shows what follows the last carriage return.
+                file.seek(end - _LINE_BYTES)
+                data = file.read(_LINE_BYTES)
+        return shown_line(data.strip(b"\0\n"))  # a hole is read as zeros
 
     def time_of(self, number: int) -> float | None:
         """When the line was written at the latest, seconds since the epoch; None if unknown."""
         return self._times.at(self._end(number)) or self.attempt.ended
 
     def find(self, query: str) -> list[int]:
-        """The lines that contain the text, in any case. OSError."""
-        if not self._starts:
-            return []
-        pattern = re.compile(re.escape(query.encode()), re.IGNORECASE)
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = (bisect_right(self._starts, match.start()) - 1 for match in pattern.finditer(content))
-            return sorted({number for number in found if number >= 0})
+        """The lines that contain the text; letters of ASCII in any case. OSError."""
+        wanted, found = query.encode(), set[int]()
+        pattern = re.compile(re.escape(wanted), re.IGNORECASE)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            position = holes.data_after(descriptor, 0)
+            while position < self._read and (data := os.pread(descriptor, _SEARCH_BYTES, position)):
+                found |= {bisect_right(self._starts, position + match.start()) - 1 for match in pattern.finditer(data)}
+                # A match may begin in one part and end in the next.
+                step = len(data) if len(data) < _SEARCH_BYTES else len(data) - len(wanted) + 1
+                position = holes.data_after(descriptor, position + step)
+        finally:
+            os.close(descriptor)
+        return sorted(number for number in found if 0 <= number < len(self._starts))
 
     def _end(self, number: int) -> int:
         return self._starts[number + 1] if number + 1 < len(self._starts) else self._read
@@ -132,7 +147,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         super().__init__(id="whole-log")
         self.logs: list[AttemptLog] = []
         self.query_text = ""
-        self._firsts: list[int] = []
+        self.firsts: list[int] = []
         """The row of each attempt's heading."""
         self._rows = 0
 
@@ -140,7 +155,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         """Lay out the rows after logs have grown."""
         at_end = self.scroll_offset.y >= self.max_scroll_y
         sizes = [len(log) + 1 + (log.attempt.ended is not None) for log in self.logs]
-        self._firsts = [0, *accumulate(sizes)][: len(sizes)]
+        self.firsts = [0, *accumulate(sizes)][: len(sizes)]
         self._rows = sum(sizes)
         self.virtual_size = Size(self.size.width, self._rows)
         if at_end:
@@ -148,11 +163,8 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         self.refresh()
 
     def row(self, number: int) -> Row:
-        place = bisect_right(self._firsts, number) - 1
-        return Row(self.logs[place], number - self._firsts[place] - 1)
-
-    def row_of(self, log: AttemptLog, number: int) -> int:
-        return self._firsts[self.logs.index(log)] + 1 + number
+        place = bisect_right(self.firsts, number) - 1
+        return Row(self.logs[place], number - self.firsts[place] - 1)
 
     def to_row(self, number: int) -> None:
         self.scroll_to(y=max(0, number), animate=False, immediate=True, force=True)
@@ -160,7 +172,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
     def to_attempt(self, direction: int) -> None:
         """Scroll to the heading of the next attempt (1) or the one before (-1)."""
         top = self.scroll_offset.y
-        beyond = [first for first in self._firsts if (first - top) * direction > 0]
+        beyond = [first for first in self.firsts if (first - top) * direction > 0]
         if beyond:
             self.to_row(beyond[0] if direction > 0 else beyond[-1])
 
@@ -171,7 +183,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         """Scroll; a page leaves one line of the page before."""
         self.to_row(self.scroll_offset.y + lines + pages * self.scrollable_content_region.height)
 
-    def text_of(self, number: int) -> Line:
+    def text_of(self, number: int, *, with_time: bool = True) -> Line:
         """What a row shows."""
         log, at = self.row(number)
         if at == -1:
@@ -182,9 +194,12 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
             words = log.line(at)
         except OSError as error:
             return line((f"the log cannot be read: {error.strerror}", "bad"))
+        marked = mark_log_line(words, self.query_text)
+        if not with_time:
+            return marked
         moment = log.time_of(at)
         clock = units.UNKNOWN if moment is None else time.strftime("%H:%M:%S", time.localtime(moment))
-        return ((f"{clock:<10}", MUTED), *mark_log_line(words, self.query_text))
+        return ((f"{clock:<10}", MUTED), *marked)
 
     def render_line(self, y: int) -> Strip:
         offset = self.scroll_offset
@@ -214,7 +229,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         """The lines on the screen, without their times."""
         top = self.scroll_offset.y
         rows = range(top, min(self._rows, top + self.scrollable_content_region.height))
-        return "\n".join(plain(self.text_of(number)) for number in rows)
+        return "\n".join(plain(self.text_of(number, with_time=False)) for number in rows)
 
 
 class WholeLogScreen(FullScreen):
@@ -329,9 +344,10 @@ class WholeLogScreen(FullScreen):
             self.say("not found in the log")
 
     def _found(self, query: str) -> Iterator[int]:
-        for log in self.page.logs:
+        # Logs that were found just now have no rows yet.
+        for log, first in list(zip(self.page.logs, self.page.firsts, strict=False)):
             for number in log.find(query):
-                yield self.page.row_of(log, number)
+                yield first + 1 + number
 
     def action_match(self, direction: int) -> None:
         if self._match is not None:

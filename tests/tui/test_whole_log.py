@@ -116,7 +116,7 @@ async def test_lines_are_copied_by_osc_52_without_what_the_program_hid_in_them(
         await press(pilot, "y")
         (sent,) = [text for text in written if "\x1b]52;c;" in text]
         copied = base64.b64decode(sent.split("\x1b]52;c;")[1].split("\a")[0]).decode()
-        assert "second 49" in copied
+        assert "\nsecond 49\n" in copied, "without the time"
         assert "Loss is NaN here" in copied
         assert "\x1b" not in copied
         assert f"copied {copied.count(chr(10)) + 1} lines" in screen_text(app)
@@ -164,6 +164,24 @@ def test_a_long_log_with_a_hole_is_indexed_in_little_memory(tmp_path: Path, fold
     assert log.line(len(log) - 2).endswith("after the hole")
     assert log.line(len(log) - 1) == "end 7"
     assert len(log) < 1100
+    read = Path("/proc/self/io").read_text
+    before = int(read().split()[1])
+    assert log.line(1000) == "", "the line that the hole begins in"
+    assert log.find("HOLE") == [len(log) - 2]
+    assert int(read().split()[1]) - before < 32 << 20, "the hole is not read"
+
+
+def test_a_match_across_two_parts_and_the_end_of_a_long_line_are_found(folder: RunFolder) -> None:
+    path = wrote(folder, 2, b"x\n" * ((1 << 19) - 1) + b"needle\n" + b"bar 1%\r" * 20_000 + b"bar 100%\n")
+    ledger = Ledger(folder.ledger_path)
+    attempt = ledger.attempts()[1]
+    ledger.close()
+    log = AttemptLog(folder, attempt)
+    assert log.path == path
+    while log.extend():
+        pass
+    assert [log.line(number) for number in log.find("NEEDLE")] == ["needle"]
+    assert log.line(len(log) - 1) == "bar 100%"
 
 
 def test_times_survive_a_supervisor_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
