@@ -168,7 +168,7 @@ def revive_queued(runs_dir: Path) -> list[str]:
             if starting.revive(Path(known.folder)):
                 revived.append(known.name)
         except (MemtopError, OSError):
-            # It cannot be started now: its reason says that it has no supervisor, and whoever opens
+            # It cannot be started now: its reason says that it has no supervisor. A user who opens
             # it sees why.
             continue
     return revived

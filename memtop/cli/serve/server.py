@@ -186,13 +186,13 @@ def _errors_of_our_own() -> logging.Logger:
 def _first_words(access: Access, host: str, port: int, *, acts: bool) -> Iterator[str]:
     here = socket.gethostname()
     if not is_loopback(host):
-        yield f"memtop: --serve {host}:{port}: the traffic is not encrypted: whoever reads it on its way can use it, too"
+        yield f"memtop: --serve {host}:{port}: the traffic is not encrypted: anyone who can read it can also use it"
         yield f"memtop: better: memtop watch --serve {port}, and on your computer ssh -L {port}:localhost:{port} {here}"
     yield f"memtop: the dashboard is at {access.url}"
     if is_loopback(host) and "SSH_CONNECTION" in os.environ:
         yield f"memtop: to reach it from your computer, run there: ssh -L {port}:localhost:{port} {here}"
     yield "memtop: this link opens one browser, once; then a new link is shown here"
-    yield "memtop: whoever has it can also act, as you" if acts else "memtop: the dashboard in the browser is read-only"
+    yield "memtop: anyone who has it can also act as you" if acts else "memtop: the dashboard in the browser is read-only"
     yield "memtop: Ctrl+C ends it"
 
 
