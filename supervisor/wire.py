@@ -17,6 +17,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
+from memtop.supervisor.killed import state_word
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Program
@@ -232,6 +233,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     exit_status: int | None = None
     """The training program's exit status, negative for the signal that ended it. None if unknown or
     still running."""
+    ended_by: int | None = None
+    """The signal that ended the program, or the first of its ranks that died. None if there was
+    none, if it is not known, or if memtop sent it."""
     log_path: str | None = None
     warnings: tuple[str, ...] = ()
     """Oldest first. The warning about a failed save is the last one."""
@@ -247,6 +251,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     advice: Advice | None = None
     trial: Trial | None = None
     """The newest trial."""
+
+    @property
+    def word(self) -> str:
+        """The state as people read it: `killed`, or the name of the state."""
+        return state_word(self.state.value, self.ended_by)
 
     @property
     def saves_when_stopped(self) -> bool:

@@ -83,11 +83,11 @@ NOT_SHOWN_BY = {"execute", "executemany", "executescript", "compile", "sub", "se
 """Functions whose texts are SQL or patterns."""
 NOT_TEXT = re.compile(
     r"\s*(?:SELECT|INSERT|UPDATE [a-z]+|DELETE|CREATE|PRAGMA|BEGIN|CASE|LEFT JOIN|metrics AS m|json_extract|\(last IS)\b"
-    r"|\(\{0\} AND NOT"
+    r"|\(\{0\} AND NOT|(?:#compdef |function )?%\((?:complete_func|prog_name)\)s"
     r"|.*(?:\(\?[:!]|\\[ds.]|\| None$|<[/a-z])|\n(?:import|:root)|import |dict\[|<|new MutationObserver|default-src",
     re.DOTALL,
 )
-"""SQL, HTML, CSS, patterns, types, Python."""
+"""SQL, scripts of shells, HTML, CSS, patterns, types, Python."""
 TYPED = re.compile(r"(?:memtop|pip|vllm|export|set|du|chmod) [\w-]+|(?:set|export) \{0\}|--set (?:lora|python)")
 """Commands."""
 EXAMPLES = {
@@ -214,7 +214,7 @@ def test_the_sentences_are_found() -> None:
     """The collector itself: it sees f-strings, parts of conditions, help and advice."""
     found = {text for _, text in sentences()}
     assert len(found) > 2000
-    assert "killed by signal {0} ({1})" in found
+    assert "ended by signal {0} ({1})" in found
     assert " at update {0}" in found
     assert "The exit status is 1 if something that memtop needs is missing." in found
     assert "more memory for the Slurm job" in found
@@ -228,7 +228,7 @@ COMPOSED = {
     "the same samples are done again in smaller pieces": (
         "内存耗尽（rank 0，前向传播时，批 8 x 2）：CUDA out of memory. Tried to allocate 2 GiB；同样的样本分成更小的块重做"
     ),
-    "run f: failed (killed by signal 9 (SIGKILL)); memtop show f": "运行 f：已失败 (被信号 9 终止（SIGKILL）)；memtop show f",
+    "run f: killed (ended by signal 9 (SIGKILL)); memtop show f": "运行 f：被终止 (被信号 9 结束（SIGKILL）)；memtop show f",
     "failed: exit status 1: KeyError: 'labels'": "已失败：退出状态 1：KeyError: 'labels'",
     "The program raised an exception: ValueError: bad row.": "程序抛出了异常：ValueError: bad row。",
     "GPU 0 ran out of memory in the loss: it requested 1.23 GiB, 1.06 GiB was free of 8.00 GiB; the process held 6.50 GiB "

@@ -282,7 +282,7 @@ def obstacle(action: Action, store: Store) -> str | None:
         under_way = run.state is Phase.STOPPING or (run.state is Phase.RESTARTING and store.proposal is None)
         return "a restart is already in progress" if under_way else None
     if run.state.final:
-        return f"the run is {run.state.value}"
+        return f"the run is {run.word}"
     if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
         return f"the run is not training yet; its state is {run.state.value}"
     return None

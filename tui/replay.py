@@ -247,6 +247,7 @@ class FolderRecording:
             split=wire.StepSplit(**{name: getattr(step, name) for name in wire.StepSplit.__struct_fields__}),
             eta_seconds=left / rates[0] if alive and rates[0] and left is not None else None,
             exit_status=None if alive else attempt.exit_status,
+            ended_by=None if alive else attempt.ended_by,
             proposal=None if alive else _death(attempt),
         )
 

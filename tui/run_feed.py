@@ -232,7 +232,7 @@ def _unsupervised(run: wire.RunState) -> Disconnected:
     if run.alive:
         return Disconnected("supervisor is gone, training continues - reconnecting")
     again = "resumes it" if run.resumes else "starts it again"
-    return Disconnected(f"the run is over ({run.state.value}); r or memtop restart {run.name} {again}", ended=True)
+    return Disconnected(f"the run is over ({run.word}); r or memtop restart {run.name} {again}", ended=True)
 
 
 async def resume(run_folder: Path, request: wire.Restart) -> AsyncIterator[wire.Answer]:

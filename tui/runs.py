@@ -311,7 +311,7 @@ class RunsScreen(FullScreen):
             return
         waits = row.run.state is Phase.QUEUED
         if row.run.alive or not (row.run.state.final or waits):
-            self.say(f"{row.name} is {row.run.state.value}: there is nothing to resume", "bad")
+            self.say(f"{row.name} is {row.run.word}: there is nothing to resume", "bad")
             return
         saved = row.run.checkpoint if row.run.resumes else None
         where = "from the beginning" if saved is None else f"from update {units.count(saved.updates)}"
@@ -421,7 +421,7 @@ def _changes(row: RunRow | None) -> bool:
 
 
 def _searchable(row: RunRow) -> str:
-    state = "unreadable" if row.run is None else row.run.state.value
+    state = "unreadable" if row.run is None else row.run.word
     return f"{row.name} {state} {tr(state)} {row.program or ''}".casefold()
 
 

@@ -99,7 +99,7 @@ class SpeedScreen(FullScreen):
         elif (problem := no_changes(store)) is not None:
             self.say(problem, "bad")
         elif store.run.state is not Phase.TRAINING:
-            self.say(f"a trial measures a run that trains: this one is {store.run.state.value}", "bad")
+            self.say(f"a trial measures a run that trains: this one is {store.run.word}", "bad")
         elif not is_applicable(remedy):
             self.say(f"memtop does not do this itself; type: {remedy.command}" if remedy.command else "only you can do this")
         else:

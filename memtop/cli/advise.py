@@ -45,7 +45,7 @@ def advise(run_name: str, as_json: bool, try_it: bool, runs_dir: Path | None) ->
 def _print_advice(folder: RunFolder, *, as_json: bool) -> int:
     state = read_state(folder)
     if not state.alive:
-        raise NotRunningError(f"run {folder.name!r} is not running: it is {state.state.value}; advice needs a run in progress")
+        raise NotRunningError(f"run {folder.name!r} is not running: it is {state.word}; advice needs a run in progress")
     if as_json:
         print_json(_document(state))
     else:

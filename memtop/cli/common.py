@@ -104,7 +104,7 @@ def run_line(state: RunState | Unreadable) -> str:
     loss = "" if state.loss is None else f"  loss {state.loss:.4f}"
     where = "no updates yet" if state.updates is None else f"update {state.updates}{total}{loss}"
     adopted = [("(adopted)", 0)] if state.adopted else []
-    cells = [(Verbatim(state.name), 20), (state.state.value, 10), (f"attempt {state.attempt} ", 0), (f"{where} ", 0), *adopted]
+    cells = [(Verbatim(state.name), 20), (state.word, 10), (f"attempt {state.attempt} ", 0), (f"{where} ", 0), *adopted]
     return row(*cells)
 
 

@@ -16,6 +16,7 @@ from memtop.cli.options import RUN_HELP, json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines, row
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.killed import state_word
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
@@ -34,6 +35,8 @@ class ComparedRun(msgspec.Struct, kw_only=True):
 
     name: str
     state: str
+    ended_by: int | None
+    """See `RunState`."""
     attempts: int
     updates: int | None
     samples_seen: int | None
@@ -104,6 +107,7 @@ def _read(folder: RunFolder) -> ComparedRun:
     return ComparedRun(
         name=document["name"],
         state=document["state"],
+        ended_by=document["ended_by"],
         attempts=len(attempts),
         updates=document["updates"],
         samples_seen=document["samples_seen"],
@@ -145,7 +149,7 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
 def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
     rows: list[tuple[str, Sequence[str]]] = [
         ("", [Verbatim(run.name) for run in runs]),
-        ("state", [run.state for run in runs]),
+        ("state", [state_word(run.state, run.ended_by) for run in runs]),
         ("attempts", [str(run.attempts) for run in runs]),
         ("updates", [units.count(run.updates) for run in runs]),
         ("samples", [units.count(run.samples_seen) for run in runs]),

@@ -234,16 +234,14 @@ class _Follower:
     def _exit_status(self) -> int:
         state = self._state
         if self._interrupts and (state is None or state.state is not Phase.FINISHED):
-            self._print(
-                "interrupted" if state is None or not state.state.final else f"interrupted: the run is {state.state.value}"
-            )
+            self._print("interrupted" if state is None or not state.state.final else f"interrupted: the run is {state.word}")
             return 130
         assert state is not None
         if state.state is Phase.FAILED and state.proposal is not None:
             for line in proposal_lines(state.proposal, resumes=state.resumes):
                 self._print(line)
         where = f"; memtop show {state.name}"
-        self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
+        self._print(f"run {state.name}: {state.word}{f' ({state.reason})' if state.reason else ''}{where}")
         if state.state in (Phase.FINISHED, Phase.STOPPED):
             return 0
         # The built-in trainer refused the input of a new run, which only its libraries can check.

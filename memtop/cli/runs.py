@@ -19,6 +19,7 @@ from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.killed import recorded_signal, state_word
 from memtop.supervisor.program import known
 from memtop.supervisor.run import view
 from memtop.supervisor.run.queue import revive_queued
@@ -166,7 +167,8 @@ def _checkpoint(state: RunState) -> str:
 
 
 def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
-    outcome = attempt["outcome"] or _without_end(attempt["number"], state)
+    known = attempt["outcome"] and state_word(attempt["outcome"], recorded_signal(attempt["diagnosis"]))
+    outcome = known or _without_end(attempt["number"], state)
     status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
     energy = "" if attempt["energy_joules"] is None else f", {units.energy(attempt['energy_joules'])}"

@@ -24,6 +24,7 @@ from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
 from memtop.supervisor.holes import without_holes
+from memtop.supervisor.killed import signal_status
 
 _MOST_LINES, _LONGEST = 8, 600
 _FAR, _NEAR = 0.85, 0.95
@@ -41,16 +42,6 @@ _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
 _CLEAR = 0.8
 _MOST_OF_WORDS = 0.94
 """The most that the words of a log give: they can be quoted, or be about another program."""
-# Status codes of Windows (NTSTATUS) that are like a signal: access violation, stack overflow, page
-# error, heap corruption, buffer overrun, Ctrl-C.
-_OF_WINDOWS = {
-    0xC0000005: -11,
-    0xC00000FD: -11,
-    0xC0000006: -7,
-    0xC0000374: -6,
-    0xC0000409: -6,
-    0xC000013A: -2,
-}
 _WITHOUT_MEMORY = frozenset({0xC0000017, 0xC000012D})
 """Status codes of Windows: no memory, and no memory that can be promised (commit limit)."""
 _BY_SIGNAL = {2: "keyboard_interrupt", 15: "sigterm", 11: "segfault", 6: "aborted", 7: "bus_error"}
@@ -81,7 +72,7 @@ def chunks_of(file: BinaryIO) -> Iterator[bytes]:
 
 def _judged(reading: Reading, evidence: Evidence) -> Finding:
     """The finding of the strongest evidence."""
-    status = _signal_status(evidence.exit_status)
+    status = signal_status(evidence.exit_status)
     if evidence.asked_to_stop:
         return Finding(Kind.NOT_MEMORY, "asked_to_stop", 0.99, source="record")
     if status == 0:
@@ -356,17 +347,6 @@ def _signal_explains_more(status: int | None, cause: Finding) -> bool:
     if status not in (-9, -15, -2, -11, -7) or cause.reason in _FROM_OUTSIDE:
         return False
     return cause.weight in (Weight.LIKELY, Weight.ERROR, Weight.HINT)
-
-
-def _signal_status(status: int | None) -> int | None:
-    """Negative for a signal: a shell reports signal N as 128 + N, a batch system as 256 + N,
-    Windows a status code of its own."""
-    if status is not None and abs(status) >= 1 << 16:
-        return _OF_WINDOWS.get(status & 0xFFFFFFFF, status)
-    for base in (128, 256):
-        if status is not None and base < status < base + 65:
-            return base - status
-    return status
 
 
 def _lines(reading: Reading, finding: Finding) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ import msgspec
 from memtop.presets.comparison import describe_split, edits_text, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import PHASES, Diagnosis
+from memtop.supervisor.diagnosis.values import PHASES, Diagnosis, Kind
+from memtop.supervisor.killed import signal_status
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
@@ -57,6 +58,17 @@ def outcome(
         message = lines[-1]
     summary = f"{summary}: {message}" if message else summary
     return Phase.FAILED, summary, {"summary": summary, "evidence": list(lines)}
+
+
+def fatal_signal(log: LogEnd, status: int | None) -> int | None:
+    """The signal that ended the program, or the first of its ranks that died; None without one."""
+    ended = signal_status(log.first_dead_rank[1] if log.first_dead_rank is not None else status)
+    return -ended if ended is not None and ended < 0 else None
+
+
+def killed_for_memory(found: Diagnosis) -> bool:
+    """Whether the kernel has certainly killed the program itself for lack of memory."""
+    return found.kind is Kind.HOST_OOM_KILLED and found.confidence >= SURE and found.phase != "data"
 
 
 def with_cause(examined: Diagnosis, ending: dict[str, Any] | None, reason: str | None) -> tuple[dict[str, Any], str | None]:
@@ -140,7 +152,7 @@ def describe_status(status: int | None) -> str:
             name = signal.Signals(-status).name
         except ValueError:
             name = "?"
-        return f"killed by signal {-status} ({name})"
+        return f"ended by signal {-status} ({name})"
     if status == 0:
         return "exit status 0 without having finished"
     return f"exit status {status}"

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.killed import state_word
 from memtop.supervisor.recovery.values import Advice, Trend
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
 from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
@@ -83,6 +84,8 @@ class CurrentAttempt(msgspec.Struct, frozen=True, kw_only=True):
     stage: AttemptStage = AttemptStage.RUNNING
     ended: float | None = None
     exit_status: int | None = None
+    ended_by: int | None = None
+    """See `RunState`."""
 
 
 class Purpose(str, Enum):
@@ -166,6 +169,8 @@ class AttemptVerdict(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     reason: str | None = None
     diagnosis: dict[str, Any] | None = None
+    ended_by: int | None = None
+    """See `RunState`."""
 
 
 class Waiter(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,6 +309,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     def number(self) -> int:
         """Of the newest attempt whose program was started; 0 before the first."""
         return self.attempt.number if self.attempt is not None else 0
+
+    @property
+    def word(self) -> str:
+        """The phase as people read it."""
+        return state_word(self.phase.value, self.attempt.ended_by if self.attempt is not None else None)
 
     @property
     def on_gpu(self) -> bool:

@@ -99,7 +99,7 @@ def begin_next(folder: RunFolder) -> str:
     require_own(folder.path)
     state, spec = view.read_state(folder), folder.spec()
     if state.state is not Phase.QUEUED:
-        raise RefusedError(f"run {folder.name!r} does not wait: it is {state.state.value}")
+        raise RefusedError(f"run {folder.name!r} does not wait: it is {state.word}")
     if not spec.queue:
         raise RefusedError(
             f"run {folder.name!r} waits for one run, not for its turn: memtop restart {folder.name} begins it at once"

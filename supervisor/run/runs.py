@@ -155,7 +155,7 @@ def _of_run(name: str) -> Callable[[RunRow], Any]:
 
 
 def _state(row: RunRow) -> str:
-    return "unreadable" if row.run is None else row.run.state.value
+    return "unreadable" if row.run is None else row.run.word
 
 
 def _age(row: RunRow, now: float) -> str:

@@ -17,7 +17,7 @@ from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.rules import spikes
 from memtop.supervisor.wire import Checkpoint, Phase, Proposal, RunState, Stage
 
-_OF_ATTEMPT = ("started", "ended", "exit_status")
+_OF_ATTEMPT = ("started", "ended", "exit_status", "ended_by")
 _OF_STEP = ("epoch", "learning_rate", "padding_fraction")
 _OF_SAMPLE = ("run_rss_bytes", "run_memory", "gpu_base_bytes")
 

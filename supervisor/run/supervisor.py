@@ -413,7 +413,7 @@ class Supervisor:
             case Leave():
                 self._leaving = self.model.phase.final and self.model.launching is None
                 word = Outcome.DONE if self._leaving else Outcome.REFUSED
-                peer.send(Answer(id=request.id, outcome=word, message=f"the run is {self.model.phase.value}"))
+                peer.send(Answer(id=request.id, outcome=word, message=f"the run is {self.model.word}"))
             case _ if self._lock.is_displaced():
                 peer.refuse(request.id, self._displaced())
             case _:

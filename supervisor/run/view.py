@@ -16,8 +16,9 @@ from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.program import known
-from memtop.supervisor.run.explain import describe_status
+from memtop.supervisor.run.explain import describe_status, fatal_signal
 from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
@@ -87,12 +88,15 @@ def _unrecorded_end(folder: RunFolder, state: RunState) -> dict[str, Any]:
     status = None if ended.status == UNKNOWN_STATUS else ended.status
     words = "exit status 0" if status == 0 else describe_status(status)
     reason = f"the program ended while no supervisor ran ({words}): {again} goes on"
-    values = {"reason": reason, "ended": ended.ended}
+    values = {"reason": reason, "ended": ended.ended, "exit_status": status}
     if ended.status != 0:
-        return {"state": Phase.FAILED, **values}
+        # A program that was being stopped may have got its signal from memtop.
+        asked = state.state in (Phase.STOPPING, Phase.RESTARTING)
+        log = folder.attempt(state.attempt) / "output.log"
+        return {"state": Phase.FAILED, "ended_by": None if asked else fatal_signal(read_log_end(log), status), **values}
     # The built-in trainer also ends like this when it is stopped.
     is_whole = state.settings is None or (state.updates is not None and state.updates == state.total_updates)
-    return {"state": Phase.FINISHED if is_whole else Phase.STOPPED, "exit_status": 0, **values}
+    return {"state": Phase.FINISHED if is_whole else Phase.STOPPED, **values}
 
 
 def _saved(folder: RunFolder, state: RunState, grip: Grip | None) -> dict[str, Any]:
@@ -146,6 +150,7 @@ def _without_state_file(folder: RunFolder) -> RunState:
         started=row.started,
         ended=row.ended,
         exit_status=row.exit_status,
+        ended_by=row.ended_by,
         updates=values.pop("update", row.updates),
         log_path=str(folder.attempt(row.number) / "output.log"),
         effective_batch=row.settings.effective_batch if row.settings is not None else None,
@@ -166,6 +171,7 @@ def _just_begun(folder: RunFolder, state: RunState, attempt: int) -> RunState:
         started=None,
         ended=None,
         exit_status=None,
+        ended_by=None,
         ranks=(),
         proposal=None,
         **_nothing_unsaved(state),
@@ -239,6 +245,7 @@ def show(folder: RunFolder) -> dict[str, Any]:
         "proposal": msgspec.to_builtins(state.proposal),
         "configurations": msgspec.to_builtins(configurations),
         "exit_status": state.exit_status,
+        "ended_by": state.ended_by,
     }
 
 
@@ -247,6 +254,7 @@ def summary(state: RunState) -> dict[str, Any]:
     names = (
         *("name", "folder", "alive", "adopted", "reason", "supervisor_pid", "trainer_pid", "attempt", "updates"),
         *("total_updates", "samples_seen", "loss", "effective_batch", "samples_per_second", "eta_seconds", "exit_status"),
+        "ended_by",
     )
     return {"state": state.state.value, **{name: getattr(state, name) for name in names}}
 

@@ -74,6 +74,7 @@ def test_a_kernel_kill_in_a_group_of_the_programs_own_is_proven(runs: Runs, grou
     assert len(document["attempts"]) == 1
     assert "memtop does nothing yet" in done.stderr
     assert document["configurations"][0]["outcome"] == "host_oom_killed"
+    assert "memtop: run a: killed (" in done.stderr
 
 
 def test_a_kill_by_hand_is_no_reason_to_change_anything(runs: Runs, group: MemoryGroup) -> None:
@@ -85,7 +86,8 @@ def test_a_kill_by_hand_is_no_reason_to_change_anything(runs: Runs, group: Memor
     diagnosis = document["attempts"][0]["diagnosis"]
     assert (diagnosis["kind"], diagnosis["reason"]) == ("not_memory", "killed_by_something")
     assert document["proposal"] is None
-    assert document["reason"] == "killed by signal 9 (SIGKILL)"
+    assert document["reason"] == "ended by signal 9 (SIGKILL)"
+    assert runs.memtop("show", "a").stdout.split()[:2] == ["a", "killed"]
 
 
 def test_a_kill_without_a_supervisor_is_proven_by_the_next_one(runs: Runs, group: MemoryGroup) -> None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memtop.cli import run
+from memtop.supervisor.killed import state_word
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
+from memtop.supervisor.run.processes.attempt import ExitFile
 from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.record.folder import RunFolder, write_json
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.report.facts import read_facts
+from memtop.supervisor.run.report.page import html
 from memtop.supervisor.run.reports import End
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Checkpoint, Phase
 from tests.run.reported import heard, reported
+from tests.tui.test_runs import stored
 
 
 def step(update: int, loss: float = 1.0) -> dict[str, Any]:
@@ -128,8 +139,88 @@ def test_a_restart_says_what_it_changes() -> None:
 
 
 def test_signals_have_names() -> None:
-    assert explain.describe_status(-signal.SIGSEGV) == "killed by signal 11 (SIGSEGV)"
+    assert explain.describe_status(-signal.SIGSEGV) == "ended by signal 11 (SIGSEGV)"
     assert explain.describe_status(None).startswith("exit status unknown")
+
+
+@pytest.mark.parametrize(
+    ("state", "ended_by", "word"),
+    [
+        ("failed", signal.SIGKILL, "killed"),
+        ("failed", signal.SIGTERM, "killed"),
+        ("failed", signal.SIGXCPU, "killed"),
+        ("failed", signal.SIGSEGV, "failed"),
+        ("failed", signal.SIGABRT, "failed"),
+        ("failed", None, "failed"),
+        ("stopped", signal.SIGINT, "stopped"),
+        ("restarting", signal.SIGKILL, "restarting"),
+    ],
+)
+def test_only_a_failure_by_a_signal_from_outside_is_a_kill(state: str, ended_by: int | None, word: str) -> None:
+    assert state_word(state, ended_by) == word
+
+
+@pytest.mark.parametrize(
+    ("first_dead", "status", "number"),
+    [
+        (None, -9, 9),
+        (None, 137, 9),  # what a shell makes of it
+        (None, 1, None),
+        (None, None, None),
+        ((1, -9), 1, 9),
+        ((1, 1), -15, None),  # torchrun was ended after its rank had failed by itself
+    ],
+)
+def test_the_signal_of_the_end_is_that_of_the_rank_that_died_first(
+    first_dead: tuple[int, int] | None, status: int | None, number: int | None
+) -> None:
+    assert explain.fatal_signal(LogEnd(first_dead_rank=first_dead), status) == number
+
+
+def test_a_killed_run_says_so_to_people_and_keeps_its_state_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("a", signal.SIGKILL), ("b", signal.SIGSEGV)):
+        folder = stored(tmp_path, name, 1.0, Phase.FAILED, reason=explain.describe_status(-number), ended_by=int(number))
+        with closing(Ledger(folder.ledger_path)) as ledger:
+            values = {"outcome": "failed", "exit_status": -number, "diagnosis": {"summary": "s", "ended_by": int(number)}}
+            ledger.update_attempt(1, **values)
+    read = {
+        "runs": ["runs"],
+        "show": ["show", "a"],
+        "compare": ["compare", "a", "b"],
+        "markdown": ["report", "a", "--markdown"],
+    }
+    shown = {}
+    for place, arguments in read.items():
+        assert run([*arguments, "--runs-dir", str(tmp_path)]) == 0
+        shown[place] = capsys.readouterr().out
+    shown["html"] = html(read_facts(RunFolder(tmp_path / "a")))
+    assert [line.split()[:2] for line in shown["runs"].splitlines()[1:]] == [["a", "killed"], ["b", "failed"]]
+    assert shown["show"].split()[:2] == ["a", "killed"]
+    assert "start: killed, exit status -9" in shown["show"]
+    assert ["state", "killed", "failed"] in [line.split() for line in shown["compare"].splitlines()]
+    for place in ("markdown", "html"):
+        assert "killed: ended by signal 9 (SIGKILL)" in shown[place]
+        assert "killed, exit status -9" in shown[place]
+        assert "failed" not in shown[place].replace("Why it failed", "")
+    for arguments in (["runs"], ["show", "a"], ["compare", "a", "b"]):
+        assert run([*arguments, "--json", "--runs-dir", str(tmp_path)]) == 0
+        document = json.loads(capsys.readouterr().out)
+        one = document if arguments[0] == "show" else (document if arguments[0] == "runs" else document["runs"])[0]
+        assert (one["state"], one["ended_by"]) == ("failed", 9)
+
+
+def test_a_kill_that_no_supervisor_saw_is_a_kill(tmp_path: Path) -> None:
+    folder = stored(tmp_path, "a", 1.0, Phase.TRAINING)
+    folder.attempt(1).mkdir(parents=True)
+    write_json(folder.attempt(1) / "exit.json", ExitFile(status=-9, ended=2.0))
+    found = read_state(folder)
+    assert (found.state, found.word, found.exit_status) == (Phase.FAILED, "killed", -9)
+    folder = stored(tmp_path, "b", 1.0, Phase.STOPPING)
+    folder.attempt(1).mkdir(parents=True)
+    write_json(folder.attempt(1) / "exit.json", ExitFile(status=-9, ended=2.0))
+    assert read_state(folder).word == "failed", "memtop may have sent it"
 
 
 def test_a_killed_rank_is_named_although_torchrun_names_the_one_that_lost_it(tmp_path: Path) -> None:

@@ -18,11 +18,29 @@ from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Examine, Launch, SaveState, UpdateAttempt
 from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed
 from memtop.supervisor.run.model import CurrentAttempt, Model, move
+from memtop.supervisor.run.notices import TOPICS, notices
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Outcome, Phase, Stage
-from tests.run.brain import GIB, HALF, HELLO, MIB, RUN, SETTINGS, STEP, Brain, die, end, proposal, states, stop, training
+from tests.run.brain import (
+    GIB,
+    HALF,
+    HELLO,
+    MIB,
+    RUN,
+    SETTINGS,
+    STEP,
+    Brain,
+    die,
+    end,
+    proposal,
+    row,
+    states,
+    stop,
+    taken_over,
+    training,
+)
 
 OOM = {
     "type": "oom",
@@ -92,9 +110,56 @@ def test_a_post_mortem_that_fails_does_not_keep_the_end_from_being_recorded() ->
     assert (values["outcome"], values["exit_status"], values["diagnosis"]["reason"]) == ("failed", -9, "no_evidence")
     assert (brain.model.phase, brain.model.reason) == (
         Phase.FAILED,
-        "killed by signal 9 (SIGKILL)",
+        "ended by signal 9 (SIGKILL)",
     )
     assert brain.messages("warning") == ["why is not known"]
+
+
+NOTHING = Diagnosis(kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6, summary="it was killed")
+BY_THE_KERNEL = Diagnosis(kind=Kind.HOST_OOM_KILLED, confidence=0.97, summary="killed for lack of memory")
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "word", "ended_by"),
+    [
+        (-9, NOTHING, "killed", 9),
+        (-9, BY_THE_KERNEL, "killed", 9),
+        # The kernel has also killed what writes the exit status.
+        (None, BY_THE_KERNEL, "killed", 9),
+        (None, replace(BY_THE_KERNEL, confidence=0.4), "failed", None),
+        # It has killed a data-loader worker, and the program has ended itself then.
+        (1, replace(BY_THE_KERNEL, phase="data"), "failed", None),
+        (-11, NOTHING, "failed", 11),
+    ],
+)
+def test_a_kill_is_recorded_with_its_signal(status: int | None, found: Diagnosis, word: str, ended_by: int | None) -> None:
+    brain = training(settings=None)
+    end(brain, status)
+    brain.tell(Examined(diagnosis=found, facts=RemedyFacts()))
+    shown = run_state(brain.model)
+    assert (shown.state, shown.word, shown.ended_by) == (Phase.FAILED, word, ended_by)
+    values = brain.asked(UpdateAttempt)[-1].values
+    assert (values["outcome"], values["diagnosis"].get("ended_by")) == ("failed", ended_by)
+    (told,) = [one.event for one in brain.asked(AddEvent) if one.event.kind == "failed"]
+    (notice,) = notices("a", [told], TOPICS, told.time)
+    assert notice.title == ("a was killed" if word == "killed" else "a has failed")
+    stop(brain)
+    assert brain.answers()[-1].message == f"run 'a' is not running: it is {word}"
+    # The next supervisor reads it from the ledger.
+    again = taken_over(row(outcome="failed", ended=10.0, exit_status=status, diagnosis=values["diagnosis"]))
+    assert run_state(again.model).word == word
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_a_program_that_memtop_ends_is_not_killed(stalled: bool) -> None:
+    brain = training(settings=None, stalled="Bus error" if stalled else None)
+    if not stalled:
+        stop(brain)
+        brain.report({"type": "end", "outcome": "stopped", "saved": False, "message": "not saved: no room"})
+    end(brain, -9)
+    brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
+    shown = run_state(brain.model)
+    assert (shown.state, shown.word, shown.ended_by) == (Phase.FAILED, "failed", None)
 
 
 @pytest.mark.parametrize("external", [False, True])

@@ -141,7 +141,7 @@ def test_a_killed_program_fails_the_run_and_can_be_restarted(runs: Runs) -> None
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
     runs.kill(before["trainer_pid"])
     after = runs.wait("a", lambda d: d["state"] == "failed")
-    assert after["reason"] == "killed by signal 9 (SIGKILL)"
+    assert after["reason"] == "ended by signal 9 (SIGKILL)"
     assert after["attempts"][0]["exit_status"] == -9
     runs.memtop("restart", "a", "--detach")
     runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)
@@ -160,7 +160,7 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
     start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     done = runs.memtop("stop", "a")
-    assert done.stdout.startswith("stopped: killed by signal 2 (SIGINT); SIGINT sent to pid ")
+    assert done.stdout.startswith("stopped: ended by signal 2 (SIGINT); SIGINT sent to pid ")
     refused = runs.memtop("stop", "a", status=1)
     assert refused.stderr == "memtop: run 'a' is not running: it is stopped\n"
 

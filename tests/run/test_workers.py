@@ -44,7 +44,7 @@ def test_the_event_names_the_rank_that_died_first() -> None:
     brain.tell(WorkersStarted(restarts=1, dead=DEAD))
     assert said(brain) == ["torchrun started the workers again (restart 1 of 3) after rank 1 died: KeyError: 'labels'"]
     brain.tell(WorkersStarted(restarts=2, dead=DeadWorker(pid=99, local_rank=0, exit_status=-9)))
-    assert said(brain)[1].endswith("(restart 2 of 3) after rank 0 died: killed by signal 9 (SIGKILL)")
+    assert said(brain)[1].endswith("(restart 2 of 3) after rank 0 died: ended by signal 9 (SIGKILL)")
     brain.tell(WorkersStarted(restarts=2, dead=DEAD))
     assert len(said(brain)) == 2, "the same restart"
 

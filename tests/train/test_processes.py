@@ -201,7 +201,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
         read_log_end(log), progress.end, 1, Phase.TRAINING, external=False, end_rank=progress.end_rank
     )
     assert phase is Phase.FAILED
-    assert reason == "rank 1 died first, killed by signal 9 (SIGKILL)"
+    assert reason == "rank 1 died first, ended by signal 9 (SIGKILL)"
     assert diagnosis is not None
     assert any("SIGKILL" in line for line in diagnosis["evidence"])
 

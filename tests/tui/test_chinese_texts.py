@@ -72,7 +72,7 @@ FOLDER = Path(memtop.tui.__file__).parent
 # --- the texts in the code ------------------------------------------------------------------------
 
 VARIES = "\0"
-NOT_SHOWN = ("out of memory", "killed by ", "bold underline", "bool | None", f"module {VARIES} has no attribute {VARIES}")
+NOT_SHOWN = ("out of memory", "bold underline", "bool | None", f"module {VARIES} has no attribute {VARIES}")
 NOT_SHOWN += (f"not a feed message: {VARIES}",)
 """What is searched in a log or a reason, styles, types, and errors of memtop's own code."""
 

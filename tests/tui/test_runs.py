@@ -173,6 +173,14 @@ async def test_the_list_is_sorted_and_filtered(three: Path, size: tuple[int, int
         assert app.screen is app.dashboard
 
 
+async def test_a_killed_run_is_listed_and_found_as_killed(three: Path) -> None:
+    stored(three, "gone", NOW + 30, Phase.FAILED, reason="ended by signal 9 (SIGKILL)", ended_by=9)
+    async with listed(three, wanted=4) as (app, pilot, screen):
+        assert "killed" in screen_text(app)
+        await press(pilot, "slash", *"killed")
+        assert names(screen) == ["gone"]
+
+
 async def test_a_run_is_opened_in_place_of_the_dashboard(three: Path) -> None:
     async with listed(three) as (app, pilot, _):
         await press(pilot, "down", "enter")

@@ -247,8 +247,12 @@ OVER: dict[str, object] = {"alive": False, "updates": 24, "created": NOW - 190, 
             "■ stopped at update 24 after 00:03:10; r resumes at update 20; memtop export tiny DIR writes the model",
         ),
         (
-            {"state": wire.Phase.FAILED, "reason": "killed by signal 9 (SIGKILL)", "checkpoint": None},
-            "✗ killed by signal 9 (SIGKILL) at update 24 after 00:03:10; r starts it again from the beginning",
+            {"state": wire.Phase.FAILED, "reason": "ended by signal 9 (SIGKILL)", "ended_by": 9, "checkpoint": None},
+            "✗ killed at update 24 after 00:03:10: ended by signal 9 (SIGKILL); r starts it again from the beginning",
+        ),
+        (
+            {"state": wire.Phase.FAILED, "reason": "ended by signal 11 (SIGSEGV)", "ended_by": 11, "checkpoint": None},
+            "✗ failed at update 24 after 00:03:10: ended by signal 11 (SIGSEGV); r starts it again from the beginning",
         ),
         (
             {"state": wire.Phase.FAILED, "reason": "python_error: no such file"},
@@ -277,11 +281,11 @@ def test_the_key_that_goes_on_is_shown_on_a_narrow_terminal_too() -> None:
     store = store_of(running(gpu(), **{**OVER, "state": wire.Phase.FAILED, "reason": "x" * 200}))
     assert cell_len(notice(store, 79)) <= 79
     assert notice(store, 79).endswith("…; r resumes at update 20")
-    killed = {**OVER, "state": wire.Phase.FAILED, "reason": "killed by signal 9 (SIGKILL)", "checkpoint": None}
-    words = "✗ killed by signal 9 (SIGKILL) at update 24 after 00:03:10; r starts it again"
-    assert notice(store_of(running(gpu(), **killed)), 79) == words
-    assert notice(store_of(running(gpu(), **killed)), 70) == words.replace(" after 00:03:10", "")
-    failed = {**killed, "reason": "exit status 3: boom"}
+    killed = {**OVER, "state": wire.Phase.FAILED, "reason": "ended by signal 9 (SIGKILL)", "ended_by": 9, "checkpoint": None}
+    words = "✗ killed at update 24 after 00:03:10: ended by signal 9 (SIGKILL); r starts it again"
+    assert notice(store_of(running(gpu(), **killed)), 86) == words
+    assert notice(store_of(running(gpu(), **killed)), 79) == words.replace(" after 00:03:10", "")
+    failed = {**killed, "ended_by": None, "reason": "exit status 3: boom"}
     words = "✗ failed at update 24 after 00:03:10: exit status 3: boom; r starts it again"
     assert notice(store_of(running(gpu(), **failed)), 79) == words
 

@@ -56,7 +56,7 @@ def _phase(run: RunState) -> Line:
     sign, role = PHASE_MARKS[run.state]
     if run.observed and run.state is Phase.STARTING:
         return line((f"{sign} progress not known", MUTED))
-    return line((f"{sign} {run.state.value if run.stage is None else run.stage.value}", role))
+    return line((f"{sign} {run.word if run.stage is None else run.stage.value}", role))
 
 
 def _followed(store: Store) -> str:

@@ -64,12 +64,9 @@ def with_key(what: str, key: str, width: int) -> str:
 def _end(run: RunState, width: int) -> str:
     """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
     after 00:03:10; r resumes at update 40`."""
-    state = f"{PHASE_MARKS[run.state][0]} {run.state.value}"
+    state = f"{PHASE_MARKS[run.state][0]} {run.word}"
     lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
-    reason = (run.reason or "") if run.state is Phase.FAILED else ""
-    if killed := reason.startswith("killed by "):
-        state = f"{PHASE_MARKS[run.state][0]} {reason}"
-    why = f": {tr(reason)}" if reason and not killed else ""
+    why = f": {tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
     brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
     step = _next_step(run, run.name)
     steps = [*([f"{step}; {_export(run)}"] if _can_export(run) else []), step, step.replace(tr(_FROM_ZERO), tr(_AGAIN))]

@@ -18,6 +18,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.killed import recorded_signal, state_word
 from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, energy, metrics, tiers
@@ -110,6 +111,16 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     energy_joules: float | None = None
     """What its GPUs have used, by the drivers' counters. None if it used no GPU, or if one has no
     counter."""
+
+    @property
+    def ended_by(self) -> int | None:
+        """See `RunState`."""
+        return recorded_signal(self.diagnosis)
+
+    @property
+    def word(self) -> str | None:
+        """The outcome as people read it: `killed`, or its name. None while it runs."""
+        return None if self.outcome is None else state_word(self.outcome, self.ended_by)
 
 
 class StoredStep(NamedTuple):

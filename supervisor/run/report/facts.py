@@ -98,7 +98,8 @@ def outcome_words(attempt: Attempt) -> str:
     if attempt.outcome is None:
         return "running" if attempt.ended is None else "ended"
     kind = (attempt.diagnosis or {}).get("kind")
-    words = OUTCOMES.get(str(kind), attempt.outcome) if attempt.outcome == "failed" else attempt.outcome
+    words = OUTCOMES.get(str(kind)) if attempt.outcome == "failed" else None
+    words = words or attempt.word or attempt.outcome
     return words if attempt.exit_status is None else f"{words}, exit status {attempt.exit_status}"
 
 
@@ -118,7 +119,7 @@ def configuration_words(rows: Sequence[Configuration]) -> list[tuple[Configurati
 
 def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     state = facts.state
-    yield "state", state.state.value + (f": {state.reason}" if state.reason else "")
+    yield "state", state.word + (f": {state.reason}" if state.reason else "")
     total = "" if state.total_updates is None else f" of {units.count(state.total_updates)}"
     yield "updates", "" if state.updates is None else units.count(state.updates) + total
     yield "samples", "" if state.samples_seen is None else units.count(state.samples_seen)

@@ -119,7 +119,7 @@ def _carry_out(model: Model, event: Requested) -> Model:
 
 def _check_agents(model: Model) -> None:
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
+        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
     if model.stopped:
         raise MemtopError(explain.program_stopped(model.stopped, model.trainer_pid))
     if not model.agents:
@@ -136,7 +136,7 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
     if model.phase.final and model.holding is not None:
         return _call_off(model, client, request)
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
+        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
     if model.phase is Phase.QUEUED:
         return done(queue.leave(model), client, request.id, "stopped before it began")
     if model.phase is not Phase.STOPPING or model.pending is not None:
@@ -156,7 +156,7 @@ def _call_off(model: Model, client: int, request: Stop) -> Model:
     model = replace(model, holding=None)
     if holding.client is not None:
         model = withdraw(model, holding.client, holding.request, "called off by a request to stop")
-    return done(model, client, request.id, f"the restart is called off; the run is {model.phase.value}")
+    return done(model, client, request.id, f"the restart is called off; the run is {model.word}")
 
 
 def _restart(model: Model, client: int, request: Restart) -> Model:
@@ -294,14 +294,14 @@ def answer_waiters(model: Model) -> Model:
             text, data = f"attempt {model.number} started{again}", {"attempt": model.number}
             model = done(model, waiter.client, waiter.request, text, data)
         elif waiter.purpose == "restart":
-            model = fail(model, waiter.client, waiter.request, model.reason or f"the run is {model.phase.value}")
+            model = fail(model, waiter.client, waiter.request, model.reason or f"the run is {model.word}")
         else:
             model = _stopped(model, waiter)
     return replace(model, waiters=tuple(left))
 
 
 def _stopped(model: Model, waiter: Waiter) -> Model:
-    word, reason = model.phase.value, model.reason or ""
+    word, reason = model.word, model.reason or ""
     # "stopped at update 7, ..." names the phase already.
     message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
     message += f"; {model.signalled}" if model.signalled is not None else ""

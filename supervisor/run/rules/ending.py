@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Diagnosis
@@ -62,6 +64,8 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
         return _conclude(replace(model, verdict=verdict), None, None)
     stalled = model.stalled is not None
     stopping = model.phase in (Phase.STOPPING, Phase.RESTARTING)
+    if not (stalled or stopping or model.ladder is not None):
+        verdict = replace(verdict, ended_by=explain.fatal_signal(event.log, status))
     examine = Examine(
         ended=attempt.ended or model.now.time,
         # Two exit statuses would mislead: 0 from a program that failed to save, and the signal with
@@ -94,7 +98,8 @@ def _with_leftovers(model: Model, event: LeftoversCleared) -> AttemptVerdict:
 def examined(model: Model, event: Examined) -> Model:
     """The post-mortem is finished."""
     verdict = model.verdict
-    if model.attempt is None or model.attempt.stage is not AttemptStage.EXAMINING or verdict is None:
+    attempt = model.attempt
+    if attempt is None or attempt.stage is not AttemptStage.EXAMINING or verdict is None:
         return model
     found = event.diagnosis
     if event.problem is not None:
@@ -104,7 +109,9 @@ def examined(model: Model, event: Examined) -> Model:
     reason = explain.not_saved(model.progress.end) or cause
     if (found.reason or "").startswith("not_examined"):
         model = note(model, "warning", found.summary)
-    model = replace(model, verdict=replace(verdict, reason=reason, diagnosis=diagnosis))
+    # Nobody could write the exit status if the kernel has killed all processes of the attempt.
+    ended_by = signal.SIGKILL if attempt.exit_status is None and explain.killed_for_memory(found) else verdict.ended_by
+    model = replace(model, verdict=replace(verdict, reason=reason, diagnosis=diagnosis, ended_by=ended_by))
     return _conclude(model, found, event.facts)
 
 
@@ -122,7 +129,8 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     decision: Decision | None = None
     if found is not None and facts is not None and _died_by_itself(model, verdict):
         model, decision = survival.decide(model, found, facts)
-    model = replace(model, attempt=replace(attempt, stage=AttemptStage.OVER), ladder=None, verdict=None)
+    attempt = replace(attempt, stage=AttemptStage.OVER, ended_by=verdict.ended_by)
+    model = replace(model, attempt=attempt, ladder=None, verdict=None)
     if verdict.phase is Phase.FINISHED:
         # It may have finished without an update: the attempt that failed had saved the last one.
         model = replace(model, proposal=None)
@@ -133,7 +141,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
         "ended": attempt.ended,
         "exit_status": attempt.exit_status,
         "outcome": outcome,
-        "diagnosis": verdict.diagnosis,
+        "diagnosis": {**(verdict.diagnosis or {}), **_signal_of(verdict)} or None,
         "updates": model.update,
         "samples_seen": progress.step.samples_seen if progress.step is not None else None,
         "peak_bytes": progress.peak_bytes,
@@ -156,10 +164,15 @@ def _over(model: Model, verdict: AttemptVerdict, decision: Decision | None) -> M
     attempt = model.attempt
     assert attempt is not None
     reason = verdict.reason
-    model = note(model, verdict.phase.value, reason or verdict.phase.value, {"exit_status": attempt.exit_status})
+    data = {"exit_status": attempt.exit_status, **_signal_of(verdict)}
+    model = note(model, verdict.phase.value, reason or verdict.phase.value, data)
     if decision is not None:
         model = note(model, "remedy", explain.decided(decision))
     return move(model, Phase.RESTARTING if model.restart is not None else verdict.phase, reason)
+
+
+def _signal_of(verdict: AttemptVerdict) -> dict[str, int]:
+    return {} if verdict.ended_by is None else {"ended_by": int(verdict.ended_by)}
 
 
 def _restart(model: Model) -> Model:

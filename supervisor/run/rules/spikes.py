@@ -42,7 +42,7 @@ def accept(model: Model) -> Model:
     if spike is None:
         raise MemtopError(f"the loss of run {model.run.name!r} has had no spike in this attempt")
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
+        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
     text = f"the training goes on after the spike of update {spike.update}; the state before it was deleted"
     return note(emit(_forget(model), DiscardBeforeSpike()), ACCEPTED, text, {"time": spike.time})
 

@@ -73,6 +73,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         stage=AttemptStage.RUNNING if is_open else AttemptStage.OVER,
         ended=row.ended,
         exit_status=row.exit_status,
+        ended_by=row.ended_by,
     )
     model = replace(
         model,

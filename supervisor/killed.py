@@ -1,0 +1,50 @@
+"""Whether something killed a program: from an exit status to the word for a state. Pure."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+_OWN_SIGNALS = frozenset(
+    (
+        *(signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS),
+        *(signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS, signal.SIGPIPE),
+    )
+)
+"""The signals of a crash. All others come from outside: a person, the kernel, a batch system."""
+
+# Status codes of Windows (NTSTATUS) that are like a signal: access violation, stack overflow, page
+# error, heap corruption, buffer overrun, Ctrl-C.
+_OF_WINDOWS = {
+    0xC0000005: -11,
+    0xC00000FD: -11,
+    0xC0000006: -7,
+    0xC0000374: -6,
+    0xC0000409: -6,
+    0xC000013A: -2,
+}
+
+
+def signal_status(status: int | None) -> int | None:
+    """Negative for a signal: a shell reports signal N as 128 + N, a batch system as 256 + N,
+    Windows a status code of its own."""
+    if status is not None and abs(status) >= 1 << 16:
+        return _OF_WINDOWS.get(status & 0xFFFFFFFF, status)
+    for base in (128, 256):
+        if status is not None and base < status < base + 65:
+            return base - status
+    return status
+
+
+def state_word(state: str, ended_by: int | None) -> str:
+    """A state as people read it. What failed because a signal from outside ended it says `killed`;
+    in JSON it is `failed`. `ended_by`: the signal of its end, None if there was none."""
+    killed = state == "failed" and ended_by is not None and ended_by not in _OWN_SIGNALS
+    return "killed" if killed else state
+
+
+def recorded_signal(data: dict[str, Any] | None) -> int | None:
+    """The signal of an attempt's end, from its diagnosis in the ledger or from the event of its
+    end."""
+    number = (data or {}).get("ended_by")
+    return number if isinstance(number, int) else None
