@@ -17,7 +17,7 @@ from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.run.processes.attempt import ExitFile
 from memtop.supervisor.run.record import metrics, tiers
-from memtop.supervisor.run.record.folder import RunFolder, StateFile, read_derived
+from memtop.supervisor.run.record.folder import RunFolder, StateFile, name_aside, read_derived
 from memtop.supervisor.run.record.journal import JournalReader, find_journals
 from memtop.supervisor.run.record.ledger import LARGE_TABLES, Ledger, damage_mark, why_not_written
 from memtop.supervisor.run.reports import End, Plan, Step
@@ -106,7 +106,7 @@ def _checked(db: sqlite3.Connection, *, whole: bool) -> str | None:
 
 def _moved_aside(path: Path) -> str:
     """Rename the ledger and the files next to it. Returns the new name."""
-    aside = f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    aside = name_aside(path).name
     for suffix in ("-wal", "-shm", "-journal", "-damaged", ""):
         with contextlib.suppress(FileNotFoundError):
             path.with_name(path.name + suffix).rename(path.with_name(aside + suffix))

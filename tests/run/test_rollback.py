@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,21 @@ def test_the_newest_state_at_or_before_the_update_becomes_the_newest(latest: Pat
     assert aside is not None
     assert sorted(path.name for path in aside.iterdir()) == ["train_latest_state", "train_latest_state.previous"]
     assert everything(latest.parent) == before
+
+
+def test_rollbacks_within_one_second_have_folders_of_their_own(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *_: "20270102-030405")
+    before = everything(latest.parent)
+    asides = []
+    for _ in range(3):
+        asides.append(go_back(latest, 10))
+        latest.rename(latest.with_name("train_latest_state.1000"))
+        state(latest, 40)
+        before.append("weights after 40")
+    names = [aside.name for aside in asides if aside is not None]
+    assert names == [f"set-aside.20270102-030405{end}" for end in ("", "-2", "-3")]
+    assert sorted([*names, "set-aside.20270102-030406"]) == [*names, "set-aside.20270102-030406"], "in order of time"
+    assert everything(latest.parent) == sorted(before), "nothing is lost or replaced"
 
 
 def test_nothing_moves_where_nothing_came_after(latest: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.run.record.folder import open_to_read
+from memtop.supervisor.run.record.folder import name_aside, open_to_read
 from memtop.supervisor.run.reports import Count, Time, Word
 from memtop.supervisor.wire import Checkpoint
 
@@ -177,7 +177,7 @@ def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
     folder cannot be moved.
     """
     moves: list[tuple[Path, Path]] = []
-    aside = latest.with_name(f"set-aside.{time.strftime('%Y%m%d-%H%M%S')}")
+    aside = name_aside(latest.with_name("set-aside"))
     try:
         if update is not None:
             _move(latest, update, aside, moves)

@@ -223,14 +223,19 @@ def move_aside(folder: RunFolder) -> Path:
     lock = RunLock(folder)
     if not lock.acquire():
         raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
-    stamp = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
-    aside = next(path for name in names if not (path := folder.path.with_name(name)).exists())
+    aside = name_aside(folder.path)
     try:
         folder.path.rename(aside)
     finally:
         lock.release()
     return aside
+
+
+def name_aside(path: Path) -> Path:
+    """A free name for what is moved aside: `<name>.<timestamp>`, then with `-2` and so on."""
+    stamp = f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    return next(other for name in names if not os.path.lexists(other := path.with_name(name)))
 
 
 def list_runs(runs_dir: Path) -> list[RunFolder]:
@@ -434,7 +439,7 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
             if sync:
                 os.fsync(file.fileno())
         if path.is_dir() and not path.is_symlink():
-            path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+            path.rename(name_aside(path))
         new.replace(path)
         if sync:
             sync_folder(path.parent)
