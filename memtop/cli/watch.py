@@ -18,11 +18,11 @@ from memtop.cli.gpus import watched
 from memtop.cli.http_server import is_loopback, parse_address
 from memtop.cli.installing import install_extra
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
-from memtop.cli.output import print_json, print_lines, print_message
+from memtop.cli.output import print_json, print_lines, print_message, row
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.language import current
+from memtop.supervisor.language import Verbatim, current
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
@@ -34,7 +34,7 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.runs import run_folders
 from memtop.supervisor.run.starting import revive
-from memtop.supervisor.wire import RunState
+from memtop.supervisor.wire import Phase, RunState
 
 _CSV_HELP = (
     "CSV, one row per sample and GPU, with the columns of the host (and of the run) repeated; the columns stay the same "
@@ -280,11 +280,18 @@ def print_once(options: Options) -> int:
     for seen in observed:
         lines += [line_of(seen)] if tree is None else lines_of(seen)
     for state in states:
-        if options.run_name or isinstance(state, Unreadable) or state.alive:
+        if isinstance(state, RunState) and state.state is Phase.QUEUED:
+            lines.append(_waiting_line(state))
+        elif options.run_name or isinstance(state, Unreadable) or state.alive:
             lines.append(run_line(state))
             lines += [] if isinstance(state, Unreadable) else [f"  warning: {warning}" for warning in state.warnings]
     print_lines(*lines)
     return 0
+
+
+def _waiting_line(state: RunState) -> str:
+    """A run that waits, and what for: other runs, or who uses its GPUs."""
+    return row((Verbatim(state.name), 20), (state.word, 10), (state.reason or "", 0))
 
 
 def _observed(options: Options, machine: MachineSnapshot) -> list[Observed]:

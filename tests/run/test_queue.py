@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import time
@@ -311,8 +312,21 @@ def test_the_list_of_runs_brings_a_waiting_run_back(runs: Runs) -> None:
 def test_a_waiting_run_is_stopped(runs: Runs) -> None:
     runs.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
     runs.memtop("train", "--name", "second", "--detach", "--queue", "--", "sh", "-c", "echo no > no")
-    runs.wait("second", lambda d: d["state"] == "queued" and "first" in d["reason"])
+    waits = runs.wait("second", lambda d: d["state"] == "queued" and "first" in d["reason"])
     assert "queued" in runs.memtop("runs").stdout
+    runs.wait("first", lambda d: d["alive"])
+    for more in ((), ("second",)):
+        once = runs.memtop("watch", *more, "--once").stdout.splitlines()
+        (line,) = [one for one in once if one.startswith("second ")]
+        assert line.split(maxsplit=2) == ["second", "queued", runs.show("second")["reason"]]
+        assert any(one.startswith("first ") for one in once) is not bool(more)
+    listed = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
+    assert [(one["name"], one["state"]) for one in listed] == [("first", listed[0]["state"]), ("second", "queued")]
+    assert listed[1]["reason"].startswith("waits for first to end")
+    in_chinese = runs.memtop("watch", "--once", "--lang", "zh").stdout
+    assert any(one.split()[:2] == ["second", "排队中"] for one in in_chinese.splitlines())
+    assert "waits" not in in_chinese
+    assert runs.show("second")["supervisor_pid"] == waits["supervisor_pid"], "looking starts nothing"
     assert "stopped before it began" in runs.memtop("stop", "second").stdout
     assert runs.show("second")["state"] == "stopped"
     runs.memtop("stop", "first")
