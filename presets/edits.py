@@ -240,10 +240,10 @@ def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[
 # --- single settings as text ----------------------------------------------------------------------
 
 _Part = Lora | Zero | Sampling
-_PARTS: dict[str, type[_Part]] = {"lora": Lora, "zero": Zero, "sample": Sampling}
-_DATA: dict[str, type] = {"source": str, "max_bytes": int, "train": str, "eval": str, "tokenizer": str, "text": str}
+PARTS: dict[str, type[_Part]] = {"lora": Lora, "zero": Zero, "sample": Sampling}
+DATA: dict[str, type] = {"source": str, "max_bytes": int, "train": str, "eval": str, "tokenizer": str, "text": str}
 _COLUMNS = ("prompt", "response", "text")
-_DOTTED = (*_PARTS, "model", "data")
+DOTTED = (*PARTS, "model", "data")
 
 
 def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
@@ -259,7 +259,7 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     for key, text in assignments.items():
         head, dot, rest = key.partition(".")
         _refuse_unknown(key, head, bool(rest))
-        if head in _PARTS:
+        if head in PARTS:
             parts.setdefault(head, {})[rest] = _part_value(head, rest, text)
         elif head == "model":
             changes["model"] = _model(changes.get("model", settings.model), rest, text)
@@ -364,31 +364,37 @@ def typed(key: str, kind: Any, text: str) -> Any:
         raise SettingsError(key, repr(text), f"{error}{hint}") from None
 
 
+def assignable() -> list[str]:
+    """The settings that `--set` takes, those with parts by their first word."""
+    return [name for name in Settings.__struct_fields__ if name not in FIELDS or FIELDS[name].editable]
+
+
 def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
-    names = [name for name in Settings.__struct_fields__ if name not in FIELDS or FIELDS[name].editable]
+    names = assignable()
     if head not in names:
-        listed = ", ".join(f"{name}.…" if name in _DOTTED else name for name in names)
+        listed = ", ".join(f"{name}.…" if name in DOTTED else name for name in names)
         raise SettingsError("--set", key, f"unknown key; there are {listed}{did_you_mean(head, names)}")
-    if head in _DOTTED and not dotted:
-        raise SettingsError("--set", key, f"has parts; there are {', '.join(_parts_of(head))}")
+    if head in DOTTED and not dotted:
+        raise SettingsError("--set", key, f"has parts; there are {', '.join(parts_of(head))}")
 
 
-def _parts_of(head: str) -> list[str]:
-    if head in _PARTS:
-        return [f"{head}.{name}" for name in _PARTS[head].__struct_fields__]
+def parts_of(head: str) -> list[str]:
+    """The keys of a setting with parts. A word in capitals stands for a name."""
+    if head in PARTS:
+        return [f"{head}.{name}" for name in PARTS[head].__struct_fields__]
     if head == "model":
         return ["model.path", "model.config.KEY"]
-    return [*(f"data.{name}" for name in _DATA), "data.columns.NAME"]
+    return [*(f"data.{name}" for name in DATA), "data.columns.NAME"]
 
 
 def _unknown_part(head: str, rest: str) -> SettingsError:
-    known = _parts_of(head)
+    known = parts_of(head)
     key = f"{head}.{rest}"
     return SettingsError("--set", key, f"unknown key; there are {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def _part_value(head: str, rest: str, text: str) -> Any:
-    hints = get_type_hints(_PARTS[head], include_extras=True)
+    hints = get_type_hints(PARTS[head], include_extras=True)
     if rest not in hints:
         raise _unknown_part(head, rest)
     return typed(f"{head}.{rest}", hints[rest], text)
@@ -396,7 +402,7 @@ def _part_value(head: str, rest: str, text: str) -> Any:
 
 def _part(head: str, present: _Part | None, values: dict[str, Any]) -> _Part:
     try:
-        return msgspec.convert({**({} if present is None else msgspec.to_builtins(present)), **values}, _PARTS[head])
+        return msgspec.convert({**({} if present is None else msgspec.to_builtins(present)), **values}, PARTS[head])
     except msgspec.ValidationError as error:
         given = ", ".join(f"{head}.{name}" for name in values)
         raise SettingsError("--set", given, f"{error}; this run has no {head} values yet, so give the others too") from None
@@ -425,9 +431,9 @@ def _data(data: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
             listed = ", ".join(f"data.columns.{name}" for name in known)
             raise SettingsError("--set", f"data.{rest}", f"unknown key; there are {listed}{did_you_mean(column, known)}")
         return {**data, "columns": {**columns, column: text}}
-    if name not in _DATA or column:
+    if name not in DATA or column:
         raise _unknown_part("data", rest)
-    value = typed(f"data.{name}", _DATA[name], text)
+    value = typed(f"data.{name}", DATA[name], text)
     # Files and a built-in source exclude each other: the one given last wins.
     dropped = {"train": ("source", "max_bytes"), "source": ("train", "eval")}.get(name, ())
     return {**{key: kept for key, kept in data.items() if key not in dropped}, name: value}

@@ -22,8 +22,9 @@ from memtop.presets import (
     resolve,
 )
 from memtop.presets.comparison import changes, describe_split
-from memtop.presets.edits import find_preset
+from memtop.presets.edits import assign, find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
+from memtop.presets.keys import LISTS, choices, keys
 from memtop.presets.schema import Lora, Settings, Zero, exact_splits, nearest_splits, split_below
 
 RECIPE = load_recipes()["first-run"]
@@ -224,6 +225,48 @@ def test_presets_keep_the_share_of_each_process_or_the_effective_batch() -> None
 def test_set_takes_any_other_setting_with_its_type() -> None:
     edited = edit_settings(BASE, assignments={"learning_rate": "1e-4", "workers": "2", "gradient_checkpointing": "true"})
     assert (edited.learning_rate, edited.workers, edited.gradient_checkpointing) == (1e-4, 2, True)
+
+
+@pytest.mark.parametrize("name", ["first-run", "pretrain-t5", "sft-lora", "sft-qlora"])
+def test_every_key_and_value_that_the_shell_offers_is_taken(name: str) -> None:
+    recipe = load_recipes()[name]
+    # Parts of LoRA are only for runs that have one.
+    before = replace(BASE, recipe=name, model=recipe.model, data=recipe.data, lora=recipe.lora or Lora(r=8, alpha=16))
+    found = keys(recipe.model, recipe.data, new_run=True)
+    assert len(found) == len(set(found)) > 50
+    for key in found:
+        for text in (*choices(key), *LISTS.get(key, ())):
+            assign(before, {key: text})
+        if not key.endswith("."):
+            assert "unknown key" not in refusal(before, {key: "no value at all"})
+    assert set(keys({}, {}, new_run=False)) < set(found)
+
+
+def refusal(before: Settings, assignments: dict[str, str]) -> str:
+    """Why they are refused; empty if they are not."""
+    try:
+        assign(before, assignments)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("zero.stage", ["0", "1", "2", "3"]),
+        ("host_level", ["standard", "low", "extreme"]),
+        ("compile", ["true", "false"]),
+        ("pin_memory", ["true", "false", "null"]),
+        ("data.source", ["python-stdlib"]),
+        ("batch", []),
+        ("lora", []),
+        ("lora.nothing", []),
+        ("nothing", []),
+    ],
+)
+def test_a_setting_offers_its_values(key: str, values: list[str]) -> None:
+    assert choices(key) == values
 
 
 @pytest.mark.parametrize(

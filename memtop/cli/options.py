@@ -65,14 +65,26 @@ runs_dir_option = click.option("--runs-dir", type=PATH, metavar="DIR", help="the
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
 headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
 detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
-gpus_option = click.option("--gpus", metavar="0,1|free:N", help="the GPUs to use, or N free ones; one process per GPU")
+gpus_option = click.option(
+    "--gpus",
+    metavar="0,1|free:N",
+    help="the GPUs to use, or N free ones; one process per GPU",
+    shell_complete=completion.gpus_to_use,
+)
 _BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: one for each process; auto: the largest that fits"
 _EDITS = (
     click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`", shell_complete=completion.presets),
     click.option("--batch", type=_Batch(), metavar="B|B,B|auto", help=_BATCH_HELP),
     click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
     click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),
-    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any other setting; repeatable"),
+    click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="any other setting; repeatable",
+        shell_complete=completion.settings,
+    ),
     click.option("--max-updates", type=WHOLE, metavar="N", help="end the run after N updates in total"),
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from memtop.cli import completion
 from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.foreground import stay
 from memtop.cli.interpreters import python_for
@@ -224,7 +225,7 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
 
 @click.command(epilog=f"{RUN_HELP} N is the number of a configuration.")
 @run_argument
-@click.argument("number", required=False, type=WHOLE, metavar="[N]")
+@click.argument("number", required=False, type=WHOLE, metavar="[N]", shell_complete=completion.configurations)
 @click.option("--state", is_flag=True, help="return to its newest saved state too; later states are moved aside, not deleted")
 @click.option("--before-spike", is_flag=True, help="return to before the newest spike of the loss, without its samples")
 @click.option("--accept-spike", is_flag=True, help="instead, go on after the spike, and delete the state before it")

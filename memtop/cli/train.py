@@ -101,8 +101,18 @@ _EXAMPLES = {
 @click.option("--python", metavar="PATH", help="the Python that trains a recipe, or the folder of its environment")
 @headless_option
 @detach_option
-@click.option("--on-oom", metavar="auto|ask|stop", help="what to do when memory runs out [auto; your own program: ask]")
-@click.option("--on-spike", metavar="ask|back|stop", help="what to do when the loss of a recipe jumps and stays high [ask]")
+@click.option(
+    "--on-oom",
+    metavar="auto|ask|stop",
+    help="what to do when memory runs out [auto; your own program: ask]",
+    shell_complete=completion.one_of("auto", "ask", "stop"),
+)
+@click.option(
+    "--on-spike",
+    metavar="ask|back|stop",
+    help="what to do when the loss of a recipe jumps and stays high [ask]",
+    shell_complete=completion.one_of("ask", "back", "stop"),
+)
 @click.option("--program-profile", metavar="NAME", help="the profile of your own program, or none [the one that fits]")
 @click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends", shell_complete=completion.runs)
 @click.option("--queue", is_flag=True, help="begin when no other run and no other program uses the GPUs of this one")

@@ -118,7 +118,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     metavar="PID",
     help="show this process and its children; the training too, if it is one that memtop did not start",
 )
-@click.option("--gpus", metavar="0,2|visible", help="show only these GPUs, or those of CUDA_VISIBLE_DEVICES")
+@click.option(
+    "--gpus",
+    metavar="0,2|visible",
+    help="show only these GPUs, or those of CUDA_VISIBLE_DEVICES",
+    shell_complete=completion.gpus_to_show,
+)
 @click.option("--once", is_flag=True, help="print one snapshot and exit")
 @click.option("--json", "as_json", is_flag=True, help="with --once or --follow: print JSON documents and nothing else")
 @click.option("--csv", "as_csv", is_flag=True, help=_CSV_HELP)
