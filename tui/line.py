@@ -220,12 +220,20 @@ def wrap_within(text: str, width: int, most: int, role: str = TEXT) -> list[Line
     lines = wrap(text, width, role)
     if len(lines) <= most:
         return lines
-    rest = " ".join(map(plain, lines[most - 1 :]))
-    end = len(set_cell_size(rest, max(0, width - 2)))
-    if not has_wide(rest):
-        end = max(rest.rfind(" ", 0, end + 1), 0) or end
-    end = next((found.start() for found in _NUMBER.finditer(rest) if found.start() < end < found.end()), end)
-    return [*lines[: most - 1], ((f"{rest[:end].rstrip()} …", role),)]
+    return [*lines[: most - 1], ((beginning(" ".join(map(plain, lines[most - 1 :])), width), role),)]
+
+
+def beginning(text: str, width: int) -> str:
+    """The first words of a text, with an ellipsis if there are more, in so many cells. No number is
+    cut."""
+    text = clean(text)
+    if cell_len(text) <= width:
+        return text
+    end = len(set_cell_size(text, max(0, width - 2)))
+    if not has_wide(text):
+        end = max(text.rfind(" ", 0, end + 1), 0) or end
+    end = next((found.start() for found in _NUMBER.finditer(text) if found.start() < end < found.end()), end)
+    return f"{text[:end].rstrip()} …"
 
 
 _NUMBER = re.compile(r"\d(?:[\d .,:/]*\d)?")

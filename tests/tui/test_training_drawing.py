@@ -155,6 +155,15 @@ def test_a_text_without_room_ends_with_an_ellipsis_and_never_within_a_number(mos
         assert [number for number in re.findall(r"\d[\d ]*\d|\d", shown) if number not in numbers] == [], (width, shown)
 
 
+def test_a_notice_without_room_is_not_cut_within_a_number() -> None:
+    spike = wire.Spike(update=43, message="update 43: the loss rose from 2 to 9 at update 41 and stayed high", back_words="")
+    store = store_of(running(spike=spike))
+    for width in range(40, 100):
+        text = notice(store, width)
+        assert cell_len(text) <= width
+        assert numbers_in(text) <= numbers_in(f"! {spike.message}"), (width, text)
+
+
 def test_training_without_any_number_has_dashes() -> None:
     bare = wire.RunState(name="mine", folder="x", state=wire.Phase.STARTING, created=NOW, command=("python", "mine.py"))
     text = text_of(draw_training(store_of(wire.StateUpdate(run=bare)), 60, 10))
