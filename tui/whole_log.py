@@ -76,16 +76,25 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         self.firsts: list[int] = []
         """The first row of each section."""
         self._rows = 0
+        self._follows = True
+        """The page is at its end, and stays there."""
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._follows = self.scroll_offset.y >= self.max_scroll_y
+
+    def on_resize(self) -> None:
+        if self._follows:
+            self.to_row(self._rows)
 
     def measure(self) -> None:
         """Lay out the rows after logs have grown."""
-        at_end = self.scroll_offset.y >= self.max_scroll_y
         self.sections = sections_of(self.logs, self.events)
         sizes = list(map(len, self.sections))
         self.firsts = [0, *accumulate(sizes)][: len(sizes)]
         self._rows = sum(sizes)
         self.virtual_size = Size(self.size.width, self._rows)
-        if at_end:
+        if self._follows:
             self.to_row(self._rows)
         self.refresh()
 

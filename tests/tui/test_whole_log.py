@@ -23,7 +23,7 @@ from memtop.tui.line import plain
 from memtop.tui.whole_log import WholeLogScreen
 from tests.conftest import Runs
 from tests.run.brain import spec
-from tests.tui.support import SETTINGS, RecordingFeed, machine, press, running, screen_text, settle
+from tests.tui.support import SETTINGS, RecordingFeed, machine, press, resize, running, screen_text, settle
 
 NOW = 1_790_000_000.0
 
@@ -240,6 +240,20 @@ async def test_it_stays_at_the_end_while_the_log_grows_and_where_the_user_scroll
             await pilot.pause(0.05)
         await pilot.pause(1.2)
         assert "first 0" in screen_text(app)
+
+
+async def test_it_stays_at_the_end_when_the_terminal_becomes_smaller(folder: RunFolder) -> None:
+    async with opened(folder, (100, 130)) as (app, pilot, _):
+        assert "first 0" in screen_text(app), "everything fits"
+        await resize(pilot, 100, 30)
+        assert "Loss is NaN here" in screen_text(app)
+        with (folder.attempt(2) / "output.log").open("ab") as file:
+            file.write(b"later\n" * 40 + b"the newest\n")
+        while "the newest" not in screen_text(app):
+            await pilot.pause(0.05)
+        await press(pilot, "home")
+        await resize(pilot, 100, 20)
+        assert "first 0" in screen_text(app), "where the user scrolled"
 
 
 def test_a_long_log_with_a_hole_is_indexed_in_little_memory(tmp_path: Path, folder: RunFolder) -> None:
