@@ -11,11 +11,17 @@ from pathlib import Path
 
 from memtop.supervisor.errors import UsageError
 
+
+def order_text(column: str, *, descending: bool) -> str:
+    """`vram down`: the column and the direction of the arrow at its name."""
+    return f"{column} {'down' if descending else 'up'}"
+
+
 DEFAULTS = {
     "theme": "memtop",
-    "processes-sort": "vram down",
+    "processes-sort": order_text("vram", descending=True),
     "processes-view": "by job",
-    "runs-sort": "age down",
+    "runs-sort": order_text("age", descending=True),
     "metrics-axis": "update",
     "metrics-smoothing": "0",
     "metrics-scale": "linear",
@@ -58,12 +64,7 @@ def offered(key: str) -> Sequence[str]:
 
 
 def _orders(columns: Iterable[str]) -> list[str]:
-    return [order_text(column, descending) for column in columns for descending in (True, False)]
-
-
-def order_text(column: str, descending: bool) -> str:
-    """`vram down`: the column and the direction of the arrow at its name."""
-    return f"{column} {'down' if descending else 'up'}"
+    return [order_text(column, descending=way) for column in columns for way in (True, False)]
 
 
 def order_of(text: str) -> tuple[str, bool]:

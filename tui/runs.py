@@ -222,7 +222,7 @@ class RunsScreen(FullScreen):
 
     def _put_in_order(self, column: str, descending: bool) -> None:
         self._column, self._descending = column, descending
-        self.choose("runs-sort", order_text(column, descending))
+        self.choose("runs-sort", order_text(column, descending=descending))
         self._show()
 
     def action_filter(self) -> None:

@@ -221,7 +221,7 @@ class ProcessesScreen(FullScreen):
 
     def _put_in_order(self, order: Order) -> None:
         self._order = order
-        self.choose("processes-sort", order_text(order.column, order.descending))
+        self.choose("processes-sort", order_text(order.column, descending=order.descending))
         self._show()
 
     def action_fold_all(self) -> None:
