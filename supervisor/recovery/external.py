@@ -176,7 +176,7 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator
     if diagnosis.phase == "evaluation":
         yield _eval_batch()
     of_torch = _is(diagnosis, Place.PYTORCH)
-    yield _smaller_batch(diagnosis, None if command is None else command.command)
+    yield _smaller_batch(diagnosis, () if command is None else command.command)
     if of_torch and command is None and diagnosis.phase == "unknown":
         yield from advice("perhaps", diagnosis.environment)
     own = tuple(advice("recompute", diagnosis.environment))
@@ -261,10 +261,9 @@ def requested_at(diagnosis: Diagnosis, batch: int) -> int | None:
     return None if logits is None or requested is None else round(requested * batch / logits.batch)
 
 
-def _smaller_batch(diagnosis: Diagnosis, command: Sequence[str] | None) -> Remedy:
-    """`command` None: it is not known which options the program has."""
-    logits, halved = diagnosis.requested_logits, half_batch(command or ())
-    accumulates = command is not None and _accumulates(command)
+def _smaller_batch(diagnosis: Diagnosis, command: Sequence[str]) -> Remedy:
+    """`command`: empty if it is not known."""
+    logits, halved, accumulates = diagnosis.requested_logits, half_batch(command), _accumulates(command)
     title, why = "half the batch", ""
     if logits is not None and logits.batch > 1:
         b = logits.batch
@@ -275,12 +274,12 @@ def _smaller_batch(diagnosis: Diagnosis, command: Sequence[str] | None) -> Remed
     if accumulates:
         title = f"{title} and twice the accumulation: the effective batch stays"
         why = f"the same samples in smaller pieces; 5 to 15 % slower{why}"
-    elif command is None:
+    elif not command:
         why = f"fewer samples are in memory at once; if the program can accumulate, the effective batch can stay{why}"
     else:
         why = f"the command has no option for accumulation: an update then has half the samples{why}"
     typed = None if halved is None else f"memtop train --name NEW -- {shlex.join(halved)}"
-    changes = command is not None and not accumulates
+    changes = bool(command) and not accumulates
     return _option_of("smaller_batch", title, why, speed=None if changes else 0.9, changes=changes, command=typed)
 
 
