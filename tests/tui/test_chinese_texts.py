@@ -73,9 +73,8 @@ FOLDER = Path(memtop.tui.__file__).parent
 
 VARIES = "\0"
 NOT_SHOWN = ("out of memory", "killed by ", "bold underline", "bool | None", f"module {VARIES} has no attribute {VARIES}")
-NOT_SHOWN += (f"not a feed message: {VARIES}", "vram down", "age down")
-"""What is searched in a log or a reason, styles, types, errors of memtop's own code, and values of
-the configuration."""
+NOT_SHOWN += (f"not a feed message: {VARIES}",)
+"""What is searched in a log or a reason, styles, types, and errors of memtop's own code."""
 
 
 def modules() -> list[Path]:
