@@ -139,7 +139,7 @@ def _check_method(settings: Settings) -> None:
 
 def _check_lora(lora: Lora) -> None:
     if not 0 <= lora.dropout < 1:
-        raise SettingsError("lora.dropout", lora.dropout, "must be at least 0 and below 1")
+        raise SettingsError("lora.dropout", lora.dropout, "must be 0 or more and below 1")
     if not lora.targets or not all(lora.targets):
         raise SettingsError("lora.targets", repr(",".join(lora.targets)), "name the layers, or all-linear")
 

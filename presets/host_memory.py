@@ -55,9 +55,18 @@ def host_plan(settings: Settings, available_bytes: int | None, *, on_gpu: bool) 
     if available_bytes is None:
         pin = on_gpu and settings.pin_memory is not False
         return HostPlan(settings.host_level, settings.workers, pin, None, "available memory is not known: the settings apply")
-    row = next(row for row in host_rows() if available_bytes >= row.from_gib * _GIB or row.from_gib == 0)
+    rows = host_rows()
+    place = next(n for n, row in enumerate(rows) if available_bytes >= row.from_gib * _GIB or row.from_gib == 0)
+    row = rows[place]
     level = max(settings.host_level, row.level, key=HOST_LEVELS.index)
     workers = min(settings.workers, row.workers // settings.world_size)
     pin = on_gpu and settings.pin_memory is not False and (row.pin or settings.pin_memory is True)
-    border = f"{available_bytes / _GIB:.1f} GiB available, at least {row.from_gib:g}"
-    return HostPlan(level, workers, pin, available_bytes, border)
+    # Rounded down: what is below a threshold is not shown as the threshold.
+    shown = f"{available_bytes * 10 // _GIB / 10:.1f}"
+    if row.from_gib:
+        reason = f"{shown} GiB available, at least {row.from_gib:g}"
+    elif place:
+        reason = f"{shown} GiB available, less than {rows[place - 1].from_gib:g}"
+    else:
+        reason = f"{shown} GiB available"
+    return HostPlan(level, workers, pin, available_bytes, reason)

@@ -31,8 +31,9 @@ def size(size_bytes: float | None) -> str:
 
 
 def at_least(size_bytes: float | None) -> str:
-    """A sum of which a part is not known: `≥ 10.7 GiB`, or a dash if nothing is known."""
-    return UNKNOWN if size_bytes is None else f"≥ {size(size_bytes)}"
+    """A sum of which a part is not known: `≥ 10.7 GiB`, or a dash if nothing is known: every sum is
+    0 or more."""
+    return f"≥ {size(size_bytes)}" if size_bytes else UNKNOWN
 
 
 class Scale(NamedTuple):

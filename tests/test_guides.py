@@ -107,6 +107,9 @@ def test_available_memory_decides_level_workers_and_pinning(gib: float, level: s
     found = plan(gib)
     assert (found.level, found.workers, found.pin_memory) == (level, workers, pinned)
     assert found.available_bytes == int(gib * GIB)
+    assert "at least 0" not in found.reason
+    if gib in (7.99, 8):
+        assert found.reason == {7.99: "7.9 GiB available, less than 8", 8: "8.0 GiB available, at least 8"}[gib]
 
 
 def test_one_byte_below_a_border_is_below_it() -> None:

@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,9 +24,9 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import Static
 
-from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 from memtop.tui import themes
+from memtop.tui.choices import Choices
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
@@ -80,13 +80,10 @@ class DashboardApp(App[DashboardResult]):
         notices: TerminalNotices | None = None,
         runs_dir: Path | None = None,
         begins_with_runs: bool = False,
-        theme: str = themes.DEFAULT,
-        remember_theme: Callable[[str], str] | None = None,
+        choices: Choices | None = None,
     ) -> None:
         """`runs_dir`: the folder of the runs that the dashboard can show in place of this one.
-        `begins_with_runs`: their list is open at the start. `theme`: one of `themes.NAMES`.
-        `remember_theme` keeps a theme that the user has chosen: it returns one line about that, or
-        raises UsageError."""
+        `begins_with_runs`: their list is open at the start."""
         super().__init__()
         self._notices = notices
         self.pace: Pace = pace_of_terminal()
@@ -97,8 +94,8 @@ class DashboardApp(App[DashboardResult]):
             feed, label=title or feed.label, interval=interval, process_actions=actions, pace=self.pace
         )
         self._dashboard.runs_dir = runs_dir
+        self._dashboard.choices = choices or Choices()
         self._begins_with_runs = begins_with_runs
-        self._remember_theme = remember_theme
         self._ended = threading.Event()
         self._keys_in_order = KeysInOrder(self, super().on_event)
         # A monitor must not spend processor time on animations.
@@ -106,7 +103,7 @@ class DashboardApp(App[DashboardResult]):
         for own in themes.OWN:
             self.register_theme(own)
         # Set before the screens are styled, so that they are styled only once.
-        self.theme = theme
+        self.theme = self._dashboard.choices["theme"]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return themes.memory_colours(self.current_theme)
@@ -114,12 +111,8 @@ class DashboardApp(App[DashboardResult]):
     def action_choose_theme(self, name: str) -> None:
         """Use a theme from now on, also in later dashboards."""
         self.theme = name
-        if self._remember_theme is None or self._dashboard.only_shown:
-            return
-        try:
-            self._dashboard.say(self._remember_theme(name))
-        except UsageError as error:
-            self._dashboard.say(f"theme {name}: not saved: {error}", "bad")
+        if message := self._dashboard.choose("theme", name):
+            self._dashboard.say(*message)
 
     def get_driver_class(self) -> type[Driver]:
         return counting(super().get_driver_class(), lambda count: self.pace.sent(count))
@@ -230,8 +223,7 @@ def run_dashboard(
     notices: TerminalNotices | None = None,
     runs_dir: Path | None = None,
     begins_with_runs: bool = False,
-    theme: str = themes.DEFAULT,
-    remember_theme: Callable[[str], str] | None = None,
+    choices: Choices | None = None,
 ) -> DashboardResult:
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
     app = DashboardApp(
@@ -240,8 +232,7 @@ def run_dashboard(
         notices=notices,
         runs_dir=runs_dir,
         begins_with_runs=begins_with_runs,
-        theme=theme,
-        remember_theme=remember_theme,
+        choices=choices,
     )
     result = app.run()
     if app.is_web:

@@ -6,8 +6,10 @@ Lines are plain tuples: they are compared to find what has to be painted again, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -191,24 +193,50 @@ def join_fitting(lines: Iterable[Line], width: int, separator: str = "  ") -> Li
     return out
 
 
-def grid(cells: Sequence[Line], width: int) -> Line:
-    """Cells in columns, so that numbers align from line to line.
+def grid(rows: Sequence[Sequence[Line]], width: int) -> list[Line] | None:
+    """Rows of cells in columns, so that numbers align from row to row; None if they do not fit.
 
-    The first column is a little wider.
+    The first column is a little wider. If that leaves another one too little room, each column is
+    as wide as its cells need.
     """
+    widest = [max(map(width_of, column)) for column in zip_longest(*rows, fillvalue=())]
     first = width * 2 // 5
-    rest = (width - first) // max(1, len(cells) - 1)
-    out: list[Span] = []
-    for number, cell in enumerate(cells):
-        each = rest if number else first
-        # A cell that fills its column keeps one blank to its neighbour.
-        out.extend(fit(cell, each) if width_of(cell) < each else (*fit(cell, each - 1), (" ", TEXT)))
-    return fit(tuple(out), width)
+    columns = [first, *([(width - first) // max(1, len(widest) - 1)] * (len(widest) - 1))]
+    if any(have >= room for have, room in zip(widest, columns, strict=True)):
+        columns = [*(have + 2 for have in widest[:-1]), widest[-1]]
+        if sum(columns) > width:
+            return None
+    aligned = [[fit(cell, room) for cell, room in zip(row, columns, strict=False)] for row in rows]
+    return [fit(join(cells, ""), width) for cells in aligned]
 
 
 def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
     """The text wrapped at words; a word longer than a line is broken."""
     return [((part, role),) for part in _wrapped(tr(text), max(1, width))]
+
+
+def wrap_within(text: str, width: int, most: int, role: str = TEXT) -> list[Line]:
+    """As `wrap`, on so many lines at most; an ellipsis stands for the rest. No number is cut."""
+    lines = wrap(text, width, role)
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], ((beginning(" ".join(map(plain, lines[most - 1 :])), width), role),)]
+
+
+def beginning(text: str, width: int) -> str:
+    """The first words of a text, with an ellipsis if there are more, in so many cells. No number is
+    cut."""
+    text = clean(text)
+    if cell_len(text) <= width:
+        return text
+    end = len(set_cell_size(text, max(0, width - 2)))
+    if not has_wide(text):
+        end = max(text.rfind(" ", 0, end + 1), 0) or end
+    end = next((found.start() for found in _NUMBER.finditer(text) if found.start() < end < found.end()), end)
+    return f"{text[:end].rstrip()} …"
+
+
+_NUMBER = re.compile(r"\d(?:[\d .,:/]*\d)?")
 
 
 @lru_cache(maxsize=1024)

@@ -11,15 +11,16 @@ from typing import NamedTuple
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, Input, Label, Select, Static
+from textual.widgets import Button, Input, Label, Select
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.clean import clean
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import RunState
+from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, data_consequences, number_text, restart_plan
-from memtop.tui.screen import TITLE_NAME, Dialog
+from memtop.tui.screen import TITLE_NAME, Words
 
 _WHEN_FREE = "when no other run and no program uses its GPUs"
 _WHEN_FREE_ON_CPU = "when no other run goes on"
@@ -35,7 +36,7 @@ class QueueRequest(NamedTuple):
     """The folder of the run that it waits for; None: for free GPUs."""
 
 
-class QueueDialog(Dialog[QueueRequest]):
+class QueueDialog(FormDialog[QueueRequest]):
     """Closes with what to queue, or None."""
 
     AUTO_FOCUS = "#confirm"
@@ -56,11 +57,9 @@ class QueueDialog(Dialog[QueueRequest]):
                     yield Label(tr("name"))
                     yield Input(self._free_name, id="name", compact=True)
                 settings = self._run.settings
-                numbers = {} if settings is None else {field: number_text(settings, field) for field in NUMBER_FIELDS}
-                for field, text in numbers.items():
-                    with Vertical(classes="field"):
-                        yield Label(tr(field))
-                        yield Input(text, id=field, compact=True)
+                if settings is not None:
+                    for name in NUMBER_FIELDS:
+                        yield from field(name, number_text(settings, name))
             yield Label(tr("begins"), classes="muted")
             free = _WHEN_FREE_ON_CPU if settings is not None and settings.device == "cpu" else _WHEN_FREE
             after = [
@@ -70,25 +69,12 @@ class QueueDialog(Dialog[QueueRequest]):
             waits_for_it = bool(after) and self._others[0].folder == self._run.folder
             start = self._run.folder if waits_for_it else ""
             yield Select([*after, (tr(free), "")], value=start, allow_blank=False, id="begins", compact=True)
-            yield Static(id="problem", classes="problem", markup=False)
-            yield Static(id="consequences", markup=False)
-            with Horizontal(classes="buttons"):
-                yield Button(tr("Cancel"), id="cancel", compact=True)
-                yield Button(tr("Queue"), id="confirm", variant="primary", compact=True)
+            yield Words(id="problem", classes="problem")
+            yield Words(id="consequences")
+            yield from buttons("Queue")
 
     def on_mount(self) -> None:
-        self._judge()
-
-    @on(Input.Changed)
-    def _typed(self) -> None:
-        self._judge()
-
-    @on(Input.Submitted)
-    def _entered(self) -> None:
-        # Enter in a field moves to the button, as in the other forms.
-        button = self.query_one("#confirm", Button)
-        if not button.disabled:
-            button.focus()
+        self.judge()
 
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
@@ -100,27 +86,23 @@ class QueueDialog(Dialog[QueueRequest]):
     def _new_name(self) -> str:
         return self.query_one("#name", Input).value.strip()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         problem, lines = self._judge_settings(self._run.settings)
         name = self._new_name
         taken = bool(name) and os.path.lexists(Path(self._run.folder).parent / name)
         if taken or not name:
             problem = f"{clean(name)}: a run has this name already" if taken else "a run needs a name"
         self.query_one("#name", Input).set_class(taken or not name, "-wrong")
-        shown = self.query_one("#problem", Static)
-        shown.display = problem is not None
-        shown.update(f"✗ {tr(problem)}" if problem is not None else "")
-        self.query_one("#consequences", Static).update("\n".join(map(tr, lines)))
-        self.query_one("#confirm", Button).disabled = problem is not None
+        self.show_judgement(problem, lines)
 
     def _judge_settings(self, before: Settings | None) -> tuple[str | None, tuple[str, ...]]:
         """What is wrong with the numbers, and what they change."""
         if before is None:
             return None, ("the same command, from its beginning",)
-        texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}
+        texts = {name: self.query_one(f"#{name}", Input).value for name in NUMBER_FIELDS}
         self._plan = plan = restart_plan(before, texts, before.preset)
-        for field in NUMBER_FIELDS:
-            self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")
+        for name in NUMBER_FIELDS:
+            self.query_one(f"#{name}", Input).set_class(name == plan.wrong_field, "-wrong")
         if plan.after is None or plan.after == before:
             return plan.problem, ("the same settings, from the first update",)
         return None, data_consequences(before, plan.after)

@@ -21,11 +21,12 @@ from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.wire import Change, RunState
+from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import outlook_of
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, number_text, restart_plan, where_it_resumes
-from memtop.tui.screen import TITLE_NAME, Dashboard, Dialog, Words
+from memtop.tui.screen import TITLE_NAME, Dashboard, Words
 from memtop.tui.store import Store
 
 _LIVE = "Apply now: from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
@@ -39,7 +40,7 @@ class RestartRequest(NamedTuple):
     """Change at the next update, without a restart."""
 
 
-class RestartDialog(Dialog[RestartRequest]):
+class RestartDialog(FormDialog[RestartRequest]):
     """Closes with the change to send and how to apply it, or None."""
 
     AUTO_FOCUS = "#batch"
@@ -56,10 +57,8 @@ class RestartDialog(Dialog[RestartRequest]):
         with Vertical(classes="dialog") as box:
             box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from train_latest_state")
             with Horizontal(classes="fields"):
-                for field in NUMBER_FIELDS:
-                    with Vertical(classes="field"):
-                        yield Label(tr(field))
-                        yield Input(number_text(self._settings, field), id=field, compact=True, tooltip=tr(FIELDS[field].unit))
+                for name in NUMBER_FIELDS:
+                    yield from field(name, number_text(self._settings, name), tr(FIELDS[name].unit))
                 with Vertical(classes="field"):
                     yield Label(tr("preset"))
                     options = [(name, name) for name in self._presets]
@@ -69,10 +68,7 @@ class RestartDialog(Dialog[RestartRequest]):
             yield LinePanel(self._draw_outlook, id="outlook")
             yield Words(tr(where_it_resumes(self._run)), id="resumes", classes="muted")
             yield Words(tr(_LIVE), id="ways")
-            with Horizontal(classes="buttons"):
-                yield Button(tr("Cancel"), id="cancel", compact=True)
-                yield Button(tr("Apply now"), id="live", variant="success", compact=True)
-                yield Button(tr("Restart"), id="confirm", variant="primary", compact=True)
+            yield from buttons("Restart", Button(tr("Apply now"), id="live", variant="success", compact=True))
 
     def on_mount(self) -> None:
         # The run's state may change while the form is open.
@@ -81,11 +77,7 @@ class RestartDialog(Dialog[RestartRequest]):
     def _take(self, store: Store) -> None:
         self._run = store.run or self._run
         self.query_one("#resumes", Words).say(tr(where_it_resumes(self._run)))
-        self._judge()
-
-    @on(Input.Changed)
-    def _typed(self) -> None:
-        self._judge()
+        self.judge()
 
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, message: Select.Changed) -> None:
@@ -94,17 +86,9 @@ class RestartDialog(Dialog[RestartRequest]):
         if str(message.value) != self._settings.preset:
             after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe), self._failed())
         with self.prevent(Input.Changed):
-            for field in NUMBER_FIELDS:
-                self.query_one(f"#{field}", Input).value = number_text(after, field)
-        self._judge()
-
-    @on(Input.Submitted)
-    def _entered(self) -> None:
-        # Enter in a field moves to the button and does not press it, so that no restart happens by
-        # accident.
-        button = self.query_one("#confirm", Button)
-        if not button.disabled:
-            button.focus()
+            for name in NUMBER_FIELDS:
+                self.query_one(f"#{name}", Input).value = number_text(after, name)
+        self.judge()
 
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
@@ -125,17 +109,13 @@ class RestartDialog(Dialog[RestartRequest]):
     def _failed(self) -> tuple[Settings, ...]:
         return failed_settings(self._dashboard.store.configurations)
 
-    def _judge(self) -> None:
-        texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}
+    def judge(self) -> None:
+        texts = {name: self.query_one(f"#{name}", Input).value for name in NUMBER_FIELDS}
         plan = restart_plan(self._settings, texts, str(self.query_one("#preset", Select).value), self._failed())
         self._plan = plan
-        for field in NUMBER_FIELDS:
-            self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")
-        problem = self.query_one("#problem", Words)
-        problem.display = plan.problem is not None
-        problem.say(f"✗ {tr(plan.problem)}" if plan.problem else "")
-        self.query_one("#consequences", Words).say("\n".join(map(tr, plan.lines)))
-        self.query_one("#confirm", Button).disabled = plan.change is None
+        for name in NUMBER_FIELDS:
+            self.query_one(f"#{name}", Input).set_class(name == plan.wrong_field, "-wrong")
+        self.show_judgement(plan.problem, plan.lines)
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         for name in ("#live", "#ways"):
             self.query_one(name).display = live

@@ -9,7 +9,7 @@ from pathlib import Path
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, Input, Label, Static
+from textual.widgets import Button, Input, Static
 
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RunFolderError, UsageError
@@ -18,7 +18,8 @@ from memtop.supervisor.names import shortened
 from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Change, RunState
-from memtop.tui.screen import TITLE_NAME, Dialog, Words
+from memtop.tui.form import FormDialog, buttons, field
+from memtop.tui.screen import TITLE_NAME, Words
 
 _FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -33,7 +34,7 @@ def grip_of(run: RunState) -> Grip | None:
     return grip if grip is not None and any(getattr(grip, name) is not None for name in _FIELDS) else None
 
 
-class OwnProgramDialog(Dialog[Change]):
+class OwnProgramDialog(FormDialog[Change]):
     """Closes with the change to send, or None."""
 
     AUTO_FOCUS = "#batch"
@@ -49,38 +50,23 @@ class OwnProgramDialog(Dialog[Change]):
         with Vertical(classes="dialog") as box:
             box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from its newest checkpoint")
             with Horizontal(classes="fields"):
-                for field, text in self._shown.items():
-                    with Vertical(classes="field"):
-                        yield Label(tr(field))
-                        yield Input(text, id=field, compact=True)
+                for name, text in self._shown.items():
+                    yield from field(name, text)
             yield Words(id="problem", classes="problem")
             yield Words(id="consequences")
             yield Static(clean(" ".join(self._run.command)), classes="muted", markup=False)
-            with Horizontal(classes="buttons"):
-                yield Button(tr("Cancel"), id="cancel", compact=True)
-                yield Button(tr("Restart"), id="confirm", variant="primary", compact=True)
+            yield from buttons("Restart")
 
     def on_mount(self) -> None:
-        self._judge()
-
-    @on(Input.Changed)
-    def _typed(self) -> None:
-        self._judge()
-
-    @on(Input.Submitted)
-    def _entered(self) -> None:
-        # Enter in a field moves to the button, so that no restart happens by accident.
-        button = self.query_one("#confirm", Button)
-        if not button.disabled:
-            button.focus()
+        self.judge()
 
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
         self.dismiss(self._change)
 
-    def _judge(self) -> None:
-        texts = {field: self.query_one(f"#{field}", Input).value.strip() for field in self._shown}
-        changed = {field: text for field, text in texts.items() if text != self._shown[field]}
+    def judge(self) -> None:
+        texts = {name: self.query_one(f"#{name}", Input).value.strip() for name in self._shown}
+        changed = {name: text for name, text in texts.items() if text != self._shown[name]}
         run, words = self._run, ""
         why = why_not_continued(self._grip) if run.updates else None
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
@@ -89,9 +75,5 @@ class OwnProgramDialog(Dialog[Change]):
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None
-        problem = self.query_one("#problem", Words)
-        problem.display = why is not None
-        problem.say(f"✗ {tr(why)}" if why is not None else "")
         lines = [one for one in words.split("; ") if one] if changed else ["the same settings as now"]
-        self.query_one("#consequences", Words).say("\n".join(map(tr, lines)))
-        self.query_one("#confirm", Button).disabled = why is not None
+        self.show_judgement(why, lines)

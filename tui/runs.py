@@ -27,6 +27,7 @@ from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders
 from memtop.supervisor.run.starting import free_name, start_run
 from memtop.supervisor.wire import Change, Phase
+from memtop.tui.choices import order_of, order_text
 from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fact, fit, join, join_fitting, line
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
@@ -76,7 +77,7 @@ class RunsScreen(FullScreen):
         self._rows: dict[Path, RunRow] = {}
         self._ticked: set[Path] = set()
         self._words = ""
-        self._column, self._descending = "age", True
+        self._column, self._descending = order_of(dashboard.choices["runs-sort"])
         self._is_read = False
         self._reading = False
 
@@ -214,11 +215,14 @@ class RunsScreen(FullScreen):
             self._sort_by(message.column)
 
     def _sort_by(self, column: str) -> None:
-        self._column, self._descending = column, column not in ("name", "state", "program")
-        self._show()
+        self._put_in_order(column, column not in ("name", "state", "program"))
 
     def action_reverse(self) -> None:
-        self._descending = not self._descending
+        self._put_in_order(self._column, not self._descending)
+
+    def _put_in_order(self, column: str, descending: bool) -> None:
+        self._column, self._descending = column, descending
+        self.choose("runs-sort", order_text(column, descending=descending))
         self._show()
 
     def action_filter(self) -> None:

@@ -32,6 +32,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.language import has_wide, tr, wrapped_anywhere
 from memtop.supervisor.monitor.history import History
+from memtop.tui.choices import Choices
 from memtop.tui.line import NAME, STRONG, Line, foreign, join, line, spread
 from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
@@ -63,11 +64,17 @@ class Dashboard(Screen[None]):
 
     runs_dir: Path | None = None
     """The folder of the runs; None in a replay."""
+    choices: Choices
+    """What the user has chosen on the screens."""
 
     @property
     def only_shown(self) -> bool:
         """Shown in a browser that may not act: it also gets no secrets, and writes no files."""
         return self.store.read_only and self.app.is_web
+
+    def choose(self, key: str, value: str) -> tuple[str, str] | None:
+        """Use a choice from now on, also in later dashboards; see `Choices.choose`."""
+        return self.choices.choose(key, value, saved=not self.only_shown)
 
     @abstractmethod
     def leave(self) -> None:
@@ -309,6 +316,12 @@ class FullScreen(ClosingScreen[None]):
         """Show a message on the lines above the keys."""
         self._message = (text, kind)
         self.show_message()
+
+    def choose(self, key: str, value: str) -> None:
+        """Use a choice from now on. A message says it if the next dashboard will not have it."""
+        message = self.dashboard.choose(key, value)
+        if message is not None and message[1] != "good":
+            self.say(*message)
 
     def clear_message(self) -> None:
         """Show the hint again."""

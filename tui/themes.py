@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from textual.theme import BUILTIN_THEMES, Theme
 
-DEFAULT = "memtop"
-
 _DARK = Theme(
-    name=DEFAULT,
+    name="memtop",
     primary="#6cb6ff",
     secondary="#8ddb8c",
     accent="#6cb6ff",

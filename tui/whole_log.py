@@ -1,18 +1,15 @@
-"""The log of all attempts of a run, with times: scroll, search, copy.
+"""The log of all attempts of a run, with times and with the run's events: scroll, search, copy.
 
-Only the places of the lines are in memory. The lines on the screen are read from the files when
-they are drawn, and a search reads the files in a thread.
+The lines on the screen are read from the files when they are drawn, and a search reads the files in
+a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import time
-from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -27,108 +24,35 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widgets import Input
 
-from memtop.supervisor import holes, units
+from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import tr
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
-from memtop.supervisor.run.record.output_log import OutputTimes
-from memtop.tui.dashboard.log import mark_log_line, shown_line
-from memtop.tui.line import MUTED, Line, line, plain
+from memtop.supervisor.wire import Event
+from memtop.tui.attempt_log import AttemptLog, Section
+from memtop.tui.dashboard.events import event_look
+from memtop.tui.dashboard.log import mark_log_line, marked
+from memtop.tui.line import MUTED, Line, foreign, line, plain
 from memtop.tui.panel import RoleStyles
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
+from memtop.tui.words import in_words
 
-_READ_BYTES = 4 << 20
-"""How much is read at one time to find where lines begin."""
-_SEARCH_BYTES = 1 << 20
-"""How much is searched at one time: meanwhile the dashboard cannot draw."""
-_LINE_BYTES = 64 * 1024
-"""Of a longer line (a progress bar, the rest of a hole) only an end is read."""
 _POLL_SECONDS = 1.0
 _MOST_COPIED = 64 * 1024
 """Characters: terminals take no more from OSC 52."""
-
-
-class AttemptLog:
-    """The output of one attempt: where its lines begin, and the lines themselves when asked."""
-
-    def __init__(self, folder: RunFolder, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.path = folder.attempt(attempt.number) / "output.log"
-        self._starts = array("q")
-        """Where each line begins. A line that begins in a hole stands for the whole hole."""
-        self._read = 0
-        self._begins_line = True
-        self._times = OutputTimes(self.path)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def extend(self) -> bool:
-        """Find the lines of the next part of the file; whether there may be more. OSError."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            position = holes.data_after(descriptor, self._read)
-            data = os.pread(descriptor, _READ_BYTES, position)
-        finally:
-            os.close(descriptor)
-        if not data:
-            return False
-        if self._begins_line or position > self._read:
-            self._starts.append(position)
-        self._starts.extend(position + found.end() for found in re.finditer(b"\n", data))
-        self._read, self._begins_line = position + len(data), data.endswith(b"\n")
-        if self._begins_line:
-            self._starts.pop()  # the next line has not begun
-        self._times = OutputTimes(self.path)
-        return len(data) == _READ_BYTES
-
-    def line(self, number: int) -> str:
-        """One line, as a terminal would show it. OSError."""
-        start, end = self._starts[number], self._end(number)
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = file.read(min(end - start, _LINE_BYTES))
-            if end - start > _LINE_BYTES and (b"\r" in data or data.endswith(b"\0")):
-                # A terminal shows what follows the last carriage return.
-                file.seek(end - _LINE_BYTES)
-                data = file.read(_LINE_BYTES)
-        return shown_line(data.strip(b"\0\n"))  # a hole is read as zeros
-
-    def time_of(self, number: int) -> float | None:
-        """When the line was written at the latest, seconds since the epoch; None if unknown."""
-        return self._times.at(self._end(number)) or self.attempt.ended
-
-    def find(self, query: str) -> list[int]:
-        """The lines that contain the text; letters of ASCII in any case. OSError."""
-        wanted, found = query.encode(), set[int]()
-        pattern = re.compile(re.escape(wanted), re.IGNORECASE)
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            position = holes.data_after(descriptor, 0)
-            while position < self._read and (data := os.pread(descriptor, _SEARCH_BYTES, position)):
-                found |= {bisect_right(self._starts, position + match.start()) - 1 for match in pattern.finditer(data)}
-                # A match may begin in one part and end in the next.
-                step = len(data) if len(data) < _SEARCH_BYTES else len(data) - len(wanted) + 1
-                position = holes.data_after(descriptor, position + step)
-        finally:
-            os.close(descriptor)
-        return sorted(number for number in found if 0 <= number < len(self._starts))
-
-    def _end(self, number: int) -> int:
-        return self._starts[number + 1] if number + 1 < len(self._starts) else self._read
+_MOST_EVENTS = 10_000
+"""The newest events, which are shown."""
+_EVENT = "◆"
 
 
 class Row(NamedTuple):
-    """A row of the page: a line of an attempt's output, or the heading above or below it."""
+    """A row of the page."""
 
     log: AttemptLog
-    number: int
-    """-1: the heading; the number of lines: how the attempt ended."""
+    of: int | Event
+    """See `Section`."""
 
 
 class WholeLog(RoleStyles, ScrollView, can_focus=True):
@@ -147,24 +71,42 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         super().__init__(id="whole-log")
         self.logs: list[AttemptLog] = []
         self.query_text = ""
+        self.events: list[Event] = []
+        self.sections: list[Section] = []
         self.firsts: list[int] = []
-        """The row of each attempt's heading."""
+        """The first row of each section."""
         self._rows = 0
+        self._follows = True
+        """The page is at its end, and stays there."""
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._follows = self.scroll_offset.y >= self.max_scroll_y
+
+    def on_resize(self) -> None:
+        if self._follows:
+            self.to_row(self._rows)
 
     def measure(self) -> None:
         """Lay out the rows after logs have grown."""
-        at_end = self.scroll_offset.y >= self.max_scroll_y
-        sizes = [len(log) + 1 + (log.attempt.ended is not None) for log in self.logs]
+        self.sections = sections_of(self.logs, self.events)
+        sizes = list(map(len, self.sections))
         self.firsts = [0, *accumulate(sizes)][: len(sizes)]
         self._rows = sum(sizes)
         self.virtual_size = Size(self.size.width, self._rows)
-        if at_end:
+        if self._follows:
             self.to_row(self._rows)
         self.refresh()
 
     def row(self, number: int) -> Row:
         place = bisect_right(self.firsts, number) - 1
-        return Row(self.logs[place], number - self.firsts[place] - 1)
+        section = self.sections[place]
+        return Row(section.log, section.at(number - self.firsts[place]))
+
+    def number_of(self, row: Row) -> int:
+        """Where a row is now: events may have come above it."""
+        place = next(n for n, section in enumerate(self.sections) if section.log is row.log)
+        return self.firsts[place] + self.sections[place].offset(row.of)
 
     def to_row(self, number: int) -> None:
         self.scroll_to(y=max(0, number), animate=False, immediate=True, force=True)
@@ -186,6 +128,8 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
     def text_of(self, number: int, *, with_time: bool = True) -> Line:
         """What a row shows."""
         log, at = self.row(number)
+        if isinstance(at, Event):
+            return self._text_of_event(at, with_time=with_time)
         if at == -1:
             return line((f"── {beginning_of(log.attempt)} ──", "attempt"))
         if at == len(log):
@@ -194,12 +138,13 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
             words = log.line(at)
         except OSError as error:
             return line((f"the log cannot be read: {error.strerror}", "bad"))
-        marked = mark_log_line(words, self.query_text)
-        if not with_time:
-            return marked
-        moment = log.time_of(at)
-        clock = units.UNKNOWN if moment is None else time.strftime("%H:%M:%S", time.localtime(moment))
-        return ((f"{clock:<10}", MUTED), *marked)
+        found = mark_log_line(words, self.query_text)
+        return (*_clock(log.time_of(at)), *found) if with_time else found
+
+    def _text_of_event(self, event: Event, *, with_time: bool) -> Line:
+        words = tr(in_words(event.message))
+        found = marked(words, self.query_text) or foreign((words, event_look(event)[1]))
+        return (*(_clock(event.time) if with_time else ()), (f"{_EVENT} ", "accent"), *found)
 
     def render_line(self, y: int) -> Strip:
         offset = self.scroll_offset
@@ -249,7 +194,7 @@ class WholeLogScreen(FullScreen):
     def __init__(self, dashboard: Dashboard, folder: Path) -> None:
         super().__init__(dashboard, id="whole-log-screen")
         self._folder = RunFolder(folder)
-        self._matches: list[int] = []
+        self._matches: list[Row] = []
         self._match: int | None = None
 
     def compose(self) -> ComposeResult:
@@ -291,8 +236,10 @@ class WholeLogScreen(FullScreen):
         page = self.page
         with reading_ledger(self._folder) as ledger:
             attempts = ledger.attempts() if ledger is not None else []
+            newest = page.events[-1].id if page.events else 0
+            events = ledger.events(_MOST_EVENTS, after=newest) if ledger is not None else []
         known = {log.attempt.number: log for log in page.logs}
-        logs, grown = [], len(attempts) != len(known)
+        logs, grown = [], len(attempts) != len(known) or bool(events)
         for attempt in attempts:
             log = known.get(attempt.number) or AttemptLog(self._folder, attempt)
             grown, log.attempt = grown or log.attempt != attempt, attempt
@@ -301,7 +248,7 @@ class WholeLogScreen(FullScreen):
                 pass
             grown = grown or len(log) != before
             logs.append(log)
-        page.logs = logs
+        page.logs, page.events = logs, [*page.events, *events][-_MOST_EVENTS:]
         return grown
 
     # --- keys -------------------------------------------------------------------------------------
@@ -343,11 +290,12 @@ class WholeLogScreen(FullScreen):
         elif query:
             self.say("not found in the log")
 
-    def _found(self, query: str) -> Iterator[int]:
-        # Logs that were found just now have no rows yet.
-        for log, first in list(zip(self.page.logs, self.page.firsts, strict=False)):
-            for number in log.find(query):
-                yield first + 1 + number
+    def _found(self, query: str) -> Iterator[Row]:
+        for section in self.page.sections:
+            # Lines that have come since have no rows yet.
+            found: list[int | Event] = [number for number in section.log.find(query) if number < section.lines]
+            found += [event for event in section.events if query.casefold() in _searchable(event)]
+            yield from (Row(section.log, of) for of in sorted(found, key=section.offset))
 
     def action_match(self, direction: int) -> None:
         if self._match is not None:
@@ -355,7 +303,7 @@ class WholeLogScreen(FullScreen):
 
     def _show_match(self, place: int) -> None:
         self._match = place
-        self.page.to_row(self._matches[place] - self.page.size.height // 2)
+        self.page.to_row(self.page.number_of(self._matches[place]) - self.page.size.height // 2)
         self.say(f"match {place + 1} of {len(self._matches)}; n older, N newer")
 
     def action_leave(self) -> None:
@@ -372,6 +320,26 @@ class WholeLogScreen(FullScreen):
         search.value = ""
         search.display = False
         self.page.focus()
+
+
+def sections_of(logs: Sequence[AttemptLog], events: Iterable[Event]) -> list[Section]:
+    """The sections of the page. An event stands in that of its attempt."""
+    numbers = [log.attempt.number for log in logs]
+    of_each: list[list[Event]] = [[] for _ in logs]
+    for event in events if logs else ():
+        # An event from before the first attempt has the number 0.
+        of_each[max(0, bisect_right(numbers, event.attempt) - 1)].append(event)
+    return [Section(log, found, is_first=log is logs[0]) for log, found in zip(logs, of_each, strict=True)]
+
+
+def _clock(moment: float | None) -> Line:
+    clock = units.UNKNOWN if moment is None else time.strftime("%H:%M:%S", time.localtime(moment))
+    return ((f"{clock:<10}", MUTED),)
+
+
+def _searchable(event: Event) -> str:
+    words = in_words(event.message)
+    return f"{_EVENT} {tr(words)}\n{words}".casefold()
 
 
 def beginning_of(attempt: Attempt) -> str:

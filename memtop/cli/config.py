@@ -32,7 +32,7 @@ def config(as_json: bool) -> int:
         for key, found in values.items():
             where = found.where or found.source
             value = Verbatim(found.value or "-")
-            print_lines(row((Verbatim(key), 15), (value, 32), (where, 28), (f"{KEYS[key].what}; {variable_of(key)}", 0)))
+            print_lines(row((Verbatim(key), 17), (value, 32), (where, 28), (f"{KEYS[key].what}; {variable_of(key)}", 0)))
         folder = user_config()
         if folder is not None and not any(layer.source == "user" for layer in layers):
             print_lines(f"{folder / 'config.toml'}: no such file yet")

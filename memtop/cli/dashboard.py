@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from memtop.cli.common import find_run, living_runs
-from memtop.cli.configuration import configured, default_runs_dir, notify_topics, write_user_key
+from memtop.cli.configuration import (
+    Layer,
+    Value,
+    configured,
+    default_runs_dir,
+    notify_topics,
+    read_layers,
+    value_of,
+    write_user_key,
+)
 from memtop.cli.output import print_message
 from memtop.presets.checks import did_you_mean
 from memtop.supervisor.errors import UsageError
@@ -179,14 +188,9 @@ def _show(
 ) -> int:
     """Show the feed, and then each run that the user opens from the list of runs in `runs_dir`."""
     from memtop.tui import run_dashboard
+    from memtop.tui.choices import Choices
 
-    theme = wanted_theme()
-
-    def remember(name: str) -> str:
-        nonlocal theme
-        theme = name
-        return remember_theme(name)
-
+    choices = Choices(remembered(), remember)
     with _closes_on_sigterm():
         while True:
             notices = None if silent else _terminal_notices()
@@ -196,8 +200,7 @@ def _show(
                 notices=notices,
                 runs_dir=runs_dir,
                 begins_with_runs=begins_with_runs,
-                theme=theme,
-                remember_theme=remember,
+                choices=choices,
             )
             if result.opens is None:
                 break
@@ -207,36 +210,45 @@ def _show(
     return 0 if result.action == "ended" and not started_here else result.exit_status
 
 
-def _theme_and_place() -> tuple[str | None, str | None]:
-    """The theme that the user has named, and where; None for a default."""
-    found = configured("theme")
-    if found.source != "environment" and os.environ.get("TEXTUAL_THEME"):
-        return os.environ["TEXTUAL_THEME"], "TEXTUAL_THEME"
-    return found.value, found.where
+def remember(key: str, value: str) -> tuple[Path, str | None]:
+    """Write what the user has chosen on a screen into the user's file. UsageError if this is not
+    possible.
 
-
-def remember_theme(name: str) -> str:
-    """Write the theme into the user's file. UsageError if this is not possible.
-
-    The result is one line for the user. It says what the next dashboard looks like.
+    The result is the file, and what the next dashboard takes another value from, if it does.
     """
-    path = write_user_key("theme", name)
-    next_one, where = _theme_and_place()
-    if next_one != name:
-        return f"theme {name}: saved in {path}; but {where} comes first"
-    return f"theme {name}: saved in {path}"
+    path = write_user_key(key, value)
+    found = _choice(key, read_layers())
+    return path, found.where if found.value != value else None
 
 
-def wanted_theme() -> str:
-    """The name of the theme; a line on stderr if the user wants one that does not exist."""
-    from memtop.tui.themes import DEFAULT, NAMES
+def remembered() -> dict[str, str]:
+    """What the user has chosen on the screens; a line on stderr for each value that cannot be
+    used."""
+    from memtop.tui.choices import DEFAULTS, offered
 
-    name, where = _theme_and_place()
-    if name is None or name in NAMES:
-        return name or DEFAULT
-    hint = did_you_mean(name, NAMES) or f"; there are {', '.join(NAMES)}"
-    print_message(f"memtop: {where}: theme {name!r}: unknown, and ignored{hint}")
-    return DEFAULT
+    layers, values = read_layers(), dict[str, str]()
+    for key in DEFAULTS:
+        try:
+            found = _choice(key, layers)
+        except UsageError as error:
+            print_message(f"memtop: {error}; it is ignored")
+            continue
+        if found.value is None:
+            continue
+        if found.value in (names := offered(key)):
+            values[key] = found.value
+        else:
+            hint = did_you_mean(found.value, names) or f"; there are {', '.join(names)}"
+            print_message(f"memtop: {found.where}: {key} {found.value!r}: unknown, and ignored{hint}")
+    return values
+
+
+def _choice(key: str, layers: list[Layer]) -> Value:
+    """The value of a key, and where it comes from; the theme also comes from Textual's variable."""
+    found = value_of(key, layers, os.environ)
+    if key == "theme" and found.source != "environment" and os.environ.get("TEXTUAL_THEME"):
+        return Value(value=os.environ["TEXTUAL_THEME"], source="environment", where="TEXTUAL_THEME")
+    return found
 
 
 def _terminal_notices() -> TerminalNotices | None:

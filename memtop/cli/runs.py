@@ -223,5 +223,5 @@ def _memory_lines(state: RunState) -> Iterator[str]:
     for rank in state.ranks:
         if rank.peak_bytes is not None:
             base = state.gpu_base_bytes.get(rank.device_uuid or "")
-            outside = "" if base is None else f", outside the allocator at least {units.size(base)} on its GPU"
+            outside = "" if not base else f", outside the allocator at least {units.size(base)} on its GPU"
             yield f"GPU memory  rank {rank.rank}: {units.size(rank.peak_bytes)} peak in its newest update{outside}"

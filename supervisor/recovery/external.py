@@ -262,17 +262,31 @@ def requested_at(diagnosis: Diagnosis, batch: int) -> int | None:
 
 
 def _smaller_batch(diagnosis: Diagnosis, command: Sequence[str]) -> Remedy:
-    logits, halved = diagnosis.requested_logits, half_batch(command)
-    title = "half the batch, twice the accumulation: the effective batch stays"
-    why = "the same samples in smaller pieces; 5 to 15 % slower"
+    """`command`: empty if it is not known."""
+    logits, halved, accumulates = diagnosis.requested_logits, half_batch(command), _accumulates(command)
+    title, why = "half the batch", ""
     if logits is not None and logits.batch > 1:
         b = logits.batch
         sizes = {batch: requested_at(diagnosis, batch) for batch in (b * 3 // 4, b * 5 // 8, b // 2)}
         at = ", ".join(f"{units.gib(size, 2)} GiB at B {batch}" for batch, size in sizes.items() if batch)
-        why += f"; the logits that did not fit ({units.gib(diagnosis.requested_bytes, 2)} GiB at B {b}) need {at}"
-        title = f"batch {b} -> {b // 2} and twice the accumulation: the effective batch stays"
+        why = f"; the logits that did not fit ({units.gib(diagnosis.requested_bytes, 2)} GiB at B {b}) need {at}"
+        title = f"batch {b} -> {b // 2}"
+    if accumulates:
+        title = f"{title} and twice the accumulation: the effective batch stays"
+        why = f"the same samples in smaller pieces; 5 to 15 % slower{why}"
+    elif not command:
+        why = f"fewer samples are in memory at once; if the program can accumulate, the effective batch can stay{why}"
+    else:
+        why = f"the command has no option for accumulation: an update then has half the samples{why}"
     typed = None if halved is None else f"memtop train --name NEW -- {shlex.join(halved)}"
-    return _option_of("smaller_batch", title, why, speed=0.9, command=typed)
+    changes = bool(command) and not accumulates
+    return _option_of("smaller_batch", title, why, speed=None if changes else 0.9, changes=changes, command=typed)
+
+
+def _accumulates(command: Sequence[str]) -> bool:
+    """Whether the program can take several batches in an update: its command says so, or has an
+    option of Hugging Face's Trainer, which can."""
+    return _option(command, _ACCUMULATION) is not None or _option(command, _BATCH[:2]) is not None
 
 
 def _chunked_loss(diagnosis: Diagnosis) -> Remedy:

@@ -53,7 +53,8 @@ def test_the_logits_of_a_request_at_other_batches_and_lengths(batch: int, length
 def test_the_remedies_contain_the_numbers_of_the_log() -> None:
     split = named(remedies_for_command(T5_OOM), "smaller_batch")
     assert "1.23 GiB at B 32) need 0.92 GiB at B 24, 0.77 GiB at B 20, 0.62 GiB at B 16" in split.why
-    assert split.title.startswith("batch 32 -> 16 and twice the accumulation")
+    assert split.title == "batch 32 -> 16, in your program's options", "whether it can accumulate is not known"
+    assert "if the program can accumulate, the effective batch can stay" in split.why
     assert "(1.2 GiB)" in named(remedies_for_command(T5_OOM), "chunked_loss").why
     unnamed = remedies_for_command(replace(T5_OOM, requested_for=None, requested_logits=None))
     assert "logits that did not fit" not in named(unnamed, "smaller_batch").why
@@ -170,6 +171,25 @@ def test_a_command_with_both_options_is_rewritten(command: str, halved: str) -> 
 def test_a_command_that_cannot_be_rewritten_exactly_is_left_alone(command: str) -> None:
     assert half_batch(command.split()) is None
     assert named(remedies_for_command(died(), ExternalCommand(command=tuple(command.split()))), "smaller_batch").command is None
+
+
+@pytest.mark.parametrize(
+    ("command", "accumulates"),
+    [
+        ("python t.py --batch_size 8", False),
+        ("python t.py", False),
+        ("python t.py --batch_size 7 --grad_accum_steps 1", True),
+        ("python run_clm.py --per_device_train_batch_size 8", True),
+    ],
+)
+def test_twice_the_accumulation_is_only_proposed_to_a_program_that_has_the_option(command: str, accumulates: bool) -> None:
+    known = ExternalCommand(command=tuple(command.split()))
+    for diagnosis, start in ((died(), "half the batch"), (T5_OOM, "batch 32 -> 16")):
+        found = named(remedies_for_command(diagnosis, known), "smaller_batch")
+        assert found.title.startswith(start)
+        assert ("twice the accumulation: the effective batch stays" in found.title) is accumulates
+        assert found.keeps_math is accumulates
+        assert ("an update then has half the samples" in found.why) is not accumulates
 
 
 @given(st.lists(st.text(max_size=30), max_size=8))

@@ -20,8 +20,8 @@ from memtop.supervisor.run.reports import Step
 class Attempt:
     """An attempt whose program prints."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, number: int = 1) -> None:
+        self.folder, self.number = folder, number
         self.ledger = Ledger(folder / "ledger.sqlite")
         self.outbox = Outbox(self.ledger)
         self.sent: list[Step] = []
@@ -34,7 +34,7 @@ class Attempt:
             self.sent += steps
 
         self.intake = OutputIntake(
-            self.folder, 1, self.outbox, on_steps=send, on_own_counter=self.own.append, on_back=self.back.append
+            self.folder, self.number, self.outbox, on_steps=send, on_own_counter=self.own.append, on_back=self.back.append
         )
         return self.intake
 
@@ -186,6 +186,20 @@ def test_a_program_that_has_resumed_counts_better_than_the_agent(attempt: Attemp
     assert [update for update, _ in attempt.rows] == list(range(501, 515))
     attempt.next_supervisor()
     assert attempt.own == [True, False], "the next supervisor knows it, and keeps the rows"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_program_that_has_resumed_counts_its_epochs_as_before(tmp_path: Path, first: int) -> None:
+    """`Epoch [5]` is the sixth one of a program that began with `Epoch [0]`."""
+    seen = None
+    for number, epochs in ((1, (first, first + 1)), (2, ()), (3, (first + 5, first + 6))):
+        folder = tmp_path / f"{number:04d}"
+        folder.mkdir()
+        attempt = Attempt(folder, number)
+        attempt.print("loading", *(f"Epoch: [{epoch}][{i}/100] Loss 1.5" for epoch in epochs for i in (50, 100)))
+        seen = attempt.read(to_the_end=True)
+    assert seen is not None
+    assert seen.update == 700
 
 
 def test_updates_that_do_not_count_are_not_stored(attempt: Attempt) -> None:

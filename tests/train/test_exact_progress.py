@@ -82,7 +82,7 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
     sent = [report for report in reports(tmp_path) if report["type"] in ("plan", "step")]
     starts = [i for i, report in enumerate(sent) if report["type"] == "plan"]
     assert len(starts) == len(SPLITS)
-    digests = expected(settings)
+    digests, order = expected(settings), order_of(settings)
     done = 0
     for split, start, end in zip(SPLITS, starts, [*starts[1:], len(sent)], strict=True):
         steps = sent[start + 1 : end]
@@ -91,6 +91,7 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
         assert first <= done + 1, split
         assert [step["update"] for step in steps] == list(range(first, first + len(steps))), split
         assert [step["sample_digest"] for step in steps] == [digests[step["update"] - 1] for step in steps], split
+        assert [step["epoch"] for step in steps] == [order.epoch_at(8 * step["update"]) for step in steps], split
         done = steps[-1]["update"]
     assert done == saved + EACH
 

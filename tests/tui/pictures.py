@@ -19,6 +19,7 @@ from textual.pilot import Pilot
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.tui.app import DashboardApp
+from memtop.tui.choices import Choices
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.feed import Connected, Feed, FeedMessage
 from memtop.tui.replay import StreamRecording
@@ -146,7 +147,7 @@ async def shown(
     time.tzset()
     # With an hour between samples no picture complains about the silence of a feed that stands
     # still.
-    app = DashboardApp(feed, interval=3600.0, theme=theme, **options)  # type: ignore[arg-type]
+    app = DashboardApp(feed, interval=3600.0, choices=Choices({"theme": theme}), **options)  # type: ignore[arg-type]
     async with app.run_test(size=SIZES[0]) as pilot:
         for _ in range(10):
             await settle(pilot)

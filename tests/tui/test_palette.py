@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from textual.command import CommandInput, CommandList
@@ -11,6 +12,7 @@ from memtop.supervisor import language
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.wire import Phase
 from memtop.tui.app import DashboardApp
+from memtop.tui.choices import Choices
 from memtop.tui.keymap import ACTIONS, offered
 from memtop.tui.palette import Palette
 from memtop.tui.processes.screen import ProcessesScreen
@@ -106,21 +108,21 @@ async def test_other_screens_list_their_own_keys_and_the_actions_of_the_dashboar
 
 
 async def test_a_chosen_theme_is_used_and_remembered_or_says_why_not() -> None:
-    kept: list[str] = []
+    kept: list[tuple[str, str]] = []
 
-    def remember(name: str) -> str:
+    def save(key: str, value: str) -> tuple[Path, str | None]:
         if kept:
             raise UsageError("config.toml: cannot be written: No space left on device")
-        kept.append(name)
-        return f"theme {name}: saved"
+        kept.append((key, value))
+        return Path("config.toml"), None
 
-    app = DashboardApp(RecordingFeed(running(gpu())), remember_theme=remember)
+    app = DashboardApp(RecordingFeed(running(gpu())), choices=Choices({}, save))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "ctrl+p", *"blind-light", "enter")
         assert app.theme == "memtop-colour-blind-light"
-        assert kept == [app.theme]
-        assert "theme memtop-colour-blind-light: saved" in screen_text(app)
+        assert kept == [("theme", app.theme)]
+        assert "theme memtop-colour-blind-light: saved in config.toml" in screen_text(app)
         await press(pilot, "ctrl+p", *"nord", "enter")
         assert app.theme == "nord"
         assert "theme nord: not saved: config.toml: cannot be written: No space left on device" in screen_text(app)
@@ -142,23 +144,3 @@ async def test_it_does_not_open_on_a_terminal_that_is_too_small() -> None:
         await press(pilot, "ctrl+p")
         await resize(pilot, 120, 40)
         assert app.screen is app.dashboard
-
-
-async def test_a_read_only_browser_keeps_no_theme(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[str] = []
-
-    def remember(name: str) -> str:
-        kept.append(name)
-        return "kept"
-
-    feed = RecordingFeed(machine())
-    feed.read_only = True
-    app = DashboardApp(feed, remember_theme=remember)
-    async with app.run_test() as pilot:
-        app.action_choose_theme("memtop-light")
-        assert kept == ["memtop-light"], "a terminal keeps it, read-only or not"
-        monkeypatch.setattr(DashboardApp, "is_web", property(lambda self: True))
-        app.action_choose_theme("memtop")
-        await settle(pilot)
-        assert app.theme == "memtop"
-        assert kept == ["memtop-light"]

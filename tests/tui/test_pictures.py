@@ -12,16 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from textual.pilot import Pilot
 
 from memtop.supervisor import language
-from memtop.supervisor.wire import Phase
+from memtop.supervisor.run.record.folder import RunFolder, create_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.output_log import OutputLog
+from memtop.supervisor.wire import Event, Phase
 from memtop.tui import runs
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.demo import RECORDING
 from memtop.tui.replay import StreamRecording
 from memtop.tui.runs import RunsScreen
+from memtop.tui.whole_log import WholeLogScreen
+from tests.run.brain import spec
 from tests.tui.pictures import (
     CHINESE,
     HERE,
@@ -37,8 +43,9 @@ from tests.tui.pictures import (
     shown,
     svg,
 )
-from tests.tui.support import machine, settle
+from tests.tui.support import SETTINGS, gpu, machine, running, screen_text, settle
 from tests.tui.test_runs import NOW, stored
+from tests.tui.test_spike import SPIKE
 
 DRAW = bool(os.environ.get("MEMTOP_DRAW_PICTURES"))
 EVERY = [(scene, theme) for scene in SCENES for theme in THEMES]
@@ -138,3 +145,69 @@ async def test_the_list_of_runs_looks_as_approved(
         queue = Picture("queue", ("u",))
         await opened(pilot, queue)
         await compare(pilot, queue, theme, tmp_path, compared)
+
+
+LOG = (
+    (1, 0, "memtop: GPU 0: NVIDIA RTX A4500, 20.0 GiB"),
+    *((1, 20 + 2 * n, f"update {n}  loss {4 - n / 20:.4f}  lr 0.0002  31.2 samples/s") for n in range(1, 13)),
+    (1, 46, "memtop: update 13: out of GPU memory in backward: 3.25 GiB requested, 2.81 GiB free"),
+    (2, 70, "memtop: resumed from train_latest_state at update 10, 320 samples"),
+    *((2, 70 + 2 * n, f"update {n}  loss {4 - n / 20:.4f}  lr 0.0002  29.4 samples/s") for n in range(11, 16)),
+)
+"""Attempt, seconds after the start, and line."""
+HAPPENED = (
+    (1, 40, "checkpoint", "update 10 saved, 1.2 GiB"),
+    (1, 43, "band", "GPU 0: safe -> danger, 97.4 %"),
+    (1, 47, "oom", "attempt 1: gpu_oom at update 13"),
+    (2, 66, "remedy", "it goes on with: batch 8 -> 4, accumulation 4 -> 8"),
+    (2, 95, "band", "GPU 0: safe -> edge, 86.2 %"),
+)
+
+
+def logged(runs_dir: Path) -> RunFolder:
+    """A run that has survived once, with its output, the times of its lines, and its events."""
+    folder = create_run(runs_dir, spec("qwen-sft", NOW), fresh=False)
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_attempt(1, "start", SETTINGS, NOW)
+    ledger.update_attempt(1, ended=NOW + 48, outcome="failed", updates=12)
+    ledger.add_attempt(2, "out of GPU memory", replace(SETTINGS, batch=4, accumulation=8), NOW + 65)
+    for number, second, kind, message in HAPPENED:
+        ledger.add_event(Event(time=NOW + second, attempt=number, kind=kind, message=message))
+    ledger.close()
+    for number, second, text in LOG:
+        path = folder.attempt(number) / "output.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"{text}\n")
+        OutputLog(path).mark(NOW + second)
+    return folder
+
+
+@pytest.mark.parametrize("theme", THEMES)
+async def test_the_whole_log_looks_as_approved(
+    theme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = logged(Path("runs"))
+    feed = Still([running(gpu(), name="qwen-sft", folder=str(folder.path))])
+    async with shown(feed, THEMES[theme], monkeypatch) as pilot:
+        whole_log = Picture("whole-log", ("L",))
+        await opened(pilot, whole_log)
+        screen = pilot.app.screen
+        assert isinstance(screen, WholeLogScreen)
+        while not screen.page.logs:
+            await pilot.pause(0.02)
+        await compare(pilot, whole_log, theme, tmp_path, compared)
+        found = Picture("whole-log-search", ("slash", *"safe", "enter"))
+        await opened(pilot, found)
+        while "match 2 of 2" not in screen_text(pilot.app):
+            await pilot.pause(0.02)
+        await compare(pilot, found, theme, tmp_path, compared)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+async def test_the_question_after_a_spike_looks_as_approved(
+    theme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: list[str]
+) -> None:
+    async with shown(Still([running(gpu(), spike=SPIKE)]), THEMES[theme], monkeypatch) as pilot:
+        await compare(pilot, Picture("spike"), theme, tmp_path, compared)

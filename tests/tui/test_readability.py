@@ -15,6 +15,7 @@ from textual.color import Color
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuTrouble, Job
 from memtop.tui.app import DashboardApp
+from memtop.tui.choices import Choices
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.line import cropped, plain, wrap
 from memtop.tui.machine.gpu_details import draw_gpu_details
@@ -48,7 +49,7 @@ TEXTS = ("mem-safe", "mem-edge", "mem-muted", "mem-alloc")
 @pytest.mark.parametrize("theme", [name for name in NAMES if not name.startswith("ansi-")])
 def test_the_words_of_the_bands_stand_out_from_every_background(theme: str) -> None:
     """The terminal chooses the colours of the two ANSI themes."""
-    variables = DashboardApp(RecordingFeed(), theme=theme).get_css_variables()
+    variables = DashboardApp(RecordingFeed(), choices=Choices({"theme": theme})).get_css_variables()
     for name in TEXTS:
         for background in ("background", "mem-track"):
             assert contrast(Color.parse(variables[name]), Color.parse(variables[background])) > 3.0, (name, background)
@@ -126,7 +127,7 @@ def distance(one: Color, other: Color) -> float:
 
 def confused(theme: str) -> list[tuple[str, str, str]]:
     """The bands that someone can confuse in this theme: the kind of vision and the two colours."""
-    variables = DashboardApp(RecordingFeed(), theme=theme).get_css_variables()
+    variables = DashboardApp(RecordingFeed(), choices=Choices({"theme": theme})).get_css_variables()
     bands = {name: Color.parse(variables[name]) for name in ("mem-safe", "mem-edge", "mem-danger-background", "error")}
     danger = ("mem-danger-background", "error")
     return [
@@ -140,7 +141,7 @@ def confused(theme: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("theme", ["memtop-colour-blind", "memtop-colour-blind-light"])
 def test_the_bands_differ_for_people_who_see_no_red_green_or_blue(theme: str) -> None:
     assert confused(theme) == []
-    variables = DashboardApp(RecordingFeed(), theme=theme).get_css_variables()
+    variables = DashboardApp(RecordingFeed(), choices=Choices({"theme": theme})).get_css_variables()
     for kind in MACHADO:
 
         def seen(name: str, kind: str = kind) -> Color:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.cli.dashboard import remember_theme, wanted_theme
+from memtop.cli.dashboard import remember, remembered
 from memtop.tui.app import terminal_gone
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
@@ -105,23 +105,23 @@ def test_the_theme_comes_from_its_variable_textuals_or_the_configuration(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert wanted_theme() == "memtop"
+    assert "theme" not in remembered()
     file = tmp_path / "memtop/config.toml"
     file.parent.mkdir()
     file.write_text('theme = "memtop-ligt"\n')
-    assert wanted_theme() == "memtop"
+    assert "theme" not in remembered()
     said = capsys.readouterr().err
     assert said == f"memtop: {file}: theme 'memtop-ligt': unknown, and ignored (did you mean memtop-light?)\n"
     file.write_text('theme = "memtop-light"\n')
-    assert wanted_theme() == "memtop-light"
+    assert remembered()["theme"] == "memtop-light"
     monkeypatch.setenv("TEXTUAL_THEME", "nord")
-    assert wanted_theme() == "nord"
+    assert remembered()["theme"] == "nord"
     monkeypatch.setenv("TEXTUAL_THEME", "textual-ligth")
-    assert wanted_theme() == "memtop"
+    assert "theme" not in remembered()
     monkeypatch.setenv("MEMTOP_THEME", "gruvbox")
-    assert wanted_theme() == "gruvbox"
+    assert remembered()["theme"] == "gruvbox"
     monkeypatch.setenv("MEMTOP_THEME", "grovbox")
-    assert wanted_theme() == "memtop"
+    assert "theme" not in remembered()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "memtop: TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored (did you mean textual-light?)",
@@ -137,8 +137,8 @@ def test_a_chosen_theme_is_the_next_one_unless_something_comes_before_it(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "memtop/config.toml"
-    assert remember_theme("nord") == f"theme nord: saved in {file}"
-    assert wanted_theme() == "nord"
+    assert remember("theme", "nord") == (file, None)
+    assert remembered()["theme"] == "nord"
     monkeypatch.setenv("TEXTUAL_THEME", "gruvbox")
-    assert remember_theme("dracula") == f"theme dracula: saved in {file}; but TEXTUAL_THEME comes first"
-    assert wanted_theme() == "gruvbox"
+    assert remember("theme", "dracula") == (file, "TEXTUAL_THEME")
+    assert remembered()["theme"] == "gruvbox"

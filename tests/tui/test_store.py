@@ -9,6 +9,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.tui.feed import LogLines
 from memtop.tui.keymap import BY_ID, obstacle, offered, stray_count
+from memtop.tui.processes.kill import consequences
 from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders, step_peak
 from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running, store_of
 
@@ -72,6 +73,10 @@ def test_a_holder_of_which_a_part_is_not_known_says_at_least() -> None:
     both = machine(gpu(0, processes=(process(5, used_bytes=None),)), gpu(1, processes=(process(5),)))
     (holder,) = holders(both)
     assert (holder.used_bytes, holder.memory) == (None, "≥ 1.0 GiB")
+    both = machine(gpu(0, processes=(process(5, used_bytes=None),)), gpu(1, processes=(process(5, used_bytes=0),)))
+    (holder,) = holders(both)
+    assert holder.memory == "–", "every sum is at least 0"
+    assert "(an unknown amount)" in consequences([holder], Store())[0]
 
 
 def test_a_process_on_two_gpus_is_one_row() -> None:

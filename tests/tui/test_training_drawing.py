@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import msgspec
 import pytest
@@ -20,9 +21,21 @@ from memtop.tui.dashboard.notice import notice
 from memtop.tui.dashboard.training import draw_compact_training, draw_loss, draw_training
 from memtop.tui.feed import Connected, Disconnected, Followed, Others, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, label_of, offered
-from memtop.tui.line import plain, width_of
+from memtop.tui.line import plain, width_of, wrap_within
 from memtop.tui.store import Store, fold
-from tests.tui.support import GIB, NOW, gpu, machine, running, store_of, text_of
+from tests.tui.support import (
+    GIB,
+    NOW,
+    RecordingFeed,
+    gpu,
+    machine,
+    opened,
+    resize,
+    running,
+    screen_text,
+    store_of,
+    text_of,
+)
 
 
 def test_every_mark_is_one_cell() -> None:
@@ -46,6 +59,109 @@ def test_the_share_of_padding_is_shown_where_there_is_room() -> None:
         assert ("31 %" in drawn) == ("31 % padding" in drawn), f"cut off at {width}"
     assert "padding" not in text_of(draw_training(store_of(running(padding_fraction=0.001)), 90, 10))
     assert "padding" not in text_of(draw_training(store_of(running()), 90, 10))
+
+
+LONG = wire.StepSplit(data_wait_seconds=12.5, forward_seconds=33.25, backward_seconds=61.75, optimizer_seconds=10.5)
+BUSY = {
+    "updates": 987_654,
+    "total_updates": 999_999,
+    "samples_seen": 31_604_928,
+    "epoch": 12.34,
+    "loss": 12.345,
+    "best_loss": 11.987,
+    "gradient_norm": 1234.56,
+    "samples_per_second": 456.7,
+    "tokens_per_second": 1_234_567.0,
+    "padding_fraction": 0.31,
+    "step_seconds": 118.0,
+    "eta_seconds": 1_000_000.0,
+    "split": LONG,
+    "checkpoint": wire.Checkpoint(
+        path="x", updates=987_000, saved_at=NOW - 4000, size_bytes=123 * GIB + GIB // 2, complete=True, samples_seen=1
+    ),
+}
+
+
+def numbers_in(text: str) -> set[str]:
+    """Every word with a digit."""
+    return {word for word in text.split() if re.search(r"\d", word)}
+
+
+def whole_numbers(update: wire.StateUpdate) -> set[str]:
+    """The numbers of both drawings where there is room for all of them."""
+    store = store_of(update)
+    return numbers_in(text_of([*draw_training(store, 400, 20), *draw_compact_training(store, 400, 3)]))
+
+
+@pytest.mark.parametrize("fields", [{}, BUSY], ids=["usual", "long"])
+def test_no_number_is_cut_at_any_width(fields: dict[str, object]) -> None:
+    update = running(gpu(), **fields)
+    store, whole = store_of(update), whole_numbers(update)
+    for width in range(30, 200):
+        for drawn in (draw_training(store, width, 20), draw_compact_training(store, max(60, width), 3)):
+            assert "…" not in text_of(drawn), width
+            assert numbers_in(text_of(drawn)) <= whole, width
+
+
+@pytest.mark.parametrize("height", [24, 45])
+@pytest.mark.parametrize("fields", [{}, BUSY], ids=["usual", "long"])
+async def test_no_number_is_cut_on_any_terminal(height: int, fields: dict[str, object]) -> None:
+    update = running(gpu(), **fields)
+    whole = whole_numbers(update)
+    async with opened(RecordingFeed(update), size=(80, height)) as (app, pilot):
+        for width in (*range(80, 200, 10), 109, 111, 117, 119, 200):
+            await resize(pilot, width, height)
+            shown = next(one for one in ("#training", "#compact-training") if app.screen.query_one(one).region.area)
+            place = app.screen.query_one(shown).content_region
+            rows = screen_text(app).splitlines()[place.y : place.bottom]
+            text = "\n".join(row[place.x : place.right] for row in rows)
+            assert "loss" in text
+            assert "samples/s" in text
+            assert "…" not in text, (width, text)
+            assert numbers_in(text) <= whole, (width, text)
+
+
+def test_the_least_important_numbers_are_left_out_first() -> None:
+    store = store_of(running(padding_fraction=0.31))
+    order = (
+        "31 % padding",
+        "best 1.790",
+        "grad 0.61",
+        "samples 768",
+        "step 1.15 s",
+        "epoch 0.40",
+        "55.9 k tok/s",
+        "lr 8.7e-05",
+    )
+    gone: list[str] = []
+    for width in range(120, 15, -1):
+        text = text_of(draw_training(store, width, 10))
+        gone += [one for one in order if one not in text and one not in gone]
+        assert "loss 1.842" in text
+        assert "31.2 samples/s" in text
+    assert tuple(gone) == order
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_text_without_room_ends_with_an_ellipsis_and_never_within_a_number(most: int) -> None:
+    text = "stopped at update 12 345 of 67 890, because the disk had 1 234 567 bytes left; 89 more were needed"
+    numbers = re.findall(r"\d[\d ]*\d|\d", text)
+    for width in range(10, 120):
+        rows = wrap_within(text, width, most)
+        assert len(rows) <= most
+        assert all(width_of(row) <= width for row in rows)
+        shown = " ".join(plain(row) for row in rows)
+        assert shown == text or shown.endswith(" …")
+        assert [number for number in re.findall(r"\d[\d ]*\d|\d", shown) if number not in numbers] == [], (width, shown)
+
+
+def test_a_notice_without_room_is_not_cut_within_a_number() -> None:
+    spike = wire.Spike(update=43, message="update 43: the loss rose from 2 to 9 at update 41 and stayed high", back_words="")
+    store = store_of(running(spike=spike))
+    for width in range(40, 100):
+        text = notice(store, width)
+        assert cell_len(text) <= width
+        assert numbers_in(text) <= numbers_in(f"! {spike.message}"), (width, text)
 
 
 def test_training_without_any_number_has_dashes() -> None:

@@ -15,12 +15,15 @@ from textual.pilot import Pilot
 from memtop.supervisor.run.record.folder import RunFolder, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.output_log import OutputLog, OutputTimes, times_path
+from memtop.supervisor.wire import Event
 from memtop.tui.app import DashboardApp
+from memtop.tui.attempt_log import AttemptLog, Section
 from memtop.tui.dashboard.result import DashboardResult
-from memtop.tui.whole_log import AttemptLog, WholeLogScreen
+from memtop.tui.line import plain
+from memtop.tui.whole_log import WholeLogScreen
 from tests.conftest import Runs
 from tests.run.brain import spec
-from tests.tui.support import SETTINGS, RecordingFeed, machine, press, running, screen_text, settle
+from tests.tui.support import SETTINGS, RecordingFeed, machine, press, resize, running, screen_text, settle
 
 NOW = 1_790_000_000.0
 
@@ -49,6 +52,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     OutputLog(first).mark(NOW + 12)
     wrote(found, 2, b"".join(b"second %d\n" % n for n in range(50)) + b"Loss is NaN \x1b]52;c;aGk=\x07here\n")
     return found
+
+
+def happened(folder: RunFolder, *events: tuple[int, float, str, str]) -> None:
+    """Events in the ledger: attempt, seconds after the first start, kind and message."""
+    ledger = Ledger(folder.ledger_path)
+    for attempt, seconds, kind, message in events:
+        ledger.add_event(Event(time=NOW + seconds, attempt=attempt, kind=kind, message=message))
+    ledger.close()
 
 
 @asynccontextmanager
@@ -127,6 +138,94 @@ async def test_lines_are_copied_by_osc_52_without_what_the_program_hid_in_them(
         assert "copied 3 marked lines" in screen_text(app)
 
 
+def rows_of(screen: WholeLogScreen) -> list[str]:
+    """The text of every row, without its time."""
+    page = screen.page
+    return [plain(page.text_of(number, with_time=False)) for number in range(page.virtual_size.height)]
+
+
+async def test_events_stand_at_their_times_among_the_lines(folder: RunFolder) -> None:
+    path = folder.attempt(2) / "output.log"
+    path.write_bytes(b"early\n")
+    OutputLog(path).mark(NOW + 80)
+    path.write_bytes(b"early\nlate\n")
+    OutputLog(path).mark(NOW + 90)
+    path.write_bytes(b"early\nlate\nnewest\n")
+    happened(
+        folder,
+        (0, -5, "queued", "waits for the run other"),
+        (1, 11, "checkpoint", "before the first mark"),
+        (1, 12, "checkpoint", "with the first mark"),
+        (1, 60, "oom", "attempt 1: gpu_oom"),
+        (2, 69, "remedy", "between the attempts"),
+        (2, 85, "band", "GPU 0: safe -> edge, 86.2 %"),
+        (2, 200, "checkpoint", "after every mark"),
+    )
+    async with opened(folder) as (app, pilot, screen):
+        shown = rows_of(screen)
+        assert shown[0] == "◆ waits for the run other"
+        assert shown[1].startswith("── attempt 1 ")
+        assert shown[2:4] == ["◆ before the first mark", "first 0"]
+        assert shown[53:] == [
+            "◆ with the first mark",
+            "── attempt 1 failed at 14:14:20 after 00:01:00; update 90 ──",
+            "◆ attempt 1: out of GPU memory",
+            shown[56],
+            "◆ between the attempts",
+            "early",
+            "◆ GPU 0: safe -> edge, 86.2 %",
+            "late",
+            "◆ after every mark",
+            "newest",
+        ]
+        assert "14:14:45  ◆ GPU 0: safe -> edge, 86.2 %" in screen_text(app), "with its own time"
+        happened(folder, (2, 300, "warning", "the disk is full"))
+        while "the disk is full" not in screen_text(app):
+            await pilot.pause(0.05)
+        assert rows_of(screen)[-2:] == ["◆ the disk is full", "newest"]
+
+
+async def test_events_are_searched_and_copied_with_the_lines(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened(folder, (1, 5, "oom", "gpu_oom at update 7"), (2, 100, "warning", "Loss is rising"))
+    async with opened(folder) as (app, pilot, screen):
+        written: list[str] = []
+        assert app._driver is not None
+        monkeypatch.setattr(app._driver, "write", written.append)
+        await press(pilot, "slash", *"loss is", "enter")
+        while "of 2" not in screen_text(app):
+            await pilot.pause(0.02)
+        assert "match 2 of 2" in screen_text(app), "the line; the event is above it"
+        await press(pilot, "n")
+        assert "match 1 of 2" in screen_text(app)
+        await press(pilot, "y")
+        (sent,) = [text for text in written if "\x1b]52;c;" in text]
+        copied = base64.b64decode(sent.split("\x1b]52;c;")[1].split("\a")[0]).decode()
+        assert "\n◆ Loss is rising\nsecond 0\n" in copied
+        await press(pilot, "slash", *"out of gpu", "enter")
+        while "of 1" not in screen_text(app):
+            await pilot.pause(0.02)
+        assert "◆ out of GPU memory at update 7" in screen_text(app)
+        happened(folder, (1, 1, "warning", "an earlier one"))
+        while "◆ an earlier one" not in rows_of(screen):
+            await pilot.pause(0.05)
+        await press(pilot, "n")
+        assert "◆ out of GPU memory at update 7" in screen_text(app), "found where it is now"
+
+
+def test_a_row_is_found_where_it_stands(folder: RunFolder) -> None:
+    ledger = Ledger(folder.ledger_path)
+    attempt = ledger.attempts()[0]
+    ledger.close()
+    log = AttemptLog(folder, attempt)
+    while log.extend():
+        pass
+    events = [Event(id=n, time=NOW + seconds, attempt=1, kind="", message="") for n, seconds in enumerate((99, -1, 12, 5))]
+    section = Section(log, events, is_first=True)
+    assert len(section) == 50 + 2 + 4
+    assert [section.offset(section.at(offset)) for offset in range(len(section))] == list(range(len(section)))
+    assert [event.id for event in section.events] == [1, 3, 2, 0]
+
+
 async def test_it_stays_at_the_end_while_the_log_grows_and_where_the_user_scrolled(folder: RunFolder) -> None:
     async with opened(folder) as (app, pilot, screen):
         with (folder.attempt(2) / "output.log").open("ab") as file:
@@ -141,6 +240,20 @@ async def test_it_stays_at_the_end_while_the_log_grows_and_where_the_user_scroll
             await pilot.pause(0.05)
         await pilot.pause(1.2)
         assert "first 0" in screen_text(app)
+
+
+async def test_it_stays_at_the_end_when_the_terminal_becomes_smaller(folder: RunFolder) -> None:
+    async with opened(folder, (100, 130)) as (app, pilot, _):
+        assert "first 0" in screen_text(app), "everything fits"
+        await resize(pilot, 100, 30)
+        assert "Loss is NaN here" in screen_text(app)
+        with (folder.attempt(2) / "output.log").open("ab") as file:
+            file.write(b"later\n" * 40 + b"the newest\n")
+        while "the newest" not in screen_text(app):
+            await pilot.pause(0.05)
+        await press(pilot, "home")
+        await resize(pilot, 100, 20)
+        assert "first 0" in screen_text(app), "where the user scrolled"
 
 
 def test_a_long_log_with_a_hole_is_indexed_in_little_memory(tmp_path: Path, folder: RunFolder) -> None:

@@ -36,7 +36,7 @@ _ROUTINE = ("checkpoint", "memory")
 
 def _event(event: Event, width: int) -> list[Line]:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    sign, role = _event_look(event)
+    sign, role = event_look(event)
     head = line((f"{clock} ", MUTED), (f"{sign:<2} ", role))
     indent = line(" " * width_of(head))
     parts = wrap(in_words(event.message), max(1, width - width_of(head)), role)
@@ -60,7 +60,8 @@ _EVENT_LOOKS = {
 }
 
 
-def _event_look(event: Event) -> tuple[str, str]:
+def event_look(event: Event) -> tuple[str, str]:
+    """The sign of an event, and the role of its words."""
     if event.kind == "band":
         # The message names the new band: "GPU 1: safe -> edge, 86.2 %".
         for band, role in ((Band.DANGER, "bad"), (Band.EDGE, "edge"), (Band.SAFE, "safe")):

@@ -186,12 +186,20 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         self.border_title = Content(f"{tr('Log')}  {tr(state)}{searching}")
 
 
+def marked(text: str, query: str) -> Line:
+    """The text with the first place of the search text marked; nothing if it is not there."""
+    if not query or query not in text.casefold():
+        return ()
+    start = text.casefold().index(query)
+    end = start + len(query)
+    return foreign((text[:start], TEXT), (text[start:end], "match"), (text[end:], TEXT))
+
+
 def mark_log_line(text: str, query: str) -> Line:
     """A log line with a dimmed rank prefix, highlighted errors and the marked search text."""
-    if query and query in text.casefold():
-        start = text.casefold().index(query)
-        end = start + len(query)
-        return foreign((text[:start], TEXT), (text[start:end], "match"), (text[end:], TEXT))
+    found = marked(text, query)
+    if found:
+        return found
     role = "bad" if any(word in text.casefold() for word in _ALARMING) else "text"
     if text.startswith("[") and "]" in text:
         cut = text.index("]") + 1

@@ -11,7 +11,7 @@ from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.dashboard.header import PHASE_MARKS
-from memtop.tui.line import SHORTEST_NAME, Line, cropped, fit, line
+from memtop.tui.line import SHORTEST_NAME, Line, beginning, fit, line
 from memtop.tui.machine.gpu import driver_silence
 from memtop.tui.store import ConnectionState, Store
 from memtop.tui.trends import before_the_end, first_full, sentence
@@ -57,8 +57,7 @@ def _and_more(count: int) -> str:
 
 def with_key(what: str, key: str, width: int) -> str:
     """The sentence and the key; the key is more important than the end of the sentence."""
-    room = max(0, width - cell_len(key))
-    return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
+    return f"{beginning(what, max(0, width - cell_len(key)))}{key}"
 
 
 def _end(run: RunState, width: int) -> str:
@@ -80,8 +79,7 @@ def _end(run: RunState, width: int) -> str:
         room = max(0, width - cell_len(key))
         if cell_len(end) <= room:
             break
-    what = f"{end}{why}"
-    return f"{what if cell_len(what) <= room else cropped(what, room)}{key}"
+    return f"{beginning(f'{end}{why}', room)}{key}"
 
 
 def _next_step(run: RunState, name: str) -> str:
@@ -108,7 +106,7 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
     if run.unsaved is not None:
         whole = tr(f"! {run.unsaved}")
         # Without room, the folder is dropped before the problem.
-        return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", f"! {run.unsaved}"), width)
+        return whole if cell_len(whole) <= width else beginning(tr(re.sub(r" in /[^;]*", "", f"! {run.unsaved}")), width)
     urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
     if urgent is not None:
         return f"^ {sentence(urgent, run, width - 2)}"

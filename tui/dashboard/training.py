@@ -22,7 +22,7 @@ from memtop.tui.line import (
     line,
     spread,
     width_of,
-    wrap,
+    wrap_within,
 )
 from memtop.tui.store import Store
 from memtop.tui.words import BOTTLENECKS, age
@@ -38,35 +38,11 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         return [line(("no run", MUTED))]
     lines = [_progress(run, width)]
     if run.reason:
-        reason = wrap(run.reason, width, "edge" if run.state is not Phase.FAILED else "bad")
         # Ranks of an ended run have no lines; the reason may use them.
         room = max(1, height - _LINES) if run.state.final else 1
-        lines += [*reason[: room - 1], fit(join(reason[room - 1 :], " "), width)] if len(reason) > room else reason
+        lines += wrap_within(run.reason, width, room, "edge" if run.state is not Phase.FAILED else "bad")
     lines += [
-        grid(
-            (
-                fact("ETA", units.duration(run.eta_seconds)),
-                fact("epoch", _number(run.epoch, ".2f")),
-                fact("samples", units.count(run.samples_seen)),
-            ),
-            width,
-        ),
-        grid(
-            (
-                line(*fact("loss", _number(run.loss, ".3f")), (f" best {_number(run.best_loss, '.3f')}", MUTED)),
-                fact("lr", _number(run.learning_rate, ".1e")),
-                fact("grad", _number(run.gradient_norm, ".2f")),
-            ),
-            width,
-        ),
-        grid(
-            (
-                fact("", f"{units.rate(run.samples_per_second)} samples/s"),
-                _tokens(run, width * 3 // 10),
-                fact("step", _step(run.step_seconds)),
-            ),
-            width,
-        ),
+        *_numbers(run, width),
         _checkpoint_line(store, run, width),
         *_source_lines(run, width),
     ]
@@ -79,10 +55,47 @@ def _source_lines(run: RunState, width: int) -> list[Line]:
     why = run.program.why if run.program is not None else None
     if why is None:
         return [_split_line(run, width)]
-    first, *more = wrap(why, width, MUTED)
     if any(getattr(run.split, name) is not None for name in run.split.__struct_fields__):
-        return [_split_line(run, width), fit(join((first, *more), " "), width)]
-    return [first, *([fit(join(more, " "), width)] if more else [])]
+        return [_split_line(run, width), *wrap_within(why, width, 1, MUTED)]
+    return wrap_within(why, width, 2, MUTED)
+
+
+_ROWS = (("ETA", "epoch", "samples"), ("loss", "lr", "grad"), ("speed", "tokens", "step"))
+_LESS_IMPORTANT = ("padding", "best", "grad", "samples", "step", "epoch", "tokens", "lr")
+"""What is left out where there is no room, the first one first."""
+
+
+def _numbers(run: RunState, width: int) -> list[Line]:
+    """Three lines with the numbers for which there is room."""
+    rows: list[list[Line]] = []
+    for count in range(len(_LESS_IMPORTANT) + 1):
+        items = _items(run, _LESS_IMPORTANT[:count])
+        rows = [[items[name] for name in row if name in items] for row in _ROWS]
+        lines = grid(rows, width)
+        if lines is not None:
+            return lines
+    return [join_fitting(row, width) for row in rows]
+
+
+def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
+    """The numbers by their names, without some."""
+    loss, tokens = fact("loss", _number(run.loss, ".3f")), fact("", f"{_thousands(run.tokens_per_second)} tok/s")
+    if "best" not in left_out:
+        loss = line(*loss, (f" best {_number(run.best_loss, '.3f')}", MUTED))
+    if "padding" not in left_out and run.padding_fraction and run.padding_fraction >= _WORTH_A_WORD:
+        tokens = line(*tokens, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
+    found = {
+        "ETA": fact("ETA", units.duration(run.eta_seconds)),
+        "epoch": fact("epoch", _number(run.epoch, ".2f")),
+        "samples": fact("samples", units.count(run.samples_seen)),
+        "loss": loss,
+        "lr": fact("lr", _number(run.learning_rate, ".1e")),
+        "grad": fact("grad", _number(run.gradient_norm, ".2f")),
+        "speed": fact("", f"{units.rate(run.samples_per_second)} samples/s"),
+        "tokens": tokens,
+        "step": fact("step", _step(run.step_seconds)),
+    }
+    return {name: item for name, item in found.items() if name not in left_out}
 
 
 _SPARK_HIGHEST = 40
@@ -96,34 +109,27 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
         return []
     eta = line("  ", *fact("ETA", units.duration(run.eta_seconds)))
     first = (*_progress(run, width - width_of(eta)), *eta)
-    best = line((f" best {_number(run.best_loss, '.3f')}", MUTED))
-    second = join(
-        (
-            line(*fact("loss", _number(run.loss, ".3f")), *best),
-            fact("lr", _number(run.learning_rate, ".1e")),
-            fact("grad", _number(run.gradient_norm, ".2f")),
-            fact("epoch", _number(run.epoch, ".2f")),
-        )
-    )
+    more = {"saved": fact("saved", _ago(store, run), "bad" if run.unsaved else STRONG), "bound": _bound(run)}
+    second = _fitting(run, ("loss", "lr", "grad", "epoch"), {}, width)
     if recent := curve_spark(_losses(store), min(_SPARK_HIGHEST, width - width_of(second) - 2)):
         second = join((second, line((recent, "curve"))))
-    third = join(
-        (
-            fact("", f"{units.rate(run.samples_per_second)} samples/s"),
-            fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
-            fact("step", _step(run.step_seconds)),
-            fact("saved", _ago(store, run), "bad" if run.unsaved else STRONG),
-            _bound(run),
-        )
-    )
+    third = _fitting(run, ("speed", "tokens", "step", "saved", "bound"), more, width)
     if run.reason:
-        second, *more = wrap(run.reason, width, "bad" if run.state is Phase.FAILED else "edge")
-        if more and run.state.final:
-            # After the end, the reason is more important than the speed.
-            third = join(more, " ")
-        elif more:
-            second = join((second, *more), " ")
+        # After the end, the reason is more important than the speed.
+        second, *rest = wrap_within(run.reason, width, 1 + run.state.final, "bad" if run.state is Phase.FAILED else "edge")
+        third = rest[0] if rest else third
     return [fit(part, width) for part in (first, second, third)][:height]
+
+
+def _fitting(run: RunState, names: Sequence[str], more: dict[str, Line], width: int) -> Line:
+    """The items with these names on one line; the less important ones only if there is room."""
+    parts: list[Line] = []
+    for count in range(1, len(_LESS_IMPORTANT) + 1):
+        items = _items(run, _LESS_IMPORTANT[:count]) | more
+        parts = [items[name] for name in names if name in items]
+        if width_of(join(parts)) <= width:
+            break
+    return join_fitting(parts, width)
 
 
 _STAGES = (Stage.STARTING, Stage.IMPORTING, Stage.LOADING_MODEL, Stage.READING_DATA, Stage.FIRST_UPDATE)
@@ -153,16 +159,9 @@ def _progress(run: RunState, width: int) -> Line:
     left = line(("update ", MUTED), (units.count(done), STRONG), (f" / {units.count(total)}  ", MUTED))
     right = line((f"  {units.percent(fraction, 0):>5}", STRONG))
     room = width - width_of((*left, *right))
+    if room < 0:
+        return fit(join_fitting((fact("update", units.count(done)), fact("", units.percent(fraction, 0))), width), width)
     return fit((*left, *progress_bar(room, fraction), *right), width)
-
-
-def _tokens(run: RunState, width: int) -> Line:
-    """`12.3 k tok/s 5 % padding`; without the padding if there is none, or no room."""
-    speed = fact("", f"{_thousands(run.tokens_per_second)} tok/s")
-    if not run.padding_fraction or run.padding_fraction < _WORTH_A_WORD:
-        return speed
-    whole = line(*speed, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
-    return whole if width_of(whole) < width else speed
 
 
 def _split_line(run: RunState, width: int) -> Line:
@@ -181,9 +180,10 @@ def _split_line(run: RunState, width: int) -> Line:
     bound = _bound(run)
     # The bottleneck is more important than full words.
     short = [(_SHORT.get(word, word), share) for word, share in shares]
-    forms = [join(fact(word, units.percent(share, 0)) for word, share in form) for form in (shares, short, short[:4])]
-    split = next((form for form in forms if width_of(form) + 2 + width_of(bound) <= width), forms[-1])
-    return spread(split, bound, width) if bound else fit(split, width)
+    forms = [[fact(word, units.percent(share, 0)) for word, share in form] for form in (shares, short, short[:4])]
+    room = width - (width_of(bound) + 2 if bound else 0)
+    split = next((form for form in forms if width_of(join(form)) <= room), forms[-1])
+    return spread(join_fitting(split, room), bound, width)
 
 
 _WORTH_A_WORD = 0.01
@@ -201,17 +201,15 @@ def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
     if checkpoint is None:
         return line(*fact("checkpoint", run.checkpoint_words, MUTED))
     if not checkpoint.complete:
-        return fit(line(("checkpoint ", MUTED), (f"! not complete: {checkpoint.problem or 'unknown'}", "bad")), width)
-    return fit(
-        join(
-            (
-                fact("checkpoint update", units.count(checkpoint.updates)),
-                fact("", _ago(store, run)),
-                fact("", units.size(checkpoint.size_bytes)),
-            )
-        ),
-        width,
+        head = line(("checkpoint ", MUTED))
+        why = wrap_within(f"! not complete: {checkpoint.problem or 'unknown'}", width - width_of(head), 1, "bad")
+        return (*head, *why[0])
+    parts = (
+        fact("checkpoint update", units.count(checkpoint.updates)),
+        fact("", _ago(store, run)),
+        fact("", units.size(checkpoint.size_bytes)),
     )
+    return fit(join_fitting(parts, width), width)
 
 
 def _ago(store: Store, run: RunState) -> str:

@@ -131,7 +131,10 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
         glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
         role = "alloc" if glyph != "░" else "other"
         # No other process means 0 bytes; processes that do not report their memory mean unknown.
-        found.append(Part(word, sum(known) if known or not rest else None, glyph, role, at_least=len(known) < len(rest)))
+        # Of several, at least 0 bytes is not known either.
+        at_least = len(known) < len(rest)
+        size = None if at_least and not any(known) else sum(known)
+        found.append(Part(word, size, glyph, role, at_least=at_least))
     return found
 
 

@@ -21,12 +21,13 @@ from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.wire import Event
+from memtop.tui.choices import SCALES
 from memtop.tui.line import MUTED, Line, line
 from memtop.tui.metrics.curves import AXES, RunCurves
 from memtop.tui.metrics.drawing import METRICS, RUN_ROLES, SMOOTHINGS, MetricsView, cell_at, chart_width, draw
 from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
-from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, Words, named
+from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, T, Words, named
 from memtop.tui.store import Store
 
 _READ_SECONDS = 2.0
@@ -63,13 +64,14 @@ class MetricsScreen(FullScreen):
         super().__init__(dashboard, id="metrics-screen")
         self._given = folders[0] if folders else None
         self._chosen = set(_AT_FIRST)
-        self._axis = AXES[0]
+        self._axis = dashboard.choices["metrics-axis"]
         self._part: tuple[float, float | None] | None = None
         """The length of the axis that is shown, and where it ends (None: at the newest update).
         None: all of it."""
         self._cursor: float | None = None
-        self._smoothing = 0
-        self._log_scale = False
+        self._smoothing = int(dashboard.choices["metrics-smoothing"])
+        """Dots over which the curves are smoothed."""
+        self._scale = dashboard.choices["metrics-scale"]
         self._first = 0
         self._shown = 0
         self._folders: list[Path] = list(folders[1 : len(RUN_ROLES)])
@@ -96,8 +98,8 @@ class MetricsScreen(FullScreen):
     def headline_right(self, store: Store) -> Line:
         parts = [f"by {self._axis}"]
         if self._smoothing:
-            parts.append(f"smoothed over {SMOOTHINGS[self._smoothing]} dots")
-        if self._log_scale:
+            parts.append(f"smoothed over {self._smoothing} dots")
+        if self._scale == "log":
             parts.append("log scale")
         return (*line((separator(", ").join(map(tr, parts)), MUTED)), *super().headline_right(store))
 
@@ -199,8 +201,8 @@ class MetricsScreen(FullScreen):
             start=span[0],
             end=span[1],
             cursor=self._cursor,
-            smoothing=SMOOTHINGS[self._smoothing],
-            log_scale=self._log_scale,
+            smoothing=self._smoothing,
+            log_scale=self._scale == "log",
             events=self._events,
         )
         lines, self._shown = draw(kinds[self._first :], runs, view, width, height)
@@ -213,16 +215,19 @@ class MetricsScreen(FullScreen):
         self._show()
 
     def action_axis(self) -> None:
-        self._axis = AXES[(AXES.index(self._axis) + 1) % len(AXES)]
+        self._axis = _after(AXES, self._axis)
         self._part = self._cursor = None
+        self.choose("metrics-axis", self._axis)
         self._show()
 
     def action_smooth(self) -> None:
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        self._smoothing = _after(SMOOTHINGS, self._smoothing)
+        self.choose("metrics-smoothing", str(self._smoothing))
         self._show()
 
     def action_log(self) -> None:
-        self._log_scale = not self._log_scale
+        self._scale = _after(SCALES, self._scale)
+        self.choose("metrics-scale", self._scale)
         self._show()
 
     def action_zoom(self, factor: float) -> None:
@@ -306,6 +311,11 @@ class MetricsScreen(FullScreen):
             else:
                 self.clear_message()
             self._read()
+
+
+def _after(values: Sequence[T], value: T) -> T:
+    """The next value; after the last one comes the first."""
+    return values[(values.index(value) + 1) % len(values)]
 
 
 class RunsDialog(Dialog[list[Path]]):

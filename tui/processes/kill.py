@@ -212,7 +212,9 @@ def consequences(chosen: Sequence[Holder], store: Store) -> list[str]:
     """What ending these processes frees and what it loses."""
     known = [holder.at_least_bytes for holder in chosen if holder.at_least_bytes is not None]
     all_known = all(holder.used_bytes is not None for holder in chosen)
-    freed = (units.size(sum(known)) if all_known else units.at_least(sum(known))) if known else "an unknown amount"
+    freed = "an unknown amount"
+    if known and (all_known or any(known)):
+        freed = units.size(sum(known)) if all_known else units.at_least(sum(known))
     lines = [f"{'Its' if len(chosen) == 1 else 'Their'} GPU memory is freed ({freed}); unsaved work is lost."]
     for name in dict.fromkeys(holder.process.run for holder in chosen if not holder.process.stray):
         if name is not None:

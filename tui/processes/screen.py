@@ -16,6 +16,7 @@ from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
 from memtop.supervisor.monitor.strays import rows_of as gpu_rows
 from memtop.supervisor.monitor.values import GpuProcess, why_incomplete
+from memtop.tui.choices import order_of, order_text
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
@@ -27,8 +28,6 @@ from memtop.tui.processes.table import SORTABLE, columns_for, draw_row, heading,
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine
 from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import REPORTS, report_lines
-
-_VIEWS = (ProcessView.JOBS, ProcessView.TREE, ProcessView.FLAT)
 
 
 class ProcessesScreen(FullScreen):
@@ -57,8 +56,8 @@ class ProcessesScreen(FullScreen):
     def __init__(self, dashboard: Dashboard, *, filter_text: str = "") -> None:
         super().__init__(dashboard, id="processes-screen")
         self._store: Store = dashboard.store
-        self._view = ProcessView.JOBS
-        self._order = Order()
+        self._view = ProcessView(dashboard.choices["processes-view"])
+        self._order = Order(*order_of(dashboard.choices["processes-sort"]))
         self._folded: set[str] = set()
         self.ticked: set[RowKey] = set()
         """The rows that were chosen to be ended."""
@@ -195,7 +194,9 @@ class ProcessesScreen(FullScreen):
     # --- order ------------------------------------------------------------------------------------
 
     def action_view(self) -> None:
-        self._view = _VIEWS[(_VIEWS.index(self._view) + 1) % len(_VIEWS)]
+        views = list(ProcessView)
+        self._view = views[(views.index(self._view) + 1) % len(views)]
+        self.choose("processes-view", self._view.value)
         self._show()
 
     def action_sort(self, step: int) -> None:
@@ -213,11 +214,14 @@ class ProcessesScreen(FullScreen):
     def _sort_by(self, column: str) -> None:
         # Numbers start with the largest, words with A.
         words = ("user", "container", "command", "pid", "gpu")
-        self._order = Order(column, descending=column not in words)
-        self._show()
+        self._put_in_order(Order(column, descending=column not in words))
 
     def action_reverse(self) -> None:
-        self._order = Order(self._order.column, descending=not self._order.descending)
+        self._put_in_order(Order(self._order.column, descending=not self._order.descending))
+
+    def _put_in_order(self, order: Order) -> None:
+        self._order = order
+        self.choose("processes-sort", order_text(order.column, descending=order.descending))
         self._show()
 
     def action_fold_all(self) -> None:

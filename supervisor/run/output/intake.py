@@ -80,7 +80,7 @@ class OutputIntake:
         self._outbox = outbox
         self._pattern = re.compile(pattern) if pattern else None
         self._on_steps, self._on_own_counter, self._on_back = on_steps, on_own_counter, on_back
-        self._state = read_derived(self._path, OutputFile) or OutputFile(learner=Learner.of(command))
+        self._state = read_derived(self._path, OutputFile) or _begun(folder, number, command)
         self._tail = Tail(folder / "output.log", self._state.offset)
         self._own_log: OwnLog | None = None
         self._stored = (self._state.offset, 0)
@@ -269,3 +269,9 @@ class OutputIntake:
             again=again,
             log=self._own_log.path if self._own_log is not None and self._state.is_printed is False else None,
         )
+
+
+def _begun(folder: Path, number: int, command: Sequence[str]) -> OutputFile:
+    """Before the first line of an attempt: what the attempt before it has shown of the program."""
+    before = read_derived(folder.with_name(f"{number - 1:04d}") / "output.json", OutputFile)
+    return OutputFile(learner=Learner.of(command, None if before is None else before.learner))

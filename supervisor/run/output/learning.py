@@ -99,14 +99,21 @@ class Learner(msgspec.Struct, kw_only=True):
     """How many steps there will be, by the settings that the program prints at its start, or else
     by the options of its command."""
     declared_epochs: int | None = None
+    from_zero: list[str] = []
+    """Shapes in which earlier attempts counted their epochs from 0. A program that has resumed does
+    not show that."""
     counted_at: int | None = None
     """The updates that the agent had counted at the newest line that counts."""
 
     @classmethod
-    def of(cls, command: Sequence[str]) -> Learner:
-        """Of a program that was started so."""
+    def of(cls, command: Sequence[str], before: Learner | None = None) -> Learner:
+        """Of a program that was started so. `before`: of its attempt before this one."""
         declared, declared_epochs = declared_by(command)
-        return cls(declared=declared, declared_epochs=declared_epochs)
+        learner = cls(declared=declared, declared_epochs=declared_epochs)
+        if before is not None:
+            now = [name for name, shape in before.shapes.items() if not shape.first_epoch]
+            learner.from_zero = list(dict.fromkeys((*before.from_zero, *now)))
+        return learner
 
     def take(
         self, lines: Iterable[str], now: float, *, updates: int | None = None, pattern: re.Pattern[str] | None = None
@@ -195,7 +202,7 @@ class Learner(msgspec.Struct, kw_only=True):
         forgotten."""
         shape = self.shapes.pop(line.shape, None)
         if shape is None:
-            shape = Shape(with_evaluation=line.evaluated)
+            shape = Shape(with_evaluation=line.evaluated, first_epoch=0 if line.shape in self.from_zero else 1)
             if len(self.shapes) >= _SHAPES:
                 del self.shapes[next(name for name in self.shapes if name not in (self.counts, self.losses))]
         self.shapes[line.shape] = shape

@@ -416,11 +416,12 @@ class Ledger:
         found = ((kind, msgspec.json.decode(data).get("time")) for kind, data in rows)
         return {(kind, reported) for kind, reported in found if reported is not None}
 
-    def events(self, newest: int = 500, *, kind: str | None = None) -> list[Event]:
-        """The newest events, all or of one kind; the oldest first."""
+    def events(self, newest: int = 500, *, kind: str | None = None, after: int = 0) -> list[Event]:
+        """The newest events, all or of one kind, after the one with this number; oldest first."""
         rows = self._db.execute(
-            "SELECT id, time, attempt, kind, message, data FROM events WHERE ? IN (kind, '') ORDER BY id DESC LIMIT ?",
-            (kind or "", newest),
+            "SELECT id, time, attempt, kind, message, data FROM events"
+            " WHERE id > ? AND ? IN (kind, '') ORDER BY id DESC LIMIT ?",
+            (after, kind or "", newest),
         ).fetchall()
         return [
             Event(id=i, time=t, attempt=a, kind=k, message=m, data=msgspec.json.decode(d))

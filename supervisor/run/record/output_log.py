@@ -7,7 +7,7 @@ supervisor removes the middle of the file, as `holes.py` explains.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 from memtop.supervisor import holes, units
@@ -110,3 +110,8 @@ class OutputTimes:
         None if no later size was noted."""
         place = bisect_left(self._sizes, end)
         return self._times[place] if place < len(self._times) else None
+
+    def size_at(self, moment: float) -> int:
+        """How many bytes were certainly written at this time, seconds since the epoch."""
+        place = bisect_right(self._times, moment)
+        return self._sizes[place - 1] if place else 0
