@@ -126,6 +126,7 @@ NOT_SHOWN = {
     *("{0} of an epoch", "of an epoch", "bar of {0}", "and evaluation"),  # keys of the shapes of lines
     *("Max address space", "Root Cause (first observed failure):", "Traceback (most recent call last)"),  # of other programs
     *("device-side assert triggered", "not_examined ({0})"),
+    "wait for the end of the program, then conclude the run",  # internal
     *("a Change as JSON", "{0} cannot become {1}", "check_request refuses external commands", "start comes first"),  # internal
     *("no rule for {0}", "there was no command to answer", "an update under ZeRO is never repeated", "tokens 1"),
     *("calls of backward", "batches of an update", "checked with the settings", "compiled anew", "parquet rows", "json lines"),
