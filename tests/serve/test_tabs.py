@@ -16,19 +16,13 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from memtop.cli.serve import server as web_server
-from memtop.cli.serve.access import Access
-from memtop.cli.serve.sampling import SharedSampler
 from memtop.cli.serve.tab import Tab as DashboardTab
-from memtop.supervisor.monitor.sampler import Sampler
 from tests.conftest import Runs
 from tests.serve import browser as chromium
 from tests.serve.browser import Browser
-from tests.serve.served import LIVES, Served, Tab, tab_of, until
+from tests.serve.served import LIVES, Served, tab_of, until
 
 # --- what a tab may do ----------------------------------------------------------------------------
 
@@ -163,34 +157,6 @@ async def test_the_server_leaves_no_process_behind(number: int, status: int, ser
         assert await asyncio.to_thread(served.end, number) == status
         await asyncio.to_thread(until, lambda: not any(tab.is_running() for tab in tabs), lambda: tabs)
     assert "Traceback" not in served.said()
-
-
-async def test_there_is_a_limit_to_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MOST_TABS", 2)
-    monkeypatch.setattr("memtop.cli.serve.tab.print_message", lambda *lines: None)
-    access = Access("127.0.0.1", 8000)
-    server = web_server.Server(access, ["--demo", "--read-only"], SharedSampler(Sampler, 1.0), announce=lambda: None)
-    runner = web.AppRunner(server.app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    address = runner.addresses[0]
-    cookie = f"{access.cookie_name}={access.use(access.url.partition('token=')[2])}"
-    headers = {"Cookie": cookie, "Origin": f"http://127.0.0.1:{address[1]}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-
-        async def opened() -> Tab:
-            return Tab(await session.ws_connect(f"http://127.0.0.1:{address[1]}/ws?width=120&height=35", max_msg_size=0))
-
-        one, two, third = await opened(), await opened(), await opened()
-        await third.wait_for("memtop: 2 tabs are open, and there can be no more: close one of them")
-        await third.ends()
-        await one.wait_for("tiny-llama")
-        await two.wait_for("tiny-llama")
-        await one.socket.close()
-        fourth = await opened()
-        await fourth.wait_for("tiny-llama")
-        await asyncio.gather(runner.cleanup(), two.ends(), fourth.ends())
 
 
 # --- in a real browser ----------------------------------------------------------------------------
