@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from memtop.cli.serve.tab import Tab as DashboardTab
+from memtop.supervisor import language
 from tests.conftest import Runs
 from tests.serve import browser as chromium
 from tests.serve.browser import Browser
@@ -199,6 +200,42 @@ async def test_a_real_browser_shows_it_and_reads_only(runs: Runs, serve: Callabl
             assert {urlsplit(address).netloc for address in one.requests()} == {f"127.0.0.1:{served.port}"}
             assert one.complaints() == []
     assert len(runs.show("first")["attempts"]) == 1
+
+
+ENDS = """
+Array.from({length: heldTerminal.rows}, (_, row) => heldTerminal.buffer.active.getLine(row)).map(line => {
+  const ends = Array.from({length: heldTerminal.cols}, (_, column) => line.getCell(column).getChars());
+  return [line.translateToString(true), ends.lastIndexOf("│")];
+})
+"""
+"""Each row of the terminal, and the column of the last border in it."""
+GLYPHS = """
+["内", "存", "训"].map(text => {
+  const drawn = Object.assign(document.createElement("canvas"), {width: 40, height: 40}).getContext("2d");
+  drawn.font = `20px ${heldTerminal.options.fontFamily}`;
+  drawn.fillText(text, 5, 30);
+  return [drawn.measureText(text).width / drawn.measureText("a").width, drawn.canvas.toDataURL()];
+})
+"""
+"""How wide some characters are, in cells, and what they look like in the font of the terminal."""
+
+
+@needs_browser
+@pytest.mark.skipif(not chromium.has_chinese(), reason="needs a Chinese font (apt-get install fonts-noto-cjk)")
+async def test_chinese_is_drawn_and_its_columns_line_up(serve: Callable[..., Served]) -> None:
+    served = serve("--demo", "--lang", "zh")
+    async with Browser() as browser:
+        page = await browser.open(served.link())
+        await page.wait_for("tiny-llama", "训练中", "主机内存")
+        assert await page.value("document.documentElement.lang") == "zh-CN"
+        rows = await page.value(ENDS)
+        panel = [(text, end) for text, end in rows if text.endswith("│")]
+        assert any(language.has_wide(text) for text, _ in panel)
+        assert any(not language.has_wide(text) for text, _ in panel)
+        assert len({end for _, end in panel}) == 1, rows
+        widths, pictures = zip(*await page.value(GLYPHS), strict=True)
+        assert all(1 < width <= 2 for width in widths), widths
+        assert len(set(pictures)) == 3, "a browser without the font draws the same box for each"
 
 
 @needs_browser
