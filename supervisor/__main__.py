@@ -1,5 +1,5 @@
-"""`python -m memtop.supervisor RUN_FOLDER [--restart CHANGE]`: the detached supervisor of one
-run.
+"""`python -m memtop.supervisor RUN_FOLDER [--restart CHANGE | --after-kill]`: the detached
+supervisor of one run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.run import starting
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change
@@ -25,13 +26,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="memtop.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--restart", help="a Change as JSON")
+    parser.add_argument(starting.AFTER_KILL, action="store_true", help="wait for the end of the program, then conclude the run")
     arguments = parser.parse_args()
     # A lost terminal or a Ctrl-C meant for someone else must not end it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         change = None if arguments.restart is None else _change(arguments.restart)
-        supervisor = Supervisor(RunFolder(arguments.folder))
+        folder = RunFolder(arguments.folder)
+        if arguments.after_kill and not starting.wait_for_end(folder):
+            return 0
+        # Whatever killed the one before may kill this one, too: it has no successor.
+        supervisor = Supervisor(folder, may_stand_by=not arguments.after_kill)
         # Started in "/", so that nothing of the user's shadows a library. ./memtop.toml is read
         # here.
         with contextlib.suppress(FileNotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Runs, make_runs
-from tests.recovery.injected import PACED, inject
+from tests.recovery.injected import BROKEN, PACED, inject
 from tests.terminal import Terminal
 
 # Small enough for many runs and real in every part; the split and the number of updates are those
@@ -210,6 +211,34 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         assert second.wait() == 0
     finally:
         second.close()
+
+
+def test_a_person_goes_back_to_before_a_spike_in_a_real_terminal(runs: Runs, reference: list[dict[str, Any]]) -> None:
+    command = [sys.executable, "-m", "memtop", *tiny(runs, "--name", "a", "--max-updates", "20000", "--on-spike", "ask")]
+    inject(runs, PACED + BROKEN)
+    screen = Terminal(command, columns=80, rows=24, cwd=str(runs.root), environment=runs.environment)
+    try:
+        asked = screen.wait_for("The loss of a has jumped", "Later (Esc)", "Stop (s)", "Go on (g)", "Go back (b)")
+        words = " ".join(asked.replace("│", " ").split())
+        assert "Go back to the state of update 30, without the 128 samples of the updates 33 to 36." in words
+        # At first a key may have been meant for the dashboard, so it is no answer.
+        deadline = time.monotonic() + 120
+        while "The loss of a has jumped" in screen.text():
+            assert time.monotonic() < deadline
+            screen.keys("b")
+        screen.wait_for("attempt 2", "● training")
+        runs.wait("a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) >= 40)
+        assert "has jumped" not in screen.text()
+        screen.keys("d")
+        assert screen.wait() == 0
+    finally:
+        screen.close()
+    runs.memtop("stop", "a")
+    document = runs.show("a", metrics=True)
+    assert document["attempts"][1]["settings"]["leave_out"] == [[32 * 32, 36 * 32]]
+    digests = [row["sample_digest"] for row in reference]
+    gone_back = [row["sample_digest"] for row in document["metrics"]][:36]
+    assert gone_back == [*digests[:32], *digests[36:]], "every other sample is used once"
 
 
 def test_a_killed_dashboard_takes_nothing_along(runs: Runs) -> None:

@@ -126,6 +126,7 @@ NOT_SHOWN = {
     *("{0} of an epoch", "of an epoch", "bar of {0}", "and evaluation"),  # keys of the shapes of lines
     *("Max address space", "Root Cause (first observed failure):", "Traceback (most recent call last)"),  # of other programs
     *("device-side assert triggered", "not_examined ({0})"),
+    "wait for the end of the program, then conclude the run",  # internal
     *("a Change as JSON", "{0} cannot become {1}", "check_request refuses external commands", "start comes first"),  # internal
     *("no rule for {0}", "there was no command to answer", "an update under ZeRO is never repeated", "tokens 1"),
     *("calls of backward", "batches of an update", "checked with the settings", "compiled anew", "parquet rows", "json lines"),
@@ -266,6 +267,13 @@ COMPOSED = {
     ),
     "predicted peak 3.0 GiB of 20.0 GiB (15.0 %): line through peaks at B 2 and B 4": (
         "预测峰值 3.0 GiB / 20.0 GiB（15.0 %）：过以下峰值的直线：B 2、B 4"
+    ),
+    "Go back to the state of update 38, without the 32 samples of the updates 40 to 43.": (
+        "回到第 38 步的状态，不含第 40 到 43 步的 32 个样本。"
+    ),
+    "update 43: the loss rose from 2 to 9 at update 41 and stayed high; the run goes back to the state of update 38, "
+    "without the 32 samples of the updates 40 to 43": (
+        "第 43 步：损失在第 41 步从 2 升到 9，之后居高不下；运行回到第 38 步的状态，不含第 40 到 43 步的 32 个样本"
     ),
     "  1. more memory for the Slurm job": "  1. 给 Slurm 作业更多内存",
     "the state of memtop": "the state of memtop",

@@ -3,7 +3,8 @@ them (`memtop notify`).
 
 The sender is a process of its own: it outlives a supervisor that is killed, and a slow address
 delays nothing. Before it sends a notice, it writes a claim into `notices.jsonl`, under a lock, so
-that no notice is sent twice. A notice whose sender is killed in between is not sent again.
+that no notice is sent twice. A notice whose sender is killed in between is not sent again. If the
+supervisor is killed before it has started the sender, the next one does it (`starting.Standby`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Starts the supervisor of a run, and lets the supervisor of an ended run exit."""
+"""Starts the supervisor of a run, and the next one if it is killed; lets the supervisor of an ended
+run exit."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -23,7 +25,7 @@ from memtop.supervisor.run.processes.members import programs_at, refuse_used_pat
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of
-from memtop.supervisor.run.view import needs_supervisor
+from memtop.supervisor.run.view import needs_supervisor, trainer_alive
 from memtop.supervisor.wire import Change, Leave
 
 _LITTLE_SPACE = 1 << 20
@@ -36,6 +38,13 @@ to write the file, for example on a full disk."""
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 _LEAVE_SECONDS = 10.0
+AFTER_KILL = "--after-kill"
+"""Of `python -m memtop.supervisor`: the supervisor before it was killed."""
+_OVER = "over"
+_LOOK_EVERY_SECONDS = 1.0
+_LOOKS = 5
+"""A run that was in use at so many looks in a row has another supervisor. The lock of one that was
+killed may last for a moment."""
 
 
 def start_supervisor(folder: RunFolder, change: Change | None = None, *, environment: Mapping[str, str] | None = None) -> int:
@@ -45,8 +54,7 @@ def start_supervisor(folder: RunFolder, change: Change | None = None, *, environ
     If the supervisor does not start, its error is raised.
     """
     require_own(folder.path)
-    # Nothing of the run's folder or of the present folder may stand in for a library.
-    argv = [sys.executable, *_NO_PRESENT_FOLDER, "-m", "memtop.supervisor", str(folder.path)]
+    argv = _command(folder)
     if change is not None:
         argv += ["--restart", msgspec.json.encode(change).decode()]
     try:
@@ -77,6 +85,62 @@ def start_supervisor(folder: RunFolder, change: Change | None = None, *, environ
             asked = time.monotonic() + _STATE_SECONDS
         time.sleep(0.02)
     raise RunFolderError(f"the supervisor did not start within {_START_SECONDS:.0f} s: see {folder.supervisor_log}")
+
+
+def _command(folder: RunFolder) -> list[str]:
+    # Nothing of the run's folder or of the present folder may stand in for a library.
+    return [sys.executable, *_NO_PRESENT_FOLDER, "-m", "memtop.supervisor", str(folder.path)]
+
+
+class Standby:
+    """A shell that outlives the supervisor and becomes the next one if it is killed. It holds next
+    to no memory: memtop's modules are loaded only then."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._pipe: int | None = None
+
+    def start(self) -> str | None:
+        """None, or why it cannot be started."""
+        # The kernel closes the pipe of a supervisor that is killed: `read` then gets no word.
+        successor = shlex.join([*_command(self._folder), AFTER_KILL])
+        script = f'read -r word; [ "$word" = {_OVER} ] || exec {successor} </dev/null'
+        reads, self._pipe = os.pipe()
+        try:
+            with self._folder.open_supervisor_log() as log:
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", script], stdin=reads, stdout=log, stderr=log, start_new_session=True, cwd="/"
+                )
+        except OSError as error:
+            return f"if this supervisor is killed, none follows it by itself: {error.strerror}"
+        finally:
+            os.close(reads)
+        # The supervisor reaps all its children, so Popen must not do it in its finaliser.
+        process.returncode = 0
+        return None
+
+    def dismiss(self) -> None:
+        """The supervisor ends by itself: none follows it."""
+        if self._pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # the shell has ended, too
+                os.write(self._pipe, f"{_OVER}\n".encode())
+            os.close(self._pipe)
+            self._pipe = None
+
+
+def wait_for_end(folder: RunFolder) -> bool:
+    """After the run's supervisor was killed: wait until its program has ended. False if the run has
+    another supervisor by then."""
+    in_use = 0
+    while in_use < _LOOKS:
+        if RunLock(folder).is_held():
+            in_use += 1
+        else:
+            in_use, file = 0, folder.state()
+            if not trainer_alive(folder, max(folder.newest_attempt(), file.run.attempt if file is not None else 0)):
+                return True
+        time.sleep(_LOOK_EVERY_SECONDS)
+    return False
 
 
 def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False) -> RunFolder:

@@ -31,7 +31,7 @@ from memtop.supervisor.run.events import (
     WriteChecked,
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
-from memtop.supervisor.run.notices import Notifier
+from memtop.supervisor.run.notices import Notifier, is_configured
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
@@ -45,6 +45,7 @@ from memtop.supervisor.run.rules import spikes
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, FromAgent, Peer, Publisher
+from memtop.supervisor.run.starting import Standby
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
@@ -65,8 +66,15 @@ class Supervisor:
     """Owns one run. `run()` returns when the run is over and no viewer is left."""
 
     def __init__(
-        self, folder: RunFolder, *, waits: Waits | None = None, monotonic: Callable[[], float] = time.monotonic
+        self,
+        folder: RunFolder,
+        *,
+        waits: Waits | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        may_stand_by: bool = True,
     ) -> None:
+        """`may_stand_by`: if a message or a command is due at the end of the run, another process
+        waits for the case that this one is killed."""
         self.folder = folder
         require_own(folder.path)
         # Where other users may write the folder of all runs, one of them may exchange two folders
@@ -93,6 +101,8 @@ class Supervisor:
         self._notifier = Notifier(folder)
         self._queue = QueueWatch(folder, spec, lambda: self._sensors.machine_watch.machine)
         self._afterwards = Afterwards(folder, spec.then, spec.cwd)
+        owes = spec.then is not None or is_configured(os.environ)
+        self._standby = Standby(folder) if may_stand_by and owes else None
         self._reported = 0
         """The attempt after which the report was written."""
         self._report: asyncio.Task[str | None] | None = None
@@ -130,6 +140,8 @@ class Supervisor:
         try:
             if rebuilt is not None:
                 self.handle(WriteChecked(topic="record", problem=rebuilt))
+            if self._standby is not None:
+                self._check("standby", self._standby.start())
             self._open(change)
             while self.model.launching is not None:
                 await asyncio.wait(self._performer.tasks)
@@ -148,6 +160,8 @@ class Supervisor:
             self._performer.save_state(self.model)
             await server.close()
             self._outbox.write(ledger.close)
+            if self._standby is not None:
+                self._standby.dismiss()
             self._lock.release()
 
     def handle(self, event: Occurrence) -> None:

@@ -68,6 +68,20 @@ PACED = """
     register_optimizer_step_post_hook(lambda *_: time.sleep(0.05))
 """
 """40 updates of a small model take 2 s and almost no CPU, so that a test can act before the end."""
+BROKEN = """
+    import os
+    steps = [0]
+    def break_weights(optimizer, *_):
+        steps[0] += 1
+        if steps[0] == 33 and os.environ["MEMTOP_ATTEMPT"] == "1":
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.add_(torch.randn_like(parameter))
+    register_optimizer_step_post_hook(break_weights)
+"""
+"""After `PACED`: update 33 of the first attempt breaks the weights, so the loss jumps and stays
+high."""
 SOON_STALLED = """
     import memtop.supervisor.run.post_mortem.examine as stall
     stall.SECONDS = stall.FIRST_SECONDS = 1.5

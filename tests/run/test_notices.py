@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,14 +17,18 @@ from typing import Any
 import pytest
 
 from memtop.cli import notify, run
+from memtop.supervisor.monitor.processes.proc import command_words
+from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import starting
 from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import Sampled
 from memtop.supervisor.run.notices import FILE, TOPICS, claims, notices
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.starting import AFTER_KILL
 from memtop.supervisor.wire import Event
-from tests.conftest import UNTIL_GO, Runs
+from tests.conftest import UNTIL_GO, Runs, wait_for_file
 from tests.run.brain import training
 
 NOW = 1_790_000_000.0
@@ -235,18 +241,140 @@ def test_chat_services_get_their_own_form(environment: pytest.MonkeyPatch) -> No
     assert [set(document) for _, document in posted] == [{"text"}, {"content", "allowed_mentions"}]
 
 
-def test_the_end_is_told_once_though_the_supervisor_is_killed(runs: Runs, receiver: Receiver) -> None:
+# --- a supervisor that is killed ------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from memtop.supervisor.__main__ import main
+from memtop.supervisor.run.notices import Notifier
+
+ended, heard, start = [], Notifier.heard, Notifier._start
+
+def hear(self, event):
+    ended.extend([event] if event.kind == "finished" else [])
+    heard(self, event)
+
+def start_or_die(self):
+    if ended:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start(self)
+
+Notifier.heard, Notifier._start = hear, start_or_die
+main()
+"""
+"""A supervisor that is killed after the end is in the ledger, where it would start the sender."""
+
+
+@pytest.fixture
+def told(runs: Runs, receiver: Receiver) -> Runs:
+    """Runs of a person who is notified."""
     runs.environment["MEMTOP_NOTIFY_WEBHOOK"] = f"{receiver.address}/secret"
+    return runs
+
+
+def processes_of(folder: Path) -> list[list[str]]:
+    """The commands of all processes that have a run's folder in them: supervisors, those that stand
+    by, and senders."""
+    commands = [command_words(pid) or () for pid in all_pids()]
+    return [list(words) for words in commands if any(str(folder) in word for word in words)]
+
+
+def wait_until_all_have_left(folder: Path, word: str = "") -> None:
+    """`word`: only those with this word in their command."""
+    deadline = time.monotonic() + 180
+    while living := [words for words in processes_of(folder) if not word or word in words]:
+        assert time.monotonic() < deadline, living
+        time.sleep(0.1)
+
+
+def the_end_is_told_once(runs: Runs, receiver: Receiver) -> None:
+    assert [(path, sent["title"], sent["run"]["state"]) for path, sent in receiver.received] == [
+        ("/secret", "a has finished", "finished")
+    ]
+    assert len(runs.events("a", "finished")) == 1
+    assert [claim.outcome for claim in claims((runs.path / "a" / FILE).read_bytes())] == [None, "sent"]
+
+
+def test_a_supervisor_that_is_killed_before_it_starts_the_sender(told: Runs, receiver: Receiver) -> None:
+    command = (sys.executable, "-c", UNTIL_GO)
+    spec = RunSpec(
+        id="1", name="a", created=time.time(), cwd=str(told.root), settings=None, command=command, memtop_version="0"
+    )
+    folder = create_run(told.path, spec, fresh=False)
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(folder.path)], env=told.environment, cwd="/")
+    # The sender of the start has left, so it cannot see the end.
+    wait_for_file(folder.path / FILE)
+    wait_until_all_have_left(folder.path, "notify")
+    (told.root / "go").touch()
+    assert killed.wait(timeout=180) == -signal.SIGKILL
+    wait_until_all_have_left(folder.path)
+    the_end_is_told_once(told, receiver)
+
+
+def test_a_supervisor_that_is_killed_before_the_end(told: Runs, receiver: Receiver) -> None:
+    """Nobody opens the run. The command for the very end is started, too."""
+    train = ("train", "--detach", "--name", "a", "--then", "echo $MEMTOP_STATE")
+    told.memtop(*train, "--", sys.executable, "-c", UNTIL_GO)
+    told.kill(told.wait("a", lambda run: run["supervisor_pid"] is not None and run["alive"])["supervisor_pid"])
+    told.wait("a", lambda run: run["supervisor_pid"] is None)
+    (told.root / "go").touch()
+    wait_until_all_have_left(told.path / "a")
+    the_end_is_told_once(told, receiver)
+    assert (told.path / "a" / "then.log").read_text() == "finished\n"
+    assert told.show("a")["state"] == "finished"
+
+
+def test_a_person_opens_the_run_of_a_killed_supervisor(told: Runs, receiver: Receiver) -> None:
+    told.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
+    first = told.wait("a", lambda run: run["supervisor_pid"] is not None and run["alive"])["supervisor_pid"]
+    told.kill(first)
+    told.wait("a", lambda run: run["supervisor_pid"] is None)
+    told.memtop("watch", "a", "--once")
+    (told.root / "go").touch()
+    wait_until_all_have_left(told.path / "a")
+    the_end_is_told_once(told, receiver)
+    kept = b"".join(path.read_bytes() for path in find_files(told.path / "a"))
+    assert b"/secret" not in kept
+
+
+def test_a_supervisor_that_ends_by_itself_has_no_successor(told: Runs, receiver: Receiver) -> None:
+    told.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
+    first = told.wait("a", lambda run: run["supervisor_pid"] is not None and run["alive"])["supervisor_pid"]
+    assert any(AFTER_KILL in words[2] for words in processes_of(told.path / "a") if words[0] == "/bin/sh")
+    (told.root / "go").touch()
+    wait_until_all_have_left(told.path / "a")
+    the_end_is_told_once(told, receiver)
+    written = RunFolder(told.path / "a").state()
+    assert written is not None
+    assert written.run.supervisor_pid == first
+
+
+def test_a_successor_that_is_killed_has_none(runs: Runs) -> None:
+    """It is killed while the sender works, and the sender goes on."""
+    told, leave = runs.root / "told", runs.root / "leave"
+    command = f"echo $MEMTOP_NOTICE_TITLE >> {told}; until [ -e {leave} ]; do sleep 0.05; done"
+    runs.environment["MEMTOP_NOTIFY_COMMAND"] = command
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
     first = runs.wait("a", lambda run: run["supervisor_pid"] is not None and run["alive"])["supervisor_pid"]
     runs.kill(first)
-    runs.wait("a", lambda run: run["supervisor_pid"] is None)
-    runs.memtop("watch", "a", "--once")
     (runs.root / "go").touch()
-    runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)
-    assert [(path, sent["title"]) for path, sent in receiver.received] == [("/secret", "a has finished")]
-    kept = b"".join(path.read_bytes() for path in find_files(runs.path / "a"))
-    assert b"/secret" not in kept
+    second = runs.wait("a", lambda run: run["supervisor_pid"] not in (None, first) and told.exists())["supervisor_pid"]
+    runs.kill(second)
+    runs.wait("a", lambda run: run["supervisor_pid"] is None)
+    assert [words[-2] for words in processes_of(runs.path / "a")] == ["notify"]
+    leave.touch()
+    wait_until_all_have_left(runs.path / "a")
+    assert told.read_text() == "a has finished\n"
+    assert [claim.outcome for claim in claims((runs.path / "a" / FILE).read_bytes())] == [None, "sent"]
+
+
+def test_nobody_takes_over_a_run_that_has_a_supervisor(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "_LOOK_EVERY_SECONDS", 0.0)
+    assert starting.wait_for_end(folder)
+    lock = RunLock(folder)
+    assert lock.acquire()
+    assert not starting.wait_for_end(folder)
+    lock.release()
 
 
 def find_files(folder: Path) -> list[Path]:

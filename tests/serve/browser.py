@@ -35,6 +35,12 @@ window.heldTerminal ? Array.from({length: heldTerminal.rows},
 """
 
 
+def has_chinese() -> bool:
+    """Whether the machine has a font with Chinese characters."""
+    listing = shutil.which("fc-list")
+    return listing is not None and bool(subprocess.run([listing, ":lang=zh-cn"], capture_output=True, check=True).stdout)
+
+
 class Browser:
     """Use as `async with Browser() as browser`."""
 

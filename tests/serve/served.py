@@ -127,14 +127,20 @@ class Tab:
 
 
 @contextlib.asynccontextmanager
-async def tab_of(served: Served, cookie: str, *, size: tuple[int, int] = (120, 35), **headers: str) -> AsyncIterator[Tab]:
-    address = f"http://127.0.0.1:{served.port}"
+async def tab_at(port: int, cookie: str, *, size: tuple[int, int] = (120, 35), **headers: str) -> AsyncIterator[Tab]:
+    address = f"http://127.0.0.1:{port}"
     given = {"Origin": address, "Cookie": cookie, **headers}
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(f"{address}/ws?width={size[0]}&height={size[1]}", headers=given, max_msg_size=0) as connection,
     ):
         yield Tab(connection, *size)
+
+
+def tab_of(
+    served: Served, cookie: str, *, size: tuple[int, int] = (120, 35), **headers: str
+) -> contextlib.AbstractAsyncContextManager[Tab]:
+    return tab_at(served.port, cookie, size=size, **headers)
 
 
 LIVES = "import time\nprint('hello from the log', flush=True)\ntime.sleep(600)"

@@ -16,19 +16,14 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from memtop.cli.serve import server as web_server
-from memtop.cli.serve.access import Access
-from memtop.cli.serve.sampling import SharedSampler
 from memtop.cli.serve.tab import Tab as DashboardTab
-from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor import language
 from tests.conftest import Runs
 from tests.serve import browser as chromium
 from tests.serve.browser import Browser
-from tests.serve.served import LIVES, Served, Tab, tab_of, until
+from tests.serve.served import LIVES, Served, tab_of, until
 
 # --- what a tab may do ----------------------------------------------------------------------------
 
@@ -165,34 +160,6 @@ async def test_the_server_leaves_no_process_behind(number: int, status: int, ser
     assert "Traceback" not in served.said()
 
 
-async def test_there_is_a_limit_to_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MOST_TABS", 2)
-    monkeypatch.setattr("memtop.cli.serve.tab.print_message", lambda *lines: None)
-    access = Access("127.0.0.1", 8000)
-    server = web_server.Server(access, ["--demo", "--read-only"], SharedSampler(Sampler, 1.0), announce=lambda: None)
-    runner = web.AppRunner(server.app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    address = runner.addresses[0]
-    cookie = f"{access.cookie_name}={access.use(access.url.partition('token=')[2])}"
-    headers = {"Cookie": cookie, "Origin": f"http://127.0.0.1:{address[1]}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-
-        async def opened() -> Tab:
-            return Tab(await session.ws_connect(f"http://127.0.0.1:{address[1]}/ws?width=120&height=35", max_msg_size=0))
-
-        one, two, third = await opened(), await opened(), await opened()
-        await third.wait_for("memtop: 2 tabs are open, and there can be no more: close one of them")
-        await third.ends()
-        await one.wait_for("tiny-llama")
-        await two.wait_for("tiny-llama")
-        await one.socket.close()
-        fourth = await opened()
-        await fourth.wait_for("tiny-llama")
-        await asyncio.gather(runner.cleanup(), two.ends(), fourth.ends())
-
-
 # --- in a real browser ----------------------------------------------------------------------------
 
 COLOURS = """
@@ -233,6 +200,42 @@ async def test_a_real_browser_shows_it_and_reads_only(runs: Runs, serve: Callabl
             assert {urlsplit(address).netloc for address in one.requests()} == {f"127.0.0.1:{served.port}"}
             assert one.complaints() == []
     assert len(runs.show("first")["attempts"]) == 1
+
+
+ENDS = """
+Array.from({length: heldTerminal.rows}, (_, row) => heldTerminal.buffer.active.getLine(row)).map(line => {
+  const ends = Array.from({length: heldTerminal.cols}, (_, column) => line.getCell(column).getChars());
+  return [line.translateToString(true), ends.lastIndexOf("│")];
+})
+"""
+"""Each row of the terminal, and the column of the last border in it."""
+GLYPHS = """
+["内", "存", "训"].map(text => {
+  const drawn = Object.assign(document.createElement("canvas"), {width: 40, height: 40}).getContext("2d");
+  drawn.font = `20px ${heldTerminal.options.fontFamily}`;
+  drawn.fillText(text, 5, 30);
+  return [drawn.measureText(text).width / drawn.measureText("a").width, drawn.canvas.toDataURL()];
+})
+"""
+"""How wide some characters are, in cells, and what they look like in the font of the terminal."""
+
+
+@needs_browser
+@pytest.mark.skipif(not chromium.has_chinese(), reason="needs a Chinese font (apt-get install fonts-noto-cjk)")
+async def test_chinese_is_drawn_and_its_columns_line_up(serve: Callable[..., Served]) -> None:
+    served = serve("--demo", "--lang", "zh")
+    async with Browser() as browser:
+        page = await browser.open(served.link())
+        await page.wait_for("tiny-llama", "训练中", "主机内存")
+        assert await page.value("document.documentElement.lang") == "zh-CN"
+        rows = await page.value(ENDS)
+        panel = [(text, end) for text, end in rows if text.endswith("│")]
+        assert any(language.has_wide(text) for text, _ in panel)
+        assert any(not language.has_wide(text) for text, _ in panel)
+        assert len({end for _, end in panel}) == 1, rows
+        widths, pictures = zip(*await page.value(GLYPHS), strict=True)
+        assert all(1 < width <= 2 for width in widths), widths
+        assert len(set(pictures)) == 3, "a browser without the font draws the same box for each"
 
 
 @needs_browser

@@ -31,6 +31,9 @@ FOCUS_SCRIPT = """new MutationObserver((changes, observer) => {
 """Keys work at once, not only after a click. textual-serve's script changes the body's class when
 its websocket is open, and could not send the focus before."""
 
+_LANGUAGES = {"en": "en", "zh": "zh-CN"}
+"""In the page. A browser chooses its fonts by it, and "zh" alone does not say which characters."""
+
 HEADERS = {
     # xterm.js writes its styles into the page, so inline styles are needed. Scripts are not.
     "Content-Security-Policy": (
@@ -90,7 +93,7 @@ _FORWARD = """<!DOCTYPE html>
 def page(host: str) -> str:
     """The page with the terminal. `host`: the server's name and port in the browser's address."""
     return _PAGE.format(
-        language=language.current(),
+        language=_LANGUAGES[language.current()],
         host=escape(host),
         focus=FOCUS,
         ended=escape(tr("This dashboard has ended; a run that it showed goes on.")),
@@ -101,4 +104,4 @@ def page(host: str) -> str:
 
 def forward() -> str:
     """The page that follows a used link: it takes the token out of the browser's address."""
-    return _FORWARD.format(language=language.current())
+    return _FORWARD.format(language=_LANGUAGES[language.current()])

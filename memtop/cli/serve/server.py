@@ -17,13 +17,13 @@ from aiohttp.http import HttpProcessingError
 from memtop.cli.http_server import cannot_listen, is_loopback
 from memtop.cli.output import print_message
 from memtop.cli.serve.access import Access, Visit
+from memtop.cli.serve.connections import Connections, Limits
 from memtop.cli.serve.page import FILES, FOCUS, FOCUS_SCRIPT, HEADERS, forward, page
 from memtop.cli.serve.sampling import SharedSampler
 from memtop.cli.serve.tab import Tab, too_many
 from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.sampler import Sampler
 
-MOST_TABS = 16
 _SOCKET = "/ws"
 _HEARTBEAT_SECONDS = 15.0
 """How often a browser must show that it is there. A closed tab says so at once."""
@@ -38,24 +38,58 @@ class Server:
     """`arguments`: of `memtop watch` in each tab. `samples`: for all tabs."""
 
     def __init__(
-        self, access: Access, arguments: Sequence[str], samples: SharedSampler, *, announce: Callable[[], None]
+        self,
+        access: Access,
+        arguments: Sequence[str],
+        samples: SharedSampler,
+        *,
+        announce: Callable[[], None],
+        limits: Limits | None = None,
     ) -> None:
         self._access = access
         self._arguments = tuple(arguments)
         self._samples = samples
         self._announce = announce
+        self._limits = limits or Limits()
+        self._connections = Connections(self._limits)
         self._open: dict[web.WebSocketResponse, asyncio.Event] = {}
         """The socket of each tab, and whether the tab's process has ended."""
-        self.app = web.Application(middlewares=[self._guard])
-        self.app.router.add_get("/", self._index)
-        self.app.router.add_get(_SOCKET, self._socket)
-        self.app.router.add_get(FOCUS, self._focus)
+        app = web.Application(middlewares=[self._count, self._guard])
+        app.router.add_get("/", self._index)
+        app.router.add_get(_SOCKET, self._socket)
+        app.router.add_get(FOCUS, self._focus)
         for path in FILES:
-            self.app.router.add_get(path, self._file)
-        self.app.on_response_prepare.append(_with_headers)
-        self.app.on_shutdown.append(self._close_tabs)
+            app.router.add_get(path, self._file)
+        app.on_response_prepare.append(_with_headers)
+        app.on_shutdown.append(self._close_tabs)
+        # An access log would contain the tokens.
+        self._runner = web.AppRunner(app, access_log=None, logger=_errors_of_our_own())
+        self._listener: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """Begin. Returns the port. OSError if it cannot listen at that address."""
+        await self._runner.setup()
+        assert self._runner.server is not None
+        protocol = self._connections.protocol(self._runner.server)
+        # Clients wait in the kernel's queue while a new connection ends an older one.
+        self._listener = await asyncio.get_running_loop().create_server(protocol, host, port, backlog=128)
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """End all tabs and connections."""
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
 
     # --- who comes in -----------------------------------------------------------------------------
+
+    @web.middleware
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        with self._connections.answering(request.protocol):
+            response = await handler(request)
+            # A large file is sent here, and not after the connection counts as idle.
+            await response.prepare(request)
+            return response
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -96,8 +130,8 @@ class Server:
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         browser = web.WebSocketResponse(heartbeat=_HEARTBEAT_SECONDS, timeout=_CLOSE_SECONDS, max_msg_size=_LONGEST_MESSAGE)
         await browser.prepare(request)
-        if sum(not other.closed for other in self._open) >= MOST_TABS:
-            await browser.send_bytes(too_many(MOST_TABS))
+        if sum(not other.closed for other in self._open) >= self._limits.tabs:
+            await browser.send_bytes(too_many(self._limits.tabs))
             await browser.close(code=WSCloseCode.TRY_AGAIN_LATER)
             return browser
         self._open[browser] = ended = asyncio.Event()
@@ -159,12 +193,9 @@ async def _serve(host: str, port: int, arguments: Sequence[str], samples: Shared
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
         loop.add_signal_handler(number, end, status)
     server = Server(access, arguments, samples, announce=lambda: _say(f"memtop: for another browser: {access.url}"))
-    # An access log would contain the tokens.
-    runner = web.AppRunner(server.app, access_log=None, logger=_errors_of_our_own())
-    await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            await server.listen(host, port)
         except OSError as error:
             raise cannot_listen("--serve", host, port, error) from None
         for line in _first_words(access, host, port, acts=acts):
@@ -172,7 +203,7 @@ async def _serve(host: str, port: int, arguments: Sequence[str], samples: Shared
         await ended.wait()
         return statuses[0]
     finally:
-        await runner.cleanup()
+        await server.close()
 
 
 def _errors_of_our_own() -> logging.Logger:
