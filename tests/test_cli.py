@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from memtop.cli import COMMAND_GROUPS, COMMANDS, EXAMPLES, app, run, strays
 from memtop.presets import load_presets, load_recipes
-from memtop.supervisor.language import Catalogue, read_catalogue
+from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs

@@ -15,6 +15,7 @@ import pytest
 from textual.pilot import Pilot
 
 from memtop.supervisor import language
+from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.wire import Phase
 from memtop.tui import runs
 from memtop.tui.app import DashboardApp
@@ -106,7 +107,7 @@ async def test_the_screens_look_as_approved(
 async def test_the_screens_look_as_approved_in_chinese(
     scene: Scene, recording: StreamRecording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: list[str]
 ) -> None:
-    monkeypatch.setattr(language, "_catalogue", language.Catalogue(language.read_catalogue("zh")))
+    monkeypatch.setattr(language, "_catalogue", Catalogue(read_catalogue("zh")))
     async with shown(feed_of(scene, recording), THEMES["dark"], monkeypatch) as pilot:
         for picture in scene.pictures:
             await pilot.resize_terminal(*SIZES[-1])
