@@ -1,5 +1,6 @@
 """The entry point of `memtop` and `python -m memtop`."""
 
+import gc
 import os
 import sys
 
@@ -7,6 +8,8 @@ import sys
 def main() -> int:
     """Run the command line and return the exit status."""
     _open_closed_streams()
+    # Imports make many objects and no garbage. Each command collects again once it is imported.
+    gc.disable()
     from memtop.cli import run
 
     return run(sys.argv[1:])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -145,6 +144,8 @@ def missing_in(proof: Proof, modules: Sequence[str]) -> list[str]:
 @functools.cache
 def least_versions() -> dict[str, str]:
     """The oldest version of each package with which memtop works, from memtop's own metadata."""
+    import importlib.metadata  # takes 10 ms
+
     try:
         lines = importlib.metadata.requires("memtop") or []
     except importlib.metadata.PackageNotFoundError:
@@ -365,6 +366,8 @@ def _own_proof() -> Proof:
 
 
 def _version(package: str) -> str:
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -33,8 +33,9 @@ def document(body: str, columns: int, rows: int, background: str, style: str = "
     width, height = _number(columns * WIDTH), _number(rows * HEIGHT)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" xml:space="preserve"'
     fonts = "font-family=\"'DejaVu Sans Mono','Menlo','Consolas',monospace\" font-size=\"14\""
-    styles = f"<style>{style}</style>\n" if style else ""
-    return f'{head} {fonts}>\n{styles}<rect width="100%" height="100%" fill="{background}"/>\n{body}</svg>\n'
+    # Browsers no longer follow xml:space, and other programs know nothing else.
+    styles = f"<style>text{{white-space:pre}}{style}</style>"
+    return f'{head} {fonts}>\n{styles}\n<rect width="100%" height="100%" fill="{background}"/>\n{body}</svg>\n'
 
 
 def drawn(screen: Screen, background: str) -> str:

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from memtop.cli import COMMAND_GROUPS, COMMANDS, EXAMPLES, app, run, strays
 from memtop.presets import load_presets, load_recipes
-from memtop.supervisor.language import Catalogue, read_catalogue
+from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
@@ -38,7 +38,7 @@ CONTRACT = {
     "checkpoint": {"run_name", "--runs-dir"},
     "stop": {"run_name", "--runs-dir"},
     "next": {"run_name", "--runs-dir"},
-    "report": {"run_name", "--output", "--markdown", "--runs-dir"},
+    "report": {"run_name", "--html", "--markdown", "--runs-dir"},
     "restart": {
         *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
         *("--live", "--gpus", "--runs-dir"),

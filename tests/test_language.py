@@ -18,7 +18,8 @@ from rich.cells import cell_len
 
 from memtop.cli import run
 from memtop.supervisor import language
-from memtop.supervisor.language import Catalogue, Verbatim, language_of, read_catalogue, wrapped_anywhere
+from memtop.supervisor.language import Verbatim, language_of, wrapped_anywhere
+from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from tests.conftest import Runs
 
 if sys.version_info >= (3, 11):

@@ -21,7 +21,8 @@ from memtop.cli import diagnose as diagnose_command
 from memtop.supervisor import language
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Evidence, Kind
-from memtop.supervisor.language import Catalogue, Verbatim, read_catalogue
+from memtop.supervisor.language import Verbatim
+from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.recovery.external import remedies_for_command
 from tests.conftest import Runs
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -105,6 +106,13 @@ class DashboardApp(App[DashboardResult]):
         # Set before the screens are styled, so that they are styled only once.
         self.theme = self._dashboard.choices["theme"]
 
+    def refresh_css(self, animate: bool = True) -> None:
+        # Textual would read and apply the style sheet before there is a screen, and then again.
+        if self.screen_stack:
+            super().refresh_css(animate)
+        else:
+            self.stylesheet.set_variables(self.get_css_variables())
+
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return themes.memory_colours(self.current_theme)
 
@@ -138,6 +146,12 @@ class DashboardApp(App[DashboardResult]):
     def _notify(self, store: Store) -> None:
         if self._notices is not None and self._driver is not None and (text := self._notices.of(store)):
             self._driver.write(text)
+
+    def on_ready(self) -> None:
+        # The first frame is shown (see `run_dashboard`). What was made for it stays.
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
 
     def on_unmount(self) -> None:
         self._ended.set()
@@ -226,6 +240,12 @@ def run_dashboard(
     choices: Choices | None = None,
 ) -> DashboardResult:
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
+    if gc.get_freeze_count():
+        # Of the dashboard before.
+        gc.unfreeze()
+        gc.collect()
+    # The first frame makes many objects and no garbage.
+    gc.disable()
     app = DashboardApp(
         feed,
         interval=interval,

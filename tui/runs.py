@@ -376,7 +376,7 @@ class RunsScreen(FullScreen):
     async def action_report(self) -> None:
         row = self.row
         if row is not None and row.run is not None and not self._writes_nothing():
-            await self._memtop(row, "report", row.folder.path, "--output", Path(f"{row.name}.html"))
+            await self._memtop(row, "report", row.folder.path, "--html", Path(f"{row.name}.html"))
 
     @work(group="runs-action")
     async def action_export(self) -> None:

@@ -8,6 +8,7 @@ called: `memtop --help` loads none of them.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -17,7 +18,7 @@ import click
 from memtop import __version__
 from memtop.cli.language import HelpContext, chosen_language, without_language
 from memtop.cli.output import print_lines, print_message
-from memtop.supervisor import language
+from memtop.supervisor import import_asyncio_without_tls, language
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.language import tr
 
@@ -82,7 +83,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        import_asyncio_without_tls()
         module = importlib.import_module(f"memtop.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        gc.enable()  # see `__main__`
         command: click.Command = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
         command.context_class = HelpContext
         return command
@@ -111,6 +114,7 @@ def app(context: click.Context, version: bool, lang: str | None) -> int | None:
         print_lines(f"memtop {__version__}")
     elif context.invoked_subcommand is None:
         if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            import_asyncio_without_tls()
             from memtop.cli.dashboard import open_runs
 
             return open_runs()

@@ -15,13 +15,24 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.report.facts import Price, read_facts
 from memtop.supervisor.run.report.page import html, markdown
 
+_SHOWN = "-"
+"""The FILE of `--markdown` that stands for standard output."""
+
 
 @click.command(epilog=RUN_HELP)
 @run_argument
-@click.option("--output", type=PATH, metavar="FILE", help="the page to write [RUN.html]")
-@click.option("--markdown", "as_markdown", is_flag=True, help="print a summary as Markdown instead")
+@click.option("--html", "page", type=PATH, metavar="FILE", help="the page to write [RUN.html]")
+@click.option(
+    "--markdown",
+    "summary",
+    type=PATH,
+    is_flag=False,
+    flag_value=_SHOWN,
+    metavar="[FILE]",
+    help="a summary as Markdown instead: written to FILE, or printed",
+)
 @runs_dir_option
-def report(run_name: str, output: Path | None, as_markdown: bool, runs_dir: Path | None) -> int:
+def report(run_name: str, page: Path | None, summary: Path | None, runs_dir: Path | None) -> int:
     """Write a run as one HTML page, to keep or to share.
 
     The page needs no network: memory with its bands, attempts, settings, curves, events and, after
@@ -30,13 +41,18 @@ def report(run_name: str, output: Path | None, as_markdown: bool, runs_dir: Path
     folder = find_run(run_name, runs_dir)
     with readable_ledger(folder):
         facts = read_facts(folder, energy_price())
-    if as_markdown:
+    if summary == Path(_SHOWN):
         print_lines(*markdown(facts).splitlines(), own=False)
-        return 0
-    path = output or Path(f"{folder.name}.html")
-    path.write_text(html(facts), encoding="utf-8", errors="replace")
-    print_message(f"memtop: written to {path}")
+    elif summary is not None:
+        _write(summary, markdown(facts))
+    if page is not None or summary is None:
+        _write(page or Path(f"{folder.name}.html"), html(facts))
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="replace")
+    print_message(f"memtop: written to {path}")
 
 
 def energy_price() -> Price | None:

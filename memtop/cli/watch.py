@@ -15,25 +15,19 @@ from memtop.cli import completion, dashboard
 from memtop.cli.common import Unreadable, find_run, run_line, state_of, summary
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.gpus import watched
-from memtop.cli.http_server import is_loopback, parse_address
-from memtop.cli.installing import install_extra
 from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message, row
-from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.language import Verbatim, current
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
-from memtop.supervisor.observed.observer import Observers, observer_of
-from memtop.supervisor.observed.shown import line_of, lines_of
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.runs import run_folders
-from memtop.supervisor.run.starting import revive
 from memtop.supervisor.wire import Phase, RunState
 
 _CSV_HELP = (
@@ -195,7 +189,10 @@ def watch(
 def _serve(options: Options, play: list[str]) -> int:
     """Serve the dashboard to browsers. `play`: --demo or --replay."""
     if importlib.util.find_spec("textual_serve") is None:
+        from memtop.cli.installing import install_extra
+
         raise MemtopError(f"--serve: needs the package textual-serve; install it with: {install_extra('serve')}")
+    from memtop.cli.http_server import parse_address
     from memtop.cli.serve.server import serve
 
     host, port = parse_address("--serve", str(options.serve))
@@ -234,9 +231,12 @@ def _show_or_stream(options: Options, tab: int | None) -> int:
         look = look._replace(gpus=chosen, samples=TabSampler(tab))
     if not options.streams:
         return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid)
+    from memtop.cli.streams import stream
+
     count = options.count if options.follow or options.form is None else 1
     if options.prometheus is None:
         return stream(options.runs_dir, folder, look, form=options.form, count=count)
+    from memtop.cli.http_server import is_loopback, parse_address
     from memtop.cli.prometheus import Endpoint
 
     screen = options.form is None and sys.stdin.isatty() and sys.stdout.isatty()
@@ -262,6 +262,8 @@ def _show_or_stream(options: Options, tab: int | None) -> int:
 
 def print_once(options: Options) -> int:
     """Print one snapshot of the machine and its runs."""
+    from memtop.supervisor.observed.shown import line_of, lines_of
+
     pid, runs_dir = options.pid, options.runs_dir
     tree = None if pid is None else dashboard.tree_of(pid)
     states = _states(options)
@@ -303,6 +305,8 @@ def _observed(options: Options, machine: MachineSnapshot) -> list[Observed]:
     """The training programs that memtop did not start; with --pid, the one of that process."""
     if options.run_name is not None:
         return []
+    from memtop.supervisor.observed.observer import Observers, observer_of
+
     if options.pid is None:
         return Observers().look(machine.time, machine)
     observer = observer_of(options.pid)
@@ -315,6 +319,8 @@ def _states(options: Options) -> list[RunState | Unreadable]:
     if options.run_name:
         folder = find_run(options.run_name, options.runs_dir)
         if not options.read_only:
+            from memtop.supervisor.run.starting import revive
+
             revive(folder.path)
         return [view.read_state(folder)]
     folders = run_folders(options.runs_dir)
@@ -325,6 +331,8 @@ def _revived(folder: RunFolder) -> RunState | Unreadable:
     state = state_of(folder)
     if isinstance(state, Unreadable):
         return state
+    from memtop.supervisor.run.starting import revive
+
     try:
         revive(folder.path)
     except MemtopError as error:

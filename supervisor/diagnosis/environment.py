@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from memtop.supervisor.diagnosis.text import LogText
+if TYPE_CHECKING:
+    from memtop.supervisor.diagnosis.text import LogText
 
 
 class Place(str, Enum):

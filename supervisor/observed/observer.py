@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memtop.supervisor.monitor.processes.jobs import JobDraft, job_name
 from memtop.supervisor.monitor.processes.outputs import OutputFile, output_files
@@ -23,9 +24,11 @@ from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.observed.checkpoints import folders_of, newest_checkpoint
 from memtop.supervisor.observed.find import Programs
 from memtop.supervisor.observed.values import Observed, ObservedProcess
-from memtop.supervisor.run.output.learning import Learner, Row
 from memtop.supervisor.run.output.tail import LAST_BYTES, Tail
 from memtop.supervisor.wire import Checkpoint
+
+if TYPE_CHECKING:
+    from memtop.supervisor.run.output.learning import Row
 
 _CHECKPOINT_SECONDS = 10.0
 _HEAD_BYTES = 64 << 10
@@ -38,6 +41,8 @@ class Output:
     """The numbers in the output files of a program."""
 
     def __init__(self) -> None:
+        from memtop.supervisor.run.output.learning import Learner  # compiles expressions for 5 ms
+
         self.learner = Learner()
         self.best_loss: float | None = None
         self._tails: dict[tuple[int, int], Tail] = {}

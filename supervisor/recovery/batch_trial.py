@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from statistics import median
 
 import msgspec
 from msgspec.structs import replace
@@ -131,6 +130,8 @@ def measured(updates: Sequence[Update]) -> dict[str, float]:
     Speed is measured in samples/s because it can be compared across splits; updates/s and
     micro-steps/s cannot.
     """
+    from statistics import median
+
     found = {"updates": float(len(updates))}
     speeds = [update.samples / update.seconds for update in updates]
     found["samples_per_second"], found["samples_per_second_spread"] = median(speeds), spread(speeds)
@@ -148,6 +149,8 @@ def measured(updates: Sequence[Update]) -> dict[str, float]:
 def spread(values: Iterable[float]) -> float:
     """A standard deviation that ignores a few outliers (a save, an evaluation): 1.4826 median
     absolute deviations."""
+    from statistics import median
+
     values = list(values)
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)

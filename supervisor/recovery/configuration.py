@@ -3,7 +3,6 @@ before. Pure functions."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -76,6 +75,8 @@ def settings_key(settings: Settings, *, on_gpu: bool | None = None) -> str:
 
 
 def _digest(values: dict[str, Any], size: int) -> str:
+    import hashlib  # loads OpenSSL: 4 MiB
+
     return hashlib.blake2b(msgspec.json.encode(values, order="deterministic"), digest_size=size).hexdigest()
 
 

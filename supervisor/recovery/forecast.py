@@ -8,7 +8,6 @@ in place.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
@@ -133,10 +132,12 @@ def _by_batch(peaks: Iterable[Peak]) -> tuple[dict[int, int], dict[int, int]]:
 def _exact_line(exact: dict[int, int], base_bytes: int | None) -> PeakLine | None:
     points = sorted(exact.items())
     if len(points) >= 2:
+        from statistics import median  # takes 4 ms
+
         # The median of all slopes (Theil-Sen estimator): up to a quarter of the points can be
         # outliers.
-        slope = statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
-        base = statistics.median(y - slope * x for x, y in points)
+        slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
+        base = median(y - slope * x for x, y in points)
         return PeakLine(slope_bytes=slope, base_bytes=base, basis=f"line through peaks at {_words(exact)}", measured=exact)
     if points and base_bytes is not None:
         ((batch, peak),) = points

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import shlex
 import socket
@@ -59,6 +58,8 @@ def socket_path(run_folder: Path) -> Path:
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise RunFolderError(f"{parent}: must be closed to others: `chmod 700 {parent}`")
+    import hashlib  # loads OpenSSL: 4 MiB
+
     digest = hashlib.sha256(os.fsencode(run_folder.resolve()) + b"\0" + RunFolder(run_folder).id.encode()).hexdigest()[:20]
     path = parent / f"{digest}.sock"
     if len(os.fsencode(path)) > 107:

@@ -157,11 +157,16 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_a_run_that_never_started_has_a_report(folder: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    assert run(["report", str(folder.path), "--output", str(page)]) == 0
+    assert run(["report", str(folder.path), "--html", str(page)]) == 0
     assert capsys.readouterr().err == f"memtop: written to {page}\n"
     assert "python t.py" in page.read_text()
     assert run(["report", str(folder.path), "--markdown"]) == 0
-    assert "| command | python t.py |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| command | python t.py |" in printed
+    page.unlink()
+    summary = tmp_path / "summary.md"
+    assert run(["report", str(folder.path), "--markdown", str(summary), "--html", str(page)]) == 0
+    assert (summary.read_text(), page.exists()) == (printed.rstrip("\n"), True)
 
 
 def test_what_cannot_be_read_or_written_is_one_line(folder: RunFolder) -> None:

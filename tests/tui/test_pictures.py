@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from textual.pilot import Pilot
 
 from memtop.supervisor import language
+from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.run.record.folder import RunFolder, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.output_log import OutputLog
@@ -113,7 +114,7 @@ async def test_the_screens_look_as_approved(
 async def test_the_screens_look_as_approved_in_chinese(
     scene: Scene, recording: StreamRecording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: list[str]
 ) -> None:
-    monkeypatch.setattr(language, "_catalogue", language.Catalogue(language.read_catalogue("zh")))
+    monkeypatch.setattr(language, "_catalogue", Catalogue(read_catalogue("zh")))
     async with shown(feed_of(scene, recording), THEMES["dark"], monkeypatch) as pilot:
         for picture in scene.pictures:
             await pilot.resize_terminal(*SIZES[-1])

@@ -12,12 +12,11 @@ from textual.containers import Container
 from textual.events import Click
 from textual.message import Message
 from textual.timer import Timer
-from textual.widget import Widget
 
 from memtop.supervisor.language import tr
 from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
 from memtop.tui.line import MUTED, Line, fit
-from memtop.tui.panel import LinePanel
+from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
 from memtop.tui.words import report_lines
 
@@ -28,10 +27,9 @@ _IN_TWO_LINES = 8
 _PADDING = 2
 
 
-class ActionButton(Widget, can_focus=True):
+class ActionButton(RoleStyles, can_focus=True):
     """One action: its key and its label; dimmed while it cannot be done."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"action--key", "action--label"}
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space", "press", "Press", show=False)]
 
     class Pressed(Message):
@@ -60,8 +58,8 @@ class ActionButton(Widget, can_focus=True):
         return cell_len(self.key) + 1 + cell_len(self.label) + _PADDING
 
     def render(self) -> Text:
-        key = self.get_component_rich_style("action--key", partial=True)
-        return Text.assemble((self.key, key), f" {self.label}", no_wrap=True)
+        role = "cursor" if self.has_focus else MUTED if self.has_class("-unavailable") else "accent"
+        return Text.assemble((self.key, self.role_style(role)), f" {self.label}", no_wrap=True)
 
     def on_click(self, event: Click) -> None:
         event.stop()
@@ -83,9 +81,11 @@ class ActionBar(Container):
         labels.
         """
         narrow = width < _WORDS_FROM
-        buttons = list(self.query(ActionButton))
+        buttons = [child for child in self.children if isinstance(child, ActionButton)]
         for button in buttons:
-            button.set_class(obstacle(button.action, store) is not None, "-unavailable")
+            unavailable = obstacle(button.action, store) is not None
+            if unavailable != button.has_class("-unavailable"):
+                button.set_class(unavailable, "-unavailable")
             button.say(key_of(button.action, preset_keys), tr(label_of(button.action, store, narrow=narrow)))
         # Buttons of screens are dropped first; their keys still work.
         grid = width < _TWO_LINES_BELOW
@@ -94,8 +94,10 @@ class ActionBar(Container):
             takes = 1 if grid else button.wanted_width
             fits = not _optional(button.action) or (room >= takes and obstacle(button.action, store) is None)
             never = store.run is not None and foreign(button.action, store.run) is not None
-            button.display = offered(button.action, store) and fits and not never
-            room -= takes if button.display else 0
+            shown = offered(button.action, store) and fits and not never
+            if shown != button.display:
+                button.display = shown
+            room -= takes if shown else 0
 
 
 def _optional(action: Action) -> bool:

@@ -28,6 +28,7 @@ from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.tui.compositor import ChangesCompositor
 from memtop.tui.dashboard import overview as machine_drawing
 from memtop.tui.dashboard import training as training_drawing
 from memtop.tui.dashboard.events import draw_events
@@ -92,6 +93,7 @@ class DashboardScreen(Dashboard):
 
     def __init__(self, feed: Feed, *, label: str | None, interval: float, process_actions: ProcessActions, pace: Pace) -> None:
         super().__init__()
+        self._compositor = ChangesCompositor()
         self.feed = feed
         self.process_actions = process_actions
         # Not part of the store, because it grows in place.
@@ -104,6 +106,7 @@ class DashboardScreen(Dashboard):
         self._hand_down_due = False
         self.pace = pace
         self._showing_later = False
+        self._panels: tuple[LinePanel, ...] = ()
         self._bands: dict[str, Band] = {}
         self._plan: DashboardLayout | None = None
         self._card_shown: tuple[str, int, int | None] | None = None
@@ -143,6 +146,7 @@ class DashboardScreen(Dashboard):
         yield ActionBar()
 
     def on_mount(self) -> None:
+        self._panels = tuple(self.query(LinePanel))
         self._read_presets()
         self._listen()
         self.set_interval(1.0, self._check_quiet)
@@ -228,7 +232,7 @@ class DashboardScreen(Dashboard):
         store = self.store
         with self.app.batch_update():
             self._arrange(store)
-            for panel in self.query(LinePanel):
+            for panel in self._panels:
                 panel.show(store)
             self._colour_borders(store)
             self.action_bar.show(store, width=self.size.width, preset_keys=self._preset_keys(store))

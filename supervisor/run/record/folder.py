@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import re
-import secrets
 import stat
 import time
 from pathlib import Path
@@ -170,7 +169,7 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
     if spec.name == LATEST:
         raise UsageError(f"--name {LATEST}: this word means the newest run; choose another name")
-    spec = replace(spec, id=secrets.token_hex(8))
+    spec = replace(spec, id=os.urandom(8).hex())
     path = runs_dir / spec.name
     # Everything is stored as UTF-8. Refuse other bytes before anything is created.
     str(path.absolute()).encode()
