@@ -166,7 +166,7 @@ def test_a_run_that_never_started_has_a_report(folder: RunFolder, capsys: pytest
     page.unlink()
     summary = tmp_path / "summary.md"
     assert run(["report", str(folder.path), "--markdown", str(summary), "--html", str(page)]) == 0
-    assert (summary.read_text(), page.exists()) == (printed.rstrip("\n"), True)
+    assert (summary.read_text(), page.exists()) == (printed, True)
 
 
 def test_what_cannot_be_read_or_written_is_one_line(folder: RunFolder) -> None:
