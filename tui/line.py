@@ -106,7 +106,7 @@ def plain(of: Line) -> str:
 
 def width_of(of: Line) -> int:
     """Cells, not characters."""
-    return sum(cell_len(text) for text, _ in of)
+    return sum([len(text) if text.isascii() else cell_len(text) for text, _ in of])
 
 
 def with_short_names(of: Line, width: int) -> Line:

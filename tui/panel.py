@@ -82,12 +82,16 @@ class LinePanel(RoleStyles):
     def show(self, store: Store) -> None:
         """Draw the store. Unchanged lines are not painted again."""
         self._store = store
+        if not self.display:
+            # render_line draws when needed.
+            self._drawn_for = (-1, -1)
+            return
         title = tr(self._title if isinstance(self._title, str) else self._title(store))
         if title and self.border_title != title:
             self.border_title = title
         width, height = self._drawn_for
-        if (width, height) != self.size or not self.display:
-            # Not laid out yet, or hidden: render_line draws when needed.
+        if (width, height) != self.size:
+            # Not laid out yet: render_line draws when needed.
             self._drawn_for = (-1, -1)
             return
         before = self._lines

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from memtop.supervisor import units, wire
@@ -25,7 +26,7 @@ class Row(NamedTuple):
     """One line of the panel; without room the lines with the highest numbers are dropped first."""
 
     rank: int
-    content: Line
+    draw: Callable[[], Line]
 
 
 def draw_host(store: Store, width: int, height: int) -> list[Line]:
@@ -34,7 +35,7 @@ def draw_host(store: Store, width: int, height: int) -> list[Line]:
     if len(rows) > height:
         kept = sorted(rows, key=lambda row: row.rank)[:height]
         rows = [row for row in rows if row in kept]
-    lines = [row.content for row in rows]
+    lines = [row.draw() for row in rows]
     spare = height - len(lines)
     if spare >= _CHART_LOWEST:
         lines += history(width, spare, [(m.fraction, m.band) for m in store.host_history])
@@ -49,26 +50,26 @@ def host_rows(store: Store) -> int:
 def _rows(store: Store, width: int) -> list[Row]:
     host = store.host
     rows = [
-        Row(0, ((cell("RAM", LABEL), MUTED), *ram_bar(store, width - LABEL))),
-        Row(1, _numbers(host, width)),
-        Row(4, _holders(store, width)),
+        Row(0, lambda: ((cell("RAM", LABEL), MUTED), *ram_bar(store, width - LABEL))),
+        Row(1, partial(_numbers, host, width)),
+        Row(4, partial(_holders, store, width)),
     ]
     if store.run is not None and store.run.run_memory:
-        rows.append(Row(5, roles_line(store.run.run_memory, width)))
+        rows.append(Row(5, partial(roles_line, store.run.run_memory, width)))
     if host.shm_total_bytes:
         full = (host.shm_fraction or 0.0) > EDGE_FROM
-        rows.append(Row(2 if full else 7, shm_row(host, width)))
-    rows += [Row(3, swap_row(host, width)), Row(6, _traffic(host, width))]
+        rows.append(Row(2 if full else 7, partial(shm_row, host, width)))
+    rows += [Row(3, partial(swap_row, host, width)), Row(6, partial(_traffic, host, width))]
     if store.run is not None:
         rows += [row for trend in trends.of_host(store.run) for row in _trend(trend, store.run, width)]
     alarms = _alarms(host)
     if alarms:
-        rows.append(Row(2, join_fitting(alarms, width)))
+        rows.append(Row(2, partial(join_fitting, alarms, width)))
     extras = _extras(host)
     if extras:
-        rows.append(Row(9, join_fitting(extras, width)))
+        rows.append(Row(9, partial(join_fitting, extras, width)))
     if store.run is None and (host.load_average is not None or host.uptime_seconds is not None):
-        rows.append(Row(8, join_fitting(_load(host), width)))
+        rows.append(Row(8, lambda: join_fitting(_load(host), width)))
     return rows
 
 
@@ -76,7 +77,7 @@ def _trend(trend: Trend, run: wire.RunState, width: int) -> list[Row]:
     """The first line has a high priority; continuation lines are dropped first."""
     urgent = trend.full_in_seconds is None or trends.before_the_end(trend, run)
     parts = wrap(f"^ {trends.sentence(trend, run, width - 2)}", width, "edge" if urgent else MUTED)
-    return [Row(8 if number else 1, part) for number, part in enumerate(parts)]
+    return [Row(8 if number else 1, partial(tuple, part)) for number, part in enumerate(parts)]
 
 
 def ram_bar(store: Store, width: int) -> Line:

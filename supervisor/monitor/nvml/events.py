@@ -29,7 +29,7 @@ _WANTED = (
     ECC_DOUBLE_BIT | XID | MIG_CHANGED | ECC_STORM | RETIREMENT | RETIREMENT_FAILED | POISON | FATAL_POISON | UNAVAILABLE
 ) | RECOVERY_ACTION
 
-WAIT_MILLISECONDS = 200
+WAIT_MILLISECONDS = 1000
 """How long one wait lasts. Stopping can take as long, because the driver's wait cannot be
 interrupted."""
 LOST_SECONDS = 1.0
