@@ -17,7 +17,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
-from memtop.supervisor.killed import state_word
+from memtop.supervisor.killed import recorded_signal, state_word
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Program
@@ -116,6 +116,13 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
     outcome: str | None = None
     """replaced | finished | stopped | the kind of failure (`gpu_oom`, ...). None while it lasts."""
+    ended_by: int | None = None
+    """See `RunState`."""
+
+    @property
+    def word(self) -> str | None:
+        """The outcome as people read it: `killed`, or its name. None while it lasts."""
+        return None if self.outcome is None else state_word(self.outcome, self.ended_by)
 
 
 class Spike(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,6 +321,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     data: dict[str, Any] = {}
+
+    @property
+    def word(self) -> str:
+        """The kind as people read it: `killed`, or its name."""
+        return state_word(self.kind, recorded_signal(self.data))
 
 
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]

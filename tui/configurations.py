@@ -225,7 +225,7 @@ def peak_words(peak: Peak | None) -> str:
 
 def outcome_words(of: Configuration, *, present: bool) -> str:
     """`replaced`, or the failure: `out of VRAM`."""
-    return _WORDS.get(of.outcome or "", of.outcome) or (PRESENT if present else units.UNKNOWN)
+    return _WORDS.get(of.outcome or "", of.word) or (PRESENT if present else units.UNKNOWN)
 
 
 def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line]:
@@ -293,7 +293,7 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
     if row.peak is not None:
         lines.append(f"Its peak was {peak_words(row.peak)} (measured).")
     if went_badly(row.outcome):
-        lines.append(f"! It ended: {in_words(row.outcome or '')}. That may happen again.")
+        lines.append(f"! It ended: {in_words(row.word or '')}. That may happen again.")
     elif row.peak is not None and row.peak.failed:
         lines.append("! It ran out of memory then: that may happen again.")
     if with_state:

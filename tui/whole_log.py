@@ -354,5 +354,5 @@ def ending_of(attempt: Attempt) -> str:
     """`attempt 2 failed at 12:41:07 after 00:38:00; update 1240`."""
     ended = attempt.ended or attempt.started
     clock, took = time.strftime("%H:%M:%S", time.localtime(ended)), units.duration(ended - attempt.started)
-    words = f"attempt {attempt.number} {attempt.outcome or 'ended'} at {clock} after {took}"
+    words = f"attempt {attempt.number} {attempt.word or 'ended'} at {clock} after {took}"
     return words if attempt.updates is None else f"{words}; update {attempt.updates}"

@@ -202,7 +202,7 @@ def _configuration_line(row: dict[str, Any]) -> str:
     if row["samples_per_second"] is not None:
         parts.append(f"{row['samples_per_second']:.1f} samples/s")
     outcome = row["outcome"]
-    parts.append("present" if outcome is None else OUTCOMES.get(outcome, outcome))
+    parts.append("present" if outcome is None else OUTCOMES.get(outcome, state_word(outcome, row["ended_by"])))
     return f"configuration {row['number']}  {', '.join(parts)} ({row['reason']})"
 
 

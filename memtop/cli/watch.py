@@ -287,11 +287,11 @@ def print_once(options: Options) -> int:
     for seen in observed:
         lines += [line_of(seen)] if tree is None else lines_of(seen)
     for state in states:
-        if isinstance(state, RunState) and state.state is Phase.QUEUED:
-            lines.append(_waiting_line(state))
-        elif options.run_name or isinstance(state, Unreadable) or state.alive:
+        if isinstance(state, Unreadable):
             lines.append(run_line(state))
-            lines += [] if isinstance(state, Unreadable) else [f"  warning: {warning}" for warning in state.warnings]
+        elif options.run_name or state.alive or state.state is Phase.QUEUED:
+            lines.append(_waiting_line(state) if state.state is Phase.QUEUED else run_line(state))
+            lines += [f"  warning: {warning}" for warning in state.warnings]
     print_lines(*lines)
     return 0
 

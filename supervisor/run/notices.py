@@ -20,7 +20,6 @@ from typing import NamedTuple
 import msgspec
 
 from memtop.presets.files import user_config
-from memtop.supervisor.killed import recorded_signal, state_word
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event
 
@@ -96,15 +95,11 @@ def notices(run: str, events: Sequence[Event], topics: Collection[str], now: flo
                 topic=told.topic,
                 event=event.kind,
                 time=event.time,
-                title=f"{run} {'was killed' if _killed(event) else told.words}",
+                title=f"{run} {'was killed' if event.word == 'killed' else told.words}",
                 text=text,
             )
         )
     return found
-
-
-def _killed(event: Event) -> bool:
-    return state_word(event.kind, recorded_signal(event.data)) == "killed"
 
 
 def claims(content: bytes) -> Iterator[Claim]:

@@ -153,9 +153,11 @@ def _close(folder: RunFolder, ledger: Ledger, number: int, state: StateFile | No
     (attempt,) = (attempt for attempt in ledger.attempts() if attempt.number == number)
     exited = read_derived(path / "exit.json", ExitFile)
     status = exited.status if exited is not None else None
-    outcome = end.outcome if end is not None else None
+    outcome, diagnosis = end.outcome if end is not None else None, None
     if state is not None and state.run.attempt == number:
         outcome = state.run.state.value
+        if state.run.ended_by is not None:
+            diagnosis = {"summary": state.run.reason or "", "evidence": [], "ended_by": state.run.ended_by}
     elif outcome not in ("finished", "stopped", "failed"):
         outcome = "failed" if status else "stopped" if attempt.settings is not None else "finished"
     ledger.update_attempt(
@@ -163,6 +165,7 @@ def _close(folder: RunFolder, ledger: Ledger, number: int, state: StateFile | No
         ended=exited.ended if exited is not None else attempt.started,
         exit_status=status,
         outcome=outcome,
+        diagnosis=diagnosis,
         launched=exited is not None or (path / "process.json").exists(),
         updates=step.update if step is not None else attempt.updates,
         samples_seen=step.samples_seen if step is not None else attempt.samples_seen,

@@ -65,7 +65,7 @@ def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None
     if facts.settings is None:
         raise UsageError("this run executes an external command: memtop cannot change its settings")
     if facts.phase is not Phase.TRAINING:
-        raise MemtopError(f"run {run!r} is not training: it is {facts.phase.value}")
+        raise MemtopError(f"run {run!r} is not training: it is {facts.word}")
     if facts.at_the_end:
         raise MemtopError(f"nothing can be tried any more: {AT_THE_END}")
     if present is not None and present.running:
@@ -331,7 +331,7 @@ def _after_restart(state: TrialState, facts: RunFacts) -> Result:
     undoing = state.stage is TrialStage.UNDO_RESTARTING
     if facts.attempt == state.attempt or facts.phase is Phase.STARTING:
         if facts.is_over and facts.attempt == state.attempt and not facts.restart_requested:
-            why = f"the run is {facts.phase.value}"
+            why = f"the run is {facts.word}"
             return _wait_for_end(state, facts, why) if undoing else _give_up(state, facts, why, undo=False)
         return state, ()
     if not state.unproven:

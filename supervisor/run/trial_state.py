@@ -13,6 +13,7 @@ from memtop.presets.fields import LIVE, differing
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.killed import state_word
 from memtop.supervisor.recovery.batch_trial import Update
 from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.wire import Change, Phase, Trial
@@ -52,6 +53,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     reason: str | None = None
     """Why the run is in this phase."""
+    ended_by: int | None = None
+    """See `RunState`."""
     attempt: int = 0
     configuration: int | None = None
     """The number of the present configuration."""
@@ -76,6 +79,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Swap in use on the machine."""
     monotonic: float = 0.0
     """Seconds."""
+
+    @property
+    def word(self) -> str:
+        """The phase as people read it."""
+        return state_word(self.phase.value, self.ended_by)
 
     @property
     def died(self) -> bool:
@@ -108,7 +116,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         if self.restart_requested:
             return "the run is about to be restarted"
         if not self.died and self.phase not in (Phase.STARTING, Phase.TRAINING):
-            return f"the run is {self.phase.value}"
+            return f"the run is {self.word}"
         if not self.died and self.at_the_end:
             return AT_THE_END
         return None
@@ -185,7 +193,7 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
         if facts.died:
             return Trouble(self.dying or f"the program died: {facts.reason or 'no reason known'}")
         if facts.phase is not Phase.TRAINING:
-            return Trouble(f"the run is {facts.phase.value}", undo=False)
+            return Trouble(f"the run is {facts.word}", undo=False)
         if facts.attempt != self.attempt:
             return Trouble(RESTARTED, undo=False)
         if facts.at_the_end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -16,14 +17,17 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes.attempt import ExitFile
 from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.rebuild import open_ledger
+from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.report.facts import read_facts
 from memtop.supervisor.run.report.page import html
 from memtop.supervisor.run.reports import End
 from memtop.supervisor.run.view import read_state
-from memtop.supervisor.wire import Change, Checkpoint, Phase
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Event, Phase
 from tests.run.reported import heard, reported
+from tests.tui.support import SETTINGS
 from tests.tui.test_runs import stored
 
 
@@ -185,6 +189,11 @@ def test_a_killed_run_says_so_to_people_and_keeps_its_state_for_programs(
         with closing(Ledger(folder.ledger_path)) as ledger:
             values = {"outcome": "failed", "exit_status": -number, "diagnosis": {"summary": "s", "ended_by": int(number)}}
             ledger.update_attempt(1, **values)
+            ledger.add_event(Event(time=60.0, attempt=1, kind="failed", message="m", data={"ended_by": int(number)}))
+            ended = {"outcome": "failed", "ended_by": int(number), "reason": "start", "settings": SETTINGS}
+            for configuration in (1, 2):
+                one = Configuration(number=configuration, attempt=1, started=1.0, **ended)
+                ledger.save_configuration(ConfigurationRecord(configuration=one, starts=(ConfigurationStart(attempt=1),)))
     read = {
         "runs": ["runs"],
         "show": ["show", "a"],
@@ -199,10 +208,13 @@ def test_a_killed_run_says_so_to_people_and_keeps_its_state_for_programs(
     assert [line.split()[:2] for line in shown["runs"].splitlines()[1:]] == [["a", "killed"], ["b", "failed"]]
     assert shown["show"].split()[:2] == ["a", "killed"]
     assert "start: killed, exit status -9" in shown["show"]
+    assert shown["show"].count("killed (start)") == 2, "its configurations"
+    assert "failed" not in shown["show"]
     assert ["state", "killed", "failed"] in [line.split() for line in shown["compare"].splitlines()]
     for place in ("markdown", "html"):
         assert "killed: ended by signal 9 (SIGKILL)" in shown[place]
         assert "killed, exit status -9" in shown[place]
+        assert re.search(r"killed(?: \| |</td><td>)m\b", shown[place]), "the event of its end"
         assert "failed" not in shown[place].replace("Why it failed", "")
     for arguments in (["runs"], ["show", "a"], ["compare", "a", "b"]):
         assert run([*arguments, "--json", "--runs-dir", str(tmp_path)]) == 0
@@ -221,6 +233,18 @@ def test_a_kill_that_no_supervisor_saw_is_a_kill(tmp_path: Path) -> None:
     folder.attempt(1).mkdir(parents=True)
     write_json(folder.attempt(1) / "exit.json", ExitFile(status=-9, ended=2.0))
     assert read_state(folder).word == "failed", "memtop may have sent it"
+
+
+def test_a_kill_survives_the_loss_of_the_ledger(tmp_path: Path) -> None:
+    for name, ended_by in (("a", 9), ("b", None)):
+        folder = stored(tmp_path, name, 1.0, Phase.FAILED, reason="why", ended_by=ended_by)
+        folder.attempt(1).mkdir(parents=True)
+        write_json(folder.attempt(1) / "exit.json", ExitFile(status=-9, ended=2.0))
+        folder.ledger_path.unlink()
+        with closing(open_ledger(folder)[0]) as ledger:
+            (attempt,) = ledger.attempts()
+        assert (attempt.outcome, attempt.word) == ("failed", "killed" if ended_by else "failed")
+        assert run(["show", name, "--runs-dir", str(tmp_path)]) == 0
 
 
 def test_a_killed_rank_is_named_although_torchrun_names_the_one_that_lost_it(tmp_path: Path) -> None:

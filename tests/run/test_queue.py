@@ -318,7 +318,7 @@ def test_a_waiting_run_is_stopped(runs: Runs) -> None:
     for more in ((), ("second",)):
         once = runs.memtop("watch", *more, "--once").stdout.splitlines()
         (line,) = [one for one in once if one.startswith("second ")]
-        assert line.split(maxsplit=2) == ["second", "queued", runs.show("second")["reason"]]
+        assert line.split()[:6] == ["second", "queued", "waits", "for", "first", "to"]
         assert any(one.startswith("first ") for one in once) is not bool(more)
     listed = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
     assert [(one["name"], one["state"]) for one in listed] == [("first", listed[0]["state"]), ("second", "queued")]
@@ -327,6 +327,11 @@ def test_a_waiting_run_is_stopped(runs: Runs) -> None:
     assert any(one.split()[:2] == ["second", "排队中"] for one in in_chinese.splitlines())
     assert "waits" not in in_chinese
     assert runs.show("second")["supervisor_pid"] == waits["supervisor_pid"], "looking starts nothing"
+    runs.memtop("train", "--name", "third", "--detach", "--after", "second", "--", "true")
+    runs.wait("third", lambda d: d["state"] == "queued" and "second" in d["reason"])
+    (line,) = [one for one in runs.memtop("watch", "--once").stdout.splitlines() if one.startswith("third ")]
+    assert line.split(maxsplit=2) == ["third", "queued", "waits for second to end (queued)"]
+    runs.memtop("stop", "third")
     assert "stopped before it began" in runs.memtop("stop", "second").stdout
     assert runs.show("second")["state"] == "stopped"
     runs.memtop("stop", "first")

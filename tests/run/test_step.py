@@ -35,6 +35,7 @@ from tests.run.brain import (
     die,
     end,
     proposal,
+    restart,
     row,
     states,
     stop,
@@ -148,6 +149,18 @@ def test_a_kill_is_recorded_with_its_signal(status: int | None, found: Diagnosis
     # The next supervisor reads it from the ledger.
     again = taken_over(row(outcome="failed", ended=10.0, exit_status=status, diagnosis=values["diagnosis"]))
     assert run_state(again.model).word == word
+
+
+def test_the_configuration_of_a_killed_attempt_says_so_until_it_goes_on() -> None:
+    brain = taken_over(row(), reports=({"type": "step", "update": 7},))
+    end(brain, -9)
+    brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
+    (ended,) = brain.model.configurations.rows
+    assert (ended.outcome, ended.word, ended.ended_by) == ("failed", "killed", 9)
+    restart(brain)
+    brain.tell(Launched(number=2, started=20.0, states=states(7)))
+    (again,) = brain.model.configurations.rows
+    assert (again.word, again.ended_by) == (None, None)
 
 
 @pytest.mark.parametrize("stalled", [False, True])

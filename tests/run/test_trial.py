@@ -364,6 +364,7 @@ def test_an_error_while_it_is_undone_is_recorded_at_once(monkeypatch: pytest.Mon
     [
         ({"settings": None}, UsageError, "external command"),
         ({"phase": Phase.STOPPED}, MemtopError, "is not training: it is stopped"),
+        ({"phase": Phase.FAILED, "ended_by": 9}, MemtopError, "is not training: it is killed"),
         ({"at_the_end": True}, MemtopError, "nothing can be tried any more: the run is at its last update"),
     ],
 )

@@ -171,6 +171,14 @@ def test_a_rollback_whose_end_is_not_known_cannot_choose_a_checkpoint() -> None:
     assert undone(ROWS[:1]) is None
 
 
+def test_a_configuration_that_ended_by_a_kill_says_so() -> None:
+    for signal, word in ((9, "killed"), (11, "failed"), (None, "failed")):
+        ended = replace(ROWS[0], outcome="failed", ended_by=signal)
+        assert word in plain(row(ended, 120, present=False)).split()
+        store = fold(fold(Store(), running(gpu())), wire.ConfigurationRows(rows=(ended, *ROWS[1:])))
+        assert f"! It ended: {word}. That may happen again." in consequences(ended, store, with_state=False)
+
+
 def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:
     peak = ROWS[1].peak
     assert peak is not None

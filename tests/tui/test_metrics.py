@@ -125,6 +125,16 @@ def test_a_chart_has_a_fitted_scale_the_value_at_the_cursor_and_the_numbers_of_t
     assert "┤" in text
 
 
+def test_the_event_next_to_the_cursor_says_killed_of_a_kill() -> None:
+    drawn = {}
+    for number in (9, 11):
+        event = wire.Event(time=NOW + 40, attempt=1, kind="failed", message="it ended", data={"ended_by": number})
+        lines, _ = draw(LOSS, [curves(*(row(n) for n in range(1, 41)))], view(events=(event,)), 80, 22)
+        drawn[number] = text_of(lines)
+    assert "killed: it ended" in drawn[9]
+    assert "failed: it ended" in drawn[11]
+
+
 def test_log_scale_and_smoothing() -> None:
     run = curves(*(row(n, loss=10.0 ** (-n)) for n in range(1, 41)))
     text = text_of(draw(LOSS, [run], view(log_scale=True), 80, 22)[0])

@@ -13,14 +13,14 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from textual.pilot import Pilot
 
 from memtop.supervisor.run.record.folder import RunFolder, create_run
-from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.ledger import Attempt, Ledger
 from memtop.supervisor.run.record.output_log import OutputLog, OutputTimes, times_path
 from memtop.supervisor.wire import Event
 from memtop.tui.app import DashboardApp
 from memtop.tui.attempt_log import AttemptLog, Section
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.line import plain
-from memtop.tui.whole_log import WholeLogScreen
+from memtop.tui.whole_log import WholeLogScreen, ending_of
 from tests.conftest import Runs
 from tests.run.brain import spec
 from tests.tui.support import SETTINGS, RecordingFeed, machine, press, resize, running, screen_text, settle
@@ -94,6 +94,20 @@ async def test_all_attempts_with_their_times_and_ends(folder: RunFolder, size: t
         assert "–         second 0" in text, "no time is known yet"
         await press(pilot, "pageup")
         assert "attempt 1 failed at 14:14:20 after 00:01:00; update 90" in screen_text(app)
+
+
+def test_the_end_of_an_attempt_that_was_killed_says_so() -> None:
+    for signal, word in ((9, "killed"), (11, "failed")):
+        ended = Attempt(
+            number=1,
+            reason="start",
+            settings=None,
+            started=NOW,
+            ended=NOW + 60,
+            outcome="failed",
+            diagnosis={"ended_by": signal},
+        )
+        assert ending_of(ended).startswith(f"attempt 1 {word} at ")
 
 
 async def test_search_finds_in_all_attempts_and_says_where(folder: RunFolder) -> None:

@@ -258,4 +258,4 @@ def _event_words(run: RunCurves, view: MetricsView, width: int) -> Line:
     if not near:
         return ()
     event = placed[min(near)[1]][1]
-    return fit(line((event.kind, MUTED), (separator(": "), MUTED), event.message), width)
+    return fit(line((event.word, MUTED), (separator(": "), MUTED), event.message), width)

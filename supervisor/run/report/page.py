@@ -60,7 +60,7 @@ def html(facts: Facts) -> str:
     if facts.configurations:
         parts += [_title("Settings"), _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
     if facts.events:
-        rows = [(_clock(event.time), str(event.attempt), event.kind, event.message) for event in facts.events]
+        rows = [(_clock(event.time), str(event.attempt), event.word, event.message) for event in facts.events]
         parts += [_title("Events"), _table(("", "attempt", "event", ""), rows)]
     written = f"Written {_clock(facts.written)} by memtop. Dashed lines: a new attempt began."
     parts.append(f"<p>{_safe(tr(written))}</p>")
@@ -89,7 +89,7 @@ def markdown(facts: Facts) -> str:
         lines += _markdown_table(("", "from update", "settings", "peak", "why"), _configurations(facts))
     if facts.events:
         newest: Sequence[Event] = facts.events[-_NEWEST_EVENTS:]
-        rows = [(_clock(event.time), event.kind, event.message) for event in newest]
+        rows = [(_clock(event.time), event.word, event.message) for event in newest]
         lines += ["", f"**{tr('Newest events')}**", "", *_markdown_table(("", "", ""), rows)]
     return "\n".join(lines) + "\n"
 

@@ -122,7 +122,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     assert verdict is not None
     # A restart that was requested while the log was read counts.
     outcome = "restarted" if model.pending is not None else verdict.phase.value
-    model = survival.ended(model, outcome, found)
+    model = survival.ended(model, outcome, verdict.ended_by, found)
     model = verification.after_end(model)
     if _died_by_itself(model, verdict) and (back := verification.going_back(model) or spikes.going_back(model)) is not None:
         model = replace(model, pending=back)

@@ -37,7 +37,7 @@ _STATE_BYTES = 12
 _DISK_UNKNOWN_BYTES = 1 << 30
 
 
-def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
+def ended(model: Model, outcome: str, ended_by: int | None, diagnosis: Diagnosis | None) -> Model:
     """The attempt has ended, and so has its configuration."""
     died = diagnosis is not None and diagnosis.of_memory and diagnosis.confidence >= SURE
     # A smaller configuration does not help if the disk is full, so this one may be tried again
@@ -45,7 +45,7 @@ def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
     full = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
     name = diagnosis.kind.value if died and diagnosis is not None else outcome
     update = model.update
-    after = model.configurations.end(name, update, model.saved, died_of_memory=died and not full)
+    after = model.configurations.end(name, update, model.saved, ended_by=ended_by, died_of_memory=died and not full)
     return configurations.put(model, after)
 
 

@@ -157,6 +157,7 @@ def _facts(model: Model) -> RunFacts:
         configuration=present.configuration.number if present is not None else None,
         phase=model.phase,
         reason=model.reason,
+        ended_by=model.attempt.ended_by if model.attempt is not None else None,
         attempt=model.number,
         settings=model.settings,
         start_update=model.progress.start_update,
