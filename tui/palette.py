@@ -21,7 +21,7 @@ from textual.widgets.option_list import Option
 from memtop.supervisor.language import tr
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.keymap import ACTIONS, label_of, offered
-from memtop.tui.screen import FullScreen, keys_of
+from memtop.tui.screen import FullScreen, WholeRows, keys_of
 from memtop.tui.themes import NAMES
 
 
@@ -95,7 +95,7 @@ def _help(key: str, description: str) -> str:
     return f"{key}  {tr(description)}"
 
 
-class Palette(CommandPalette):
+class Palette(CommandPalette, WholeRows[None]):
     """Textual's palette, but a key always finds the result of the keys before it.
 
     Textual searches in the background: Enter right behind the last letter would take the command

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,6 +23,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import Click
+from textual.geometry import Region
 from textual.reactive import var
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
@@ -40,6 +41,9 @@ from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
 from memtop.tui.store import Store
 from memtop.tui.words import report_lines
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -193,7 +197,19 @@ class Words(Static):
 # --- dialogs --------------------------------------------------------------------------------------
 
 
-class Dialog(ClosingScreen[T | None], ModalScreen[T | None]):
+class WholeRows(Screen[T]):
+    """A screen over another one, which is painted in whole rows when the one below changes.
+
+    Textual would paint it up to the right edge of what has changed below. A wide character at this
+    edge would be cut, and a space would stay in its place.
+    """
+
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        rows = (Region(0, region.y, self.size.width, region.height) for region in regions)
+        return super().refresh(*rows, repaint=repaint, layout=layout, recompose=recompose)
+
+
+class Dialog(ClosingScreen[T | None], ModalScreen[T | None], WholeRows[T | None]):
     """A titled box in the middle; the result is None if the user cancels."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import pyte
 import pytest
+from textual._compositor import CompositorUpdate
+from textual.geometry import Region
 from textual.pilot import Pilot
 
 from memtop.supervisor import language, wire
@@ -252,3 +255,24 @@ async def test_the_form_of_an_own_program_is_in_chinese(tmp_path: Path) -> None:
         check(app, "python train.py", "train.py", "python")
         await resize(pilot, 50, 12)
         check(app)
+
+
+@pytest.mark.parametrize("key", ["question_mark", "ctrl+p"])
+async def test_a_change_below_a_dialog_cuts_no_character_of_it(key: str) -> None:
+    """What is written to the terminal, wherever the changed part of the dashboard ends."""
+    async with opened(RecordingFeed(running(gpu())), key, size=(120, 35)) as (app, _):
+        dialog = app.screen
+        compositor = dialog._compositor
+        wanted = [strip.text.rstrip() for strip in compositor.render_strips()]
+        assert any(map(language.has_wide, wanted))
+        terminal = pyte.Screen(120, 35)
+        stream = pyte.Stream(terminal)
+        stream.feed(compositor.render_full_update().render_segments(app.console))
+        for right in range(1, 121):
+            dialog.refresh(Region(0, 0, right, 35))
+            compositor.update_widgets({dialog})
+            update = compositor.render_update(screen_stack=app._background_screens)
+            assert isinstance(update, CompositorUpdate)
+            stream.feed(update.render_segments(app.console))
+            rows = ("".join(terminal.buffer[row][column].data for column in range(120)) for row in range(35))
+            assert [row.rstrip() for row in rows] == wanted, right
