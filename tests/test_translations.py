@@ -337,8 +337,8 @@ def test_runs_are_shown_in_chinese(runs: Runs) -> None:
         ("show", "o"),
         ("show", "f"),
         ("runs",),
-        ("report", "o", "--markdown"),
-        ("report", "f", "--markdown"),
+        ("report", "o", "--markdown", "-"),
+        ("report", "f", "--markdown", "-"),
     ):
         shown.append(runs.memtop(*command, "--lang", "zh"))
     lines = [

@@ -254,7 +254,10 @@ def run_dashboard(
         begins_with_runs=begins_with_runs,
         choices=choices,
     )
-    result = app.run()
+    try:
+        result = app.run()
+    finally:
+        gc.enable()
     if app.is_web:
         _leave_driver_of_browser(app)
     if app.dashboard.ending_processes:

@@ -16,21 +16,13 @@ from memtop.supervisor.run.report.facts import Price, read_facts
 from memtop.supervisor.run.report.page import html, markdown
 
 _SHOWN = "-"
-"""The FILE of `--markdown` that stands for standard output."""
+"""The FILE that stands for standard output."""
 
 
 @click.command(epilog=RUN_HELP)
 @run_argument
 @click.option("--html", "page", type=PATH, metavar="FILE", help="the page to write [RUN.html]")
-@click.option(
-    "--markdown",
-    "summary",
-    type=PATH,
-    is_flag=False,
-    flag_value=_SHOWN,
-    metavar="[FILE]",
-    help="a summary as Markdown instead: written to FILE, or printed",
-)
+@click.option("--markdown", "summary", type=PATH, metavar="FILE", help="a summary as Markdown instead; - prints it")
 @runs_dir_option
 def report(run_name: str, page: Path | None, summary: Path | None, runs_dir: Path | None) -> int:
     """Write a run as one HTML page, to keep or to share.

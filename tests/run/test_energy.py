@@ -97,7 +97,7 @@ def test_the_report_names_a_cost_only_with_a_price(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert energies(tmp_path, (1, {"GPU-0": 0.0}), (1, {"GPU-0": 7.2e6})) == [7.2e6]
-    arguments = ["report", "tiny", "--markdown", "--runs-dir", str(tmp_path)]
+    arguments = ["report", "tiny", "--markdown", "-", "--runs-dir", str(tmp_path)]
     assert memtop(arguments) == 0
     assert "| energy of the GPUs | 2.00 kWh |" in capsys.readouterr().out
     monkeypatch.setenv("MEMTOP_ENERGY_PRICE", "0.3 EUR")

@@ -198,7 +198,7 @@ def test_a_killed_run_says_so_to_people_and_keeps_its_state_for_programs(
         "runs": ["runs"],
         "show": ["show", "a"],
         "compare": ["compare", "a", "b"],
-        "markdown": ["report", "a", "--markdown"],
+        "markdown": ["report", "a", "--markdown", "-"],
     }
     shown = {}
     for place, arguments in read.items():

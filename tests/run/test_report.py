@@ -160,7 +160,7 @@ def test_a_run_that_never_started_has_a_report(folder: RunFolder, capsys: pytest
     assert run(["report", str(folder.path), "--html", str(page)]) == 0
     assert capsys.readouterr().err == f"memtop: written to {page}\n"
     assert "python t.py" in page.read_text()
-    assert run(["report", str(folder.path), "--markdown"]) == 0
+    assert run(["report", str(folder.path), "--markdown", "-"]) == 0
     printed = capsys.readouterr().out
     assert "| command | python t.py |" in printed
     page.unlink()
