@@ -36,8 +36,7 @@ def main() -> int:
         folder = RunFolder(arguments.folder)
         if arguments.after_kill and not starting.wait_for_end(folder):
             return 0
-        # Whatever killed the one before may kill this one, too: it has no successor.
-        supervisor = Supervisor(folder, may_stand_by=not arguments.after_kill)
+        supervisor = Supervisor(folder, after_kill=arguments.after_kill)
         # Started in "/", so that nothing of the user's shadows a library. ./memtop.toml is read
         # here.
         with contextlib.suppress(FileNotFoundError):

@@ -9,9 +9,18 @@ _OWN_SIGNALS = frozenset(
     (
         *(signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS),
         *(signal.SIGFPE, signal.SIGSEGV, signal.SIGSYS, signal.SIGPIPE),
+        *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF),
     )
 )
-"""The signals of a crash. All others come from outside: a person, the kernel, a batch system."""
+"""The signals of a crash, and of a timer that the program has set. All others come from outside: a
+person, the kernel, a batch system."""
+_REPORTED_BY_SHELLS = _OWN_SIGNALS | frozenset(
+    (
+        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL),
+        *(signal.SIGTERM, signal.SIGXCPU, signal.SIGXFSZ),
+    )
+)
+"""The signals that end programs. Any other exit status above 128 is the program's own number."""
 
 # Status codes of Windows (NTSTATUS) that are like a signal: access violation, stack overflow, page
 # error, heap corruption, buffer overrun, Ctrl-C.
@@ -30,9 +39,8 @@ def signal_status(status: int | None) -> int | None:
     Windows a status code of its own."""
     if status is not None and abs(status) >= 1 << 16:
         return _OF_WINDOWS.get(status & 0xFFFFFFFF, status)
-    for base in (128, 256):
-        if status is not None and base < status < base + 65:
-            return base - status
+    if status is not None and (status - 128 in _REPORTED_BY_SHELLS or 256 < status < 256 + 65):
+        return (128 if status < 256 else 256) - status
     return status
 
 

@@ -113,6 +113,8 @@ class SupervisorStarted(msgspec.Struct, frozen=True, kw_only=True, tag="opened")
     states: States = States()
     change: Change | None = None
     """The restart for which this supervisor was started."""
+    after_kill: bool = False
+    """It was started because the one before was killed: it starts no run that had not begun."""
 
 
 class Replayed(msgspec.Struct, frozen=True, tag="replayed"):

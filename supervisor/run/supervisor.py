@@ -71,10 +71,11 @@ class Supervisor:
         *,
         waits: Waits | None = None,
         monotonic: Callable[[], float] = time.monotonic,
-        may_stand_by: bool = True,
+        after_kill: bool = False,
     ) -> None:
-        """`may_stand_by`: if a message or a command is due at the end of the run, another process
-        waits for the case that this one is killed."""
+        """If a message or a command is due at the end of the run, another process waits for the
+        case that this one is killed. `after_kill`: this one has followed like that. Whatever killed
+        the one before may kill it, too: it has no successor."""
         self.folder = folder
         require_own(folder.path)
         # Where other users may write the folder of all runs, one of them may exchange two folders
@@ -102,7 +103,8 @@ class Supervisor:
         self._queue = QueueWatch(folder, spec, lambda: self._sensors.machine_watch.machine)
         self._afterwards = Afterwards(folder, spec.then, spec.cwd)
         owes = spec.then is not None or is_configured(os.environ)
-        self._standby = Standby(folder) if may_stand_by and owes else None
+        self._after_kill = after_kill
+        self._standby = Standby(folder) if owes and not after_kill else None
         self._reported = 0
         """The attempt after which the report was written."""
         self._report: asyncio.Task[str | None] | None = None
@@ -200,6 +202,7 @@ class Supervisor:
             trial=trials[-1] if trials else None,
             states=read_states(self.folder),
             change=change,
+            after_kill=self._after_kill,
         )
         if newest is not None:
             self._performer.follow(newest.number, newest.started)

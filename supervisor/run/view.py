@@ -71,7 +71,8 @@ def read_state(folder: RunFolder) -> RunState:
             "reason": f"a restart is pending, but the supervisor is gone: memtop watch {folder.name} starts a new one",
         }
     elif not supervised and not training and not state.state.final:
-        changes |= _unrecorded_end(folder, state)
+        stalled = file is not None and file.stalled is not None and file.run.attempt == state.attempt
+        changes |= _unrecorded_end(folder, state, stalled=stalled)
     elif not supervised and training:
         changes["reason"] = f"the supervisor is gone, training continues: memtop watch {folder.name} starts a new one"
     if changes.get("state", state.state) is not Phase.STARTING:
@@ -79,8 +80,9 @@ def read_state(folder: RunFolder) -> RunState:
     return msgspec.structs.replace(state, **changes)
 
 
-def _unrecorded_end(folder: RunFolder, state: RunState) -> dict[str, Any]:
-    """How the program has ended, if its supervisor was gone by then."""
+def _unrecorded_end(folder: RunFolder, state: RunState, *, stalled: bool) -> dict[str, Any]:
+    """How the program has ended, if its supervisor was gone by then. `stalled`: memtop was ending
+    it because it hung."""
     ended = read_derived(folder.attempt(state.attempt) / "exit.json", ExitFile)
     again = f"memtop restart {folder.name}"
     if ended is None:
@@ -91,7 +93,7 @@ def _unrecorded_end(folder: RunFolder, state: RunState) -> dict[str, Any]:
     values = {"reason": reason, "ended": ended.ended, "exit_status": status}
     if ended.status != 0:
         # A program that was being stopped may have got its signal from memtop.
-        asked = state.state in (Phase.STOPPING, Phase.RESTARTING)
+        asked = stalled or state.state in (Phase.STOPPING, Phase.RESTARTING)
         log = folder.attempt(state.attempt) / "output.log"
         return {"state": Phase.FAILED, "ended_by": None if asked else fatal_signal(read_log_end(log), status), **values}
     # The built-in trainer also ends like this when it is stopped.

@@ -377,6 +377,15 @@ def test_nobody_takes_over_a_run_that_has_a_supervisor(folder: RunFolder, monkey
     lock.release()
 
 
+def test_a_training_that_was_never_started_is_not_begun_after_a_kill(told: Runs, folder: RunFolder) -> None:
+    """The supervisor was killed before its first attempt."""
+    folder.ledger_path.unlink()
+    command = [sys.executable, "-m", "memtop.supervisor", str(folder.path), AFTER_KILL]
+    done = subprocess.run(command, env=told.environment, cwd="/", capture_output=True, text=True, timeout=180, check=False)
+    assert json.loads(done.stderr.splitlines()[-1]) == {"error": "its supervisor ended before it could start it"}
+    assert (done.returncode, folder.attempt_numbers()) == (1, [])
+
+
 def find_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from memtop.cli import run
 from memtop.supervisor.killed import state_word
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
-from memtop.supervisor.run.processes.attempt import ExitFile
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
@@ -155,6 +156,7 @@ def test_signals_have_names() -> None:
         ("failed", signal.SIGXCPU, "killed"),
         ("failed", signal.SIGSEGV, "failed"),
         ("failed", signal.SIGABRT, "failed"),
+        ("failed", signal.SIGALRM, "failed"),  # a timer of its own
         ("failed", None, "failed"),
         ("stopped", signal.SIGINT, "stopped"),
         ("restarting", signal.SIGKILL, "restarting"),
@@ -169,6 +171,10 @@ def test_only_a_failure_by_a_signal_from_outside_is_a_kill(state: str, ended_by:
     [
         (None, -9, 9),
         (None, 137, 9),  # what a shell makes of it
+        (None, 139, 11),
+        (None, 142, 14),
+        (None, 265, 9),  # a batch system
+        (None, 150, None),  # the program's own number
         (None, 1, None),
         (None, None, None),
         ((1, -9), 1, 9),
@@ -233,6 +239,21 @@ def test_a_kill_that_no_supervisor_saw_is_a_kill(tmp_path: Path) -> None:
     folder.attempt(1).mkdir(parents=True)
     write_json(folder.attempt(1) / "exit.json", ExitFile(status=-9, ended=2.0))
     assert read_state(folder).word == "failed", "memtop may have sent it"
+
+
+def test_a_program_that_memtop_ends_for_hanging_is_not_killed(tmp_path: Path) -> None:
+    folder = stored(tmp_path, "a", 1.0, Phase.TRAINING)
+    folder.attempt(1).mkdir(parents=True)
+    write_json(folder.attempt(1) / "exit.json", ExitFile(status=-9, ended=2.0))
+    file = folder.state()
+    assert file is not None
+    write_json(folder.state_path, replace(file, stalled="Bus error"))
+    assert read_state(folder).word == "failed"
+    # It was the attempt before that hung.
+    folder.attempt(2).mkdir()
+    write_json(folder.attempt(2) / "process.json", ProcessFile(1, 0, 1, 0))
+    write_json(folder.attempt(2) / "exit.json", ExitFile(status=-9, ended=3.0))
+    assert read_state(folder).word == "killed"
 
 
 def test_a_kill_survives_the_loss_of_the_ledger(tmp_path: Path) -> None:

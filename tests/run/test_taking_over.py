@@ -17,7 +17,8 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run.effects import AddEvent, AskRanks, CloseUnstarted, GiveUp, Launch, Signal
-from memtop.supervisor.run.events import AgentConnected, Command, Launched, Requested
+from memtop.supervisor.run.events import AgentConnected, Command, Launched, Requested, SupervisorStarted
+from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import ConfigurationStart
@@ -30,7 +31,7 @@ from memtop.supervisor.wire import Change, CheckpointNow, Edit, FreeCache, Outco
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
 from tests.recovery.injected import FATAL, TINY, inject
-from tests.run.brain import BEGUN, HALF, HELLO, MIB, OOM, PLAN, SETTINGS, SPLIT, STEP, row, state_of, taken_over
+from tests.run.brain import BEGUN, HALF, HELLO, MIB, OOM, PLAN, RUN, SETTINGS, SPLIT, STEP, Brain, row, state_of, taken_over
 
 # Dies where the first state.json of an attempt would be written.
 KILLED = """
@@ -310,6 +311,15 @@ def test_a_change_for_a_run_that_was_being_stopped_makes_it_a_restart() -> None:
     brain = taken_over(row(), records=BEGUN.records, state=state_of(Phase.STOPPING), change=change)
     assert (brain.model.phase, brain.model.pending) == (Phase.RESTARTING, change)
     assert state_file(brain.model, "", None).pending == change
+
+
+@pytest.mark.parametrize(("waits", "phase", "begins"), [(False, None, False), (True, None, True), (True, Phase.STOPPED, False)])
+def test_after_a_kill_no_run_is_started_that_had_not_begun(waits: bool, phase: Phase | None, begins: bool) -> None:
+    brain = Brain(Model(run=replace(RUN, waits=waits), settings=SETTINGS, supervisor_pid=7))
+    state = state_of(phase, attempt=0) if phase is not None else None
+    brain.tell(SupervisorStarted(state=state, after_kill=True))
+    assert (brain.model.phase is Phase.QUEUED, bool(brain.asked(GiveUp))) == (begins, not begins)
+    assert brain.asked(Launch) == []
 
 
 def test_a_change_that_cannot_be_ends_the_supervisor_that_was_started_for_it() -> None:

@@ -1,10 +1,11 @@
-"""`memtop watch --serve`: how many connections and tabs there may be, and how long a connection may
-be idle. A real server, real sockets."""
+"""`memtop watch --serve`: how many connections and tabs there may be, how long a connection may be
+idle, and that one connection serves several files. A real server, real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import re
 import time
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import pytest
 
 from memtop.cli.serve.access import Access
 from memtop.cli.serve.connections import Limits
+from memtop.cli.serve.page import FILES
 from memtop.cli.serve.sampling import SharedSampler
 from memtop.cli.serve.server import Server
 from memtop.supervisor.monitor.sampler import Sampler
@@ -97,9 +99,42 @@ async def test_an_idle_or_slow_connection_is_closed() -> None:
     assert all(answer.count(b"HTTP/1.1 ") <= 1 for answer in received[2:])
 
 
-async def test_a_tab_is_not_idle() -> None:
-    async with limited(Limits(idle_seconds=3.0)) as (port, cookie), tab_at(port, cookie) as tab:
+def get_files(port: int, cookie: str) -> list[tuple[int, int]]:
+    """Statuses and lengths of the answers, all on one connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    script, style = "/static/js/textual.js", "/static/css/xterm.css"
+    found, tag = [], ""
+    with contextlib.closing(connection):
+        connection.connect()
+        opened = connection.sock
+        for path, headers in (
+            (script, {}),
+            (script, {"If-None-Match": ""}),
+            (style, {"Range": "bytes=0-9"}),
+            (style, {"Range": "bytes=999999999-"}),
+            (style, {}),
+        ):
+            connection.request("GET", path, headers={"Cookie": cookie, **{name: text or tag for name, text in headers.items()}})
+            answer = connection.getresponse()
+            found.append((answer.status, len(answer.read())))
+            tag = answer.headers.get("ETag", "")
+            assert connection.sock is opened  # http.client opens another one if the server closes it
+    return found
+
+
+async def test_files_come_one_after_another_on_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async with limited(Limits(idle_seconds=3600)) as (port, cookie):
+        answers = await asyncio.to_thread(get_files, port, cookie)
+    script, style = (FILES[path].stat().st_size for path in ("/static/js/textual.js", "/static/css/xterm.css"))
+    assert answers == [(200, script), (304, 0), (206, 10), (416, 0), (200, style)]
+    assert [record.getMessage() for record in caplog.records if record.name == "memtop.serve"] == []
+
+
+async def test_a_tab_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with limited(Limits(idle_seconds=3600)) as (port, cookie), tab_at(port, cookie) as tab:
         await tab.wait_for("tiny-llama")
+        # Only now: on a machine that stands still, the tab could not open within this time.
+        monkeypatch.setattr(Limits, "idle_seconds", 1.0)
         # A connection that came after it has been idle for too long.
         await (await Client.of(port)).until_closed()
         await tab.keys("?")

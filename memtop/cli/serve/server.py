@@ -12,6 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpProcessingError
 
 from memtop.cli.http_server import cannot_listen, is_loopback
@@ -125,7 +126,7 @@ class Server:
         return web.Response(text=FOCUS_SCRIPT, content_type="text/javascript")
 
     async def _file(self, request: web.Request) -> web.FileResponse:
-        return web.FileResponse(FILES[request.path])
+        return _File(FILES[request.path])
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         browser = web.WebSocketResponse(heartbeat=_HEARTBEAT_SECONDS, timeout=_CLOSE_SECONDS, max_msg_size=_LONGEST_MESSAGE)
@@ -169,6 +170,12 @@ class Server:
         tabs = list(self._open.items())
         await asyncio.gather(*(browser.close(code=WSCloseCode.GOING_AWAY) for browser, _ in tabs))
         await asyncio.gather(*(ended.wait() for _, ended in tabs))
+
+
+class _File(web.FileResponse):
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        # aiohttp prepares each answer once more, and then a file would be sent twice.
+        return None if self.prepared else await super().prepare(request)
 
 
 def serve(

@@ -30,6 +30,9 @@ def opened(model: Model, event: SupervisorStarted) -> Model:
     """Restore the model of an earlier supervisor. The newest attempt's reports follow."""
     model = replace(model, configurations=Configurations(records=event.records), states=event.states)
     newest = newest_started(event.attempts, event.unstarted)
+    waits = model.run.waits and not (event.state is not None and event.state.run.state.final)
+    if newest is None and event.after_kill and not waits:
+        return emit(model, GiveUp(why=_UNSTARTED))
     if newest is None and model.run.waits and event.change is None:
         return queue.begin(model)
     if newest is None:
