@@ -187,6 +187,14 @@ def test_a_written_key_leaves_everything_else_as_it_was(place: Path, before: str
     assert [file.name for file in real.parent.iterdir()] == [real.name]
 
 
+@pytest.mark.parametrize("before", ["", 'metrics-smoothing = "8"\n', "metrics-smoothing = 8\n"])
+def test_a_number_is_written_without_quotes(place: Path, before: str) -> None:
+    path = write(place / "config/memtop/config.toml", before)
+    write_user_key("metrics-smoothing", "32")
+    assert path.read_text() == "metrics-smoothing = 32\n"
+    assert configured("metrics-smoothing").value == "32"
+
+
 def test_the_first_written_key_makes_the_file(place: Path) -> None:
     path = write_user_key("theme", "memtop-light")
     assert path == place / "config/memtop/config.toml"

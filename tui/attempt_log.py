@@ -9,7 +9,7 @@ import os
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from memtop.supervisor import holes
 from memtop.supervisor.run.record.folder import RunFolder
@@ -40,6 +40,11 @@ class AttemptLog:
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    @property
+    def size(self) -> int:
+        """How many bytes of the file have been read."""
+        return self._read
 
     def extend(self) -> bool:
         """Find the lines of the next part of the file; whether there may be more. OSError."""
@@ -80,9 +85,12 @@ class AttemptLog:
         return self._times.at(self._end(number)) or self.attempt.ended
 
     def lines_at(self, moment: float) -> int:
-        """How many lines were certainly written at this time, seconds since the epoch."""
+        """How many lines were certainly written at this time, seconds since the epoch; all if no
+        time was noted."""
         size = self._times.size_at(moment)
-        return len(self) if size >= self._read else max(0, bisect_right(self._starts, size) - 1)
+        if size is None or size >= self._read:
+            return len(self)
+        return max(0, bisect_right(self._starts, size) - 1)
 
     def find(self, query: str) -> list[int]:
         """The lines that contain the text; letters of ASCII in any case. OSError."""
@@ -112,21 +120,25 @@ class Section:
     end.
     """
 
-    def __init__(self, log: AttemptLog, events: Iterable[Event], *, is_first: bool) -> None:
-        """`is_first`: events before the attempt stand above its heading."""
+    def __init__(self, log: AttemptLog, events: Sequence[Event]) -> None:
         self.log = log
+        self._made_of = (log.size, log.attempt, events)
         self.lines, self.has_end = len(log), log.attempt.ended is not None
         """The log may have grown since."""
-        placed = sorted(((self._place(event, is_first), event.time, event.id, event) for event in events), key=lambda p: p[:3])
+        placed = sorted(((self._place(event), event.time, event.id, event) for event in events), key=lambda p: p[:3])
         self._befores = [before for before, *_ in placed]
         """Of each event: the row that it stands above."""
         self.events = [event for *_, event in placed]
         self._offsets = [before + 1 + number for number, before in enumerate(self._befores)]
         self._offset_of = {event.id: offset for event, offset in zip(self.events, self._offsets, strict=True)}
 
-    def _place(self, event: Event, is_first: bool) -> int:
+    def is_of(self, log: AttemptLog, events: Sequence[Event]) -> bool:
+        """Whether these are its log and its events, and nothing has come since."""
+        return self.log is log and self._made_of == (log.size, log.attempt, events)
+
+    def _place(self, event: Event) -> int:
         attempt = self.log.attempt
-        if event.time < attempt.started and is_first:
+        if event.time < attempt.started:
             return -1
         if attempt.ended is not None and event.time >= attempt.ended:
             return self.lines + 1

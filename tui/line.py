@@ -230,10 +230,13 @@ def beginning(text: str, width: int) -> str:
     if cell_len(text) <= width:
         return text
     end = len(set_cell_size(text, max(0, width - 2)))
+    # A wide character that is cut becomes a blank.
+    while end and cell_len(text[:end]) > width - 2:
+        end -= 1
     if not has_wide(text):
         end = max(text.rfind(" ", 0, end + 1), 0) or end
     end = next((found.start() for found in _NUMBER.finditer(text) if found.start() < end < found.end()), end)
-    return f"{text[:end].rstrip()} …"
+    return f"{text[:end].rstrip()} …" if width > 1 else "…" * width
 
 
 _NUMBER = re.compile(r"\d(?:[\d .,:/]*\d)?")

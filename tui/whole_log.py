@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -89,7 +89,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
 
     def measure(self) -> None:
         """Lay out the rows after logs have grown."""
-        self.sections = sections_of(self.logs, self.events)
+        self.sections = sections_of(self.logs, self.events, self.sections)
         sizes = list(map(len, self.sections))
         self.firsts = [0, *accumulate(sizes)][: len(sizes)]
         self._rows = sum(sizes)
@@ -98,15 +98,10 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
             self.to_row(self._rows)
         self.refresh()
 
-    def row(self, number: int) -> Row:
-        place = bisect_right(self.firsts, number) - 1
-        section = self.sections[place]
-        return Row(section.log, section.at(number - self.firsts[place]))
-
-    def number_of(self, row: Row) -> int:
-        """Where a row is now: events may have come above it."""
-        place = next(n for n, section in enumerate(self.sections) if section.log is row.log)
-        return self.firsts[place] + self.sections[place].offset(row.of)
+    def number_of(self, row: Row) -> int | None:
+        """Where a row is now: events may have come above it. None if its log is no longer shown."""
+        place = next((n for n, section in enumerate(self.sections) if section.log is row.log), None)
+        return None if place is None else self.firsts[place] + self.sections[place].offset(row.of)
 
     def to_row(self, number: int) -> None:
         self.scroll_to(y=max(0, number), animate=False, immediate=True, force=True)
@@ -127,12 +122,14 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
 
     def text_of(self, number: int, *, with_time: bool = True) -> Line:
         """What a row shows."""
-        log, at = self.row(number)
+        place = bisect_right(self.firsts, number) - 1
+        section = self.sections[place]
+        log, at = section.log, section.at(number - self.firsts[place])
         if isinstance(at, Event):
             return self._text_of_event(at, with_time=with_time)
         if at == -1:
             return line((f"── {beginning_of(log.attempt)} ──", "attempt"))
-        if at == len(log):
+        if at == section.lines:
             return line((f"── {ending_of(log.attempt)} ──", "attempt"))
         try:
             words = log.line(at)
@@ -236,19 +233,22 @@ class WholeLogScreen(FullScreen):
         page = self.page
         with reading_ledger(self._folder) as ledger:
             attempts = ledger.attempts() if ledger is not None else []
-            newest = page.events[-1].id if page.events else 0
-            events = ledger.events(_MOST_EVENTS, after=newest) if ledger is not None else []
-        known = {log.attempt.number: log for log in page.logs}
-        logs, grown = [], len(attempts) != len(known) or bool(events)
+            known = {log.attempt.number: log for log in page.logs}
+            before = page.events
+            if is_another := _of_another_run(known, attempts):
+                known, before = {}, []
+            newest = before[-1].id if before else 0
+            events = ledger.events(_MOST_EVENTS, after=newest) if ledger is not None and attempts else []
+        logs, grown = [], is_another or len(attempts) != len(known) or bool(events)
         for attempt in attempts:
             log = known.get(attempt.number) or AttemptLog(self._folder, attempt)
             grown, log.attempt = grown or log.attempt != attempt, attempt
-            before = len(log)
+            lines = len(log)
             while log.extend():
                 pass
-            grown = grown or len(log) != before
+            grown = grown or len(log) != lines
             logs.append(log)
-        page.logs, page.events = logs, [*page.events, *events][-_MOST_EVENTS:]
+        page.logs, page.events = logs, [*before, *events][-_MOST_EVENTS:]
         return grown
 
     # --- keys -------------------------------------------------------------------------------------
@@ -257,11 +257,11 @@ class WholeLogScreen(FullScreen):
         self.page.to_attempt(direction)
 
     def action_copy(self) -> None:
-        marked = self.get_selected_text()
-        text = (marked or self.page.visible_text())[:_MOST_COPIED]
+        chosen = self.get_selected_text()
+        text = (chosen or self.page.visible_text())[:_MOST_COPIED]
         self.app.copy_to_clipboard(text)
         count = text.count("\n") + 1
-        lines = f"{count} marked lines" if marked else f"{count} lines"
+        lines = f"{count} marked lines" if chosen else f"{count} lines"
         self.say(f"copied {lines}; the terminal must allow OSC 52", "good")
 
     def action_search(self) -> None:
@@ -302,8 +302,13 @@ class WholeLogScreen(FullScreen):
             self._show_match(max(0, min(len(self._matches) - 1, self._match + direction)))
 
     def _show_match(self, place: int) -> None:
+        number = self.page.number_of(self._matches[place])
+        if number is None:
+            self._matches, self._match = [], None
+            self.say("a new run has taken the place of this one: search again")
+            return
         self._match = place
-        self.page.to_row(self.page.number_of(self._matches[place]) - self.page.size.height // 2)
+        self.page.to_row(number - self.page.size.height // 2)
         self.say(f"match {place + 1} of {len(self._matches)}; n older, N newer")
 
     def action_leave(self) -> None:
@@ -322,14 +327,26 @@ class WholeLogScreen(FullScreen):
         self.page.focus()
 
 
-def sections_of(logs: Sequence[AttemptLog], events: Iterable[Event]) -> list[Section]:
-    """The sections of the page. An event stands in that of its attempt."""
+def _of_another_run(known: Mapping[int, AttemptLog], attempts: Iterable[Attempt]) -> bool:
+    """Whether these are not the attempts of the known logs, and later ones."""
+    began = {attempt.number: attempt.started for attempt in attempts}
+    return any(began.get(number) != log.attempt.started for number, log in known.items())
+
+
+def sections_of(logs: Sequence[AttemptLog], events: Iterable[Event], before: Sequence[Section] = ()) -> list[Section]:
+    """The sections of the page. An event stands in that of its attempt.
+
+    `before`: those of the last time; one that has not changed stays.
+    """
     numbers = [log.attempt.number for log in logs]
     of_each: list[list[Event]] = [[] for _ in logs]
     for event in events if logs else ():
         # An event from before the first attempt has the number 0.
         of_each[max(0, bisect_right(numbers, event.attempt) - 1)].append(event)
-    return [Section(log, found, is_first=log is logs[0]) for log, found in zip(logs, of_each, strict=True)]
+    return [
+        old if old is not None and old.is_of(log, found) else Section(log, found)
+        for log, found, old in zip_longest(logs, of_each, before[: len(logs)])
+    ]
 
 
 def _clock(moment: float | None) -> Line:

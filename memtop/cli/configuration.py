@@ -175,7 +175,7 @@ def write_user_key(key: str, value: str) -> Path:
         before = path.read_bytes().decode("utf-8") if path.exists() else ""
         after = _with_key(before, key, value)
         if after is None:
-            raise UsageError(f"{shown}: cannot be changed here; write {key} = {json.dumps(value)} into it yourself")
+            raise UsageError(f"{shown}: cannot be changed here; write {key} = {_toml(key, value)} into it yourself")
         if after != before:
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, after.encode("utf-8"))
@@ -189,7 +189,7 @@ def write_user_key(key: str, value: str) -> Path:
 def _with_key(text: str, key: str, value: str) -> str | None:
     """The TOML text with this key at its top; None if it has no place that changes nothing else."""
     try:
-        wanted = {**tomllib.loads(text), key: value}
+        wanted = {**tomllib.loads(text), key: int(value) if KEYS[key].is_number else value}
     except tomllib.TOMLDecodeError:
         return None
     return next((found for found in _candidates(text, key, value) if _table_of(found) == wanted), None)
@@ -205,7 +205,7 @@ def _table_of(text: str) -> dict[str, Any] | None:
 
 def _candidates(text: str, key: str, value: str) -> Iterator[str]:
     """Texts that may be right: a line that looks like the key's may be within a longer text."""
-    entry = json.dumps(value, ensure_ascii=False)
+    entry = _toml(key, value)
     lines = text.split("\n")
     own = re.compile(rf"""(\s*(?:{key}|"{key}"|'{key}')\s*=\s*)("(?:[^"\\]|\\.)*"|'[^']*'|[^\s#]+)(.*)""", re.DOTALL)
     for number, row in enumerate(lines):
@@ -222,6 +222,11 @@ def _candidates(text: str, key: str, value: str) -> Iterator[str]:
     gap = f"{ending}\n" if lines[-1] else ""
     yield f"{text}{gap}{key} = {entry}{ending}\n"
     yield f"{key} = {entry}{ending}\n{text}"
+
+
+def _toml(key: str, value: str) -> str:
+    """The value as TOML: a number without quotes."""
+    return value if KEYS[key].is_number else json.dumps(value, ensure_ascii=False)
 
 
 def _replace(path: Path, content: bytes) -> None:

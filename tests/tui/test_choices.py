@@ -87,7 +87,7 @@ async def test_the_next_dashboard_begins_with_what_was_chosen(file: Path, tmp_pa
         "processes-sort": "sm up",
         "processes-view": "tree",
         "metrics-axis": "tokens",
-        "metrics-smoothing": "32",
+        "metrics-smoothing": 32,
         "metrics-scale": "log",
         "runs-sort": "loss down",
     }

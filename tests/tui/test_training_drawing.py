@@ -21,7 +21,7 @@ from memtop.tui.dashboard.notice import notice
 from memtop.tui.dashboard.training import draw_compact_training, draw_loss, draw_training
 from memtop.tui.feed import Connected, Disconnected, Followed, Others, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, label_of, offered
-from memtop.tui.line import plain, width_of, wrap_within
+from memtop.tui.line import beginning, plain, width_of, wrap_within
 from memtop.tui.store import Store, fold
 from tests.tui.support import (
     GIB,
@@ -153,6 +153,15 @@ def test_a_text_without_room_ends_with_an_ellipsis_and_never_within_a_number(mos
         shown = " ".join(plain(row) for row in rows)
         assert shown == text or shown.endswith(" …")
         assert [number for number in re.findall(r"\d[\d ]*\d|\d", shown) if number not in numbers] == [], (width, shown)
+
+
+@pytest.mark.parametrize("text", ["汉字汉字汉字汉字", "第 12 次更新时内存不足", "out of memory at update 12", "1234567"])
+def test_the_beginning_of_a_text_is_never_wider_than_its_room(text: str) -> None:
+    for width in range(cell_len(text)):
+        shown = beginning(text, width)
+        assert cell_len(shown) <= width, (width, shown)
+        assert shown.endswith("…"[:width]), width
+    assert beginning(text, cell_len(text)) == text
 
 
 def test_a_notice_without_room_is_not_cut_within_a_number() -> None:

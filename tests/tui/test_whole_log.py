@@ -184,8 +184,8 @@ async def test_events_stand_at_their_times_among_the_lines(folder: RunFolder) ->
             "◆ with the first mark",
             "── attempt 1 failed at 14:14:20 after 00:01:00; update 90 ──",
             "◆ attempt 1: out of GPU memory",
-            shown[56],
             "◆ between the attempts",
+            shown[57],
             "early",
             "◆ GPU 0: safe -> edge, 86.2 %",
             "late",
@@ -208,13 +208,13 @@ async def test_events_are_searched_and_copied_with_the_lines(folder: RunFolder, 
         await press(pilot, "slash", *"loss is", "enter")
         while "of 2" not in screen_text(app):
             await pilot.pause(0.02)
-        assert "match 2 of 2" in screen_text(app), "the line; the event is above it"
+        assert "match 2 of 2" in screen_text(app), "the event; the line is above it"
         await press(pilot, "n")
         assert "match 1 of 2" in screen_text(app)
         await press(pilot, "y")
         (sent,) = [text for text in written if "\x1b]52;c;" in text]
         copied = base64.b64decode(sent.split("\x1b]52;c;")[1].split("\a")[0]).decode()
-        assert "\n◆ Loss is rising\nsecond 0\n" in copied
+        assert "Loss is NaN here\n◆ Loss is rising" in copied
         await press(pilot, "slash", *"out of gpu", "enter")
         while "of 1" not in screen_text(app):
             await pilot.pause(0.02)
@@ -234,10 +234,85 @@ def test_a_row_is_found_where_it_stands(folder: RunFolder) -> None:
     while log.extend():
         pass
     events = [Event(id=n, time=NOW + seconds, attempt=1, kind="", message="") for n, seconds in enumerate((99, -1, 12, 5))]
-    section = Section(log, events, is_first=True)
+    section = Section(log, events)
     assert len(section) == 50 + 2 + 4
     assert [section.offset(section.at(offset)) for offset in range(len(section))] == list(range(len(section)))
     assert [event.id for event in section.events] == [1, 3, 2, 0]
+
+
+def test_events_stand_behind_the_lines_if_no_time_was_noted(folder: RunFolder) -> None:
+    ledger = Ledger(folder.ledger_path)
+    attempt = ledger.attempts()[1]
+    ledger.close()
+    log = AttemptLog(folder, attempt)
+    while log.extend():
+        pass
+    events = [Event(id=n, time=NOW + seconds, attempt=2, kind="", message="") for n, seconds in enumerate((69, 80, 71))]
+    section = Section(log, events)
+    assert [section.offset(row) for row in (events[0], -1, 50, events[2], events[1])] == [0, 1, 52, 53, 54]
+
+
+async def test_a_new_run_in_the_folder_takes_the_place_of_the_old_one(folder: RunFolder) -> None:
+    happened(folder, (1, 5, "warning", "of the old run"), (2, 100, "warning", "another of the old run"))
+    async with opened(folder) as (app, pilot, screen):
+        await press(pilot, "slash", *"nan", "enter")
+        while "match 1 of 1" not in screen_text(app):
+            await pilot.pause(0.02)
+        create_run(folder.path.parent, spec("tiny", NOW + 1000), fresh=True)
+        while screen.page.sections:
+            await pilot.pause(0.05)
+        await press(pilot, "n")
+        assert "a new run has taken the place of this one: search again" in screen_text(app)
+        with Ledger(folder.ledger_path).transaction():
+            pass
+        ledger = Ledger(folder.ledger_path)
+        ledger.add_attempt(1, "start", SETTINGS, NOW + 1001)
+        ledger.close()
+        wrote(folder, 1, b"of the new run\n")
+        happened(folder, (1, 1005, "warning", "the first event of the new run"))
+        while "◆ the first event of the new run" not in screen_text(app):
+            await pilot.pause(0.05)
+        assert rows_of(screen)[1:] == ["of the new run", "◆ the first event of the new run"]
+
+
+async def test_a_new_run_with_as_many_attempts_takes_the_place_of_the_old_one(folder: RunFolder) -> None:
+    happened(folder, (1, 5, "warning", "of the old run"))
+    async with opened(folder) as (_, pilot, screen):
+        ledger = Ledger(folder.ledger_path)
+        for number in (1, 2):
+            ledger.update_attempt(number, started=NOW + 1000 * number, ended=None, outcome=None, updates=None)
+            wrote(folder, number, b"new\n")
+        ledger.close()
+        while rows_of(screen)[-1] != "new":
+            await pilot.pause(0.05)
+        assert [row for row in rows_of(screen) if not row.startswith("──")] == ["◆ of the old run", "new", "new"]
+
+
+async def test_only_what_has_changed_is_laid_out_again(folder: RunFolder) -> None:
+    happened(folder, (1, 5, "warning", "early"))
+    async with opened(folder) as (app, pilot, screen):
+        first, second = screen.page.sections
+        happened(folder, (2, 100, "warning", "the disk is full"))
+        while "the disk is full" not in screen_text(app):
+            await pilot.pause(0.05)
+        assert screen.page.sections[0] is first
+        assert screen.page.sections[1] is not second
+        happened(folder, (1, 6, "warning", "a late one of attempt 1"))
+        while screen.page.sections[0] is first:
+            await pilot.pause(0.05)
+        assert "◆ a late one of attempt 1" in rows_of(screen)
+
+
+async def test_the_end_of_an_attempt_stays_while_its_log_grows(folder: RunFolder) -> None:
+    async with opened(folder) as (_, _, screen):
+        before = rows_of(screen)
+        log = screen.page.logs[0]
+        with log.path.open("ab") as file:
+            file.write(b"after the end\n")
+        while log.extend():
+            pass
+        assert len(log) == 51, "the page has not been laid out since"
+        assert rows_of(screen) == before
 
 
 async def test_it_stays_at_the_end_while_the_log_grows_and_where_the_user_scrolled(folder: RunFolder) -> None:

@@ -111,7 +111,10 @@ class OutputTimes:
         place = bisect_left(self._sizes, end)
         return self._times[place] if place < len(self._times) else None
 
-    def size_at(self, moment: float) -> int:
-        """How many bytes were certainly written at this time, seconds since the epoch."""
+    def size_at(self, moment: float) -> int | None:
+        """How many bytes were certainly written at this time, seconds since the epoch; None if no
+        time was noted."""
+        if not self._times:
+            return None
         place = bisect_right(self._times, moment)
         return self._sizes[place - 1] if place else 0
