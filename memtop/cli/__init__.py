@@ -83,7 +83,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        import_asyncio_without_tls()
+        if cmd_name == "watch":
+            import_asyncio_without_tls()
         module = importlib.import_module(f"memtop.cli.{_MODULES.get(cmd_name, cmd_name)}")
         gc.enable()  # see `__main__`
         command: click.Command = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))

@@ -21,8 +21,6 @@ _WIDE = r"[\u2e80-\uffef]"
 _UNBROKEN = r"\s+|（?(?:[^\s\u2e80-\uffef]+|[\u2e80-\uffef])[，。；：、）？]*"
 """What stays on one line: a word, or a Chinese character; punctuation never begins a line, and a
 bracket never ends one."""
-BETWEEN = {". ": "。", "; ": "；", ": ": "：", ", ": "，"}
-"""What joins two clauses, in the order in which a text is taken apart."""
 
 
 class Verbatim(str):
@@ -74,7 +72,7 @@ def tr(text: str) -> str:
 
 def separator(english: str) -> str:
     """What joins two clauses in the reader's language: for `, `, `; `, `: ` or `. `."""
-    return english if _catalogue is None else BETWEEN[english]
+    return english if _catalogue is None else _catalogue.separator(english)
 
 
 def has_wide(text: str) -> bool:

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from memtop.supervisor.language import BETWEEN
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -38,6 +36,9 @@ _MARKED = re.compile(r"(memtop: |\d+\. |[^\w\s(\[{\"'`/<–-]{1,2} +)(?=\S)")
 _INSIDE = r"\((?:[^()]|\([^()]*\))*\)"
 """Brackets, and what stands in them."""
 _BRACKETS = re.compile(rf"((?:(?!\. |; ).)+?) ({_INSIDE})")
+
+_BETWEEN = {". ": "。", "; ": "；", ": ": "：", ", ": "，"}
+"""What joins two clauses, in the order in which a text is taken apart."""
 
 
 def read_catalogue(language: str) -> dict[str, str]:
@@ -85,6 +86,10 @@ class Catalogue:
                 self._texts[english] = translation
         self.translate = lru_cache(maxsize=8192)(self._translate)
 
+    def separator(self, english: str) -> str:
+        """What joins two clauses: for `, `, `; `, `: ` or `. `."""
+        return _BETWEEN[english]
+
     def _translate(self, text: str) -> str:
         if not _LETTER.search(text):
             return text
@@ -95,7 +100,7 @@ class Catalogue:
         if core != text:
             shown = self.translate(core)
             return (text.lstrip() if shown[0] in "，；：。（" else text).replace(core, shown)
-        for separator, translated in BETWEEN.items():
+        for separator, translated in _BETWEEN.items():
             if text.startswith(separator):
                 return translated + self.translate(text[len(separator) :])
         if text.endswith(".") and not text.endswith(".."):
@@ -135,7 +140,7 @@ class Catalogue:
         brackets = _BRACKETS.fullmatch(text)
         if brackets is not None and ", " not in brackets[1]:
             return self._with_brackets(brackets)
-        for separator, translated in BETWEEN.items():
+        for separator, translated in _BETWEEN.items():
             # What follows a colon may be a sentence with colons of its own.
             clauses = _clauses(text, separator, most=99 if separator == ", " else 1)
             if len(clauses) > 1:

@@ -52,8 +52,7 @@ SAMPLINGS_STORED = 500
 """Their events have texts, so fewer of them are kept."""
 _KEPT_OF_A_KIND = 50
 _OPEN_SECONDS = 5.0
-"""How long a write waits for another program's lock when the ledger is opened or an attempt is
-added."""
+"""How long a write waits for another program's lock when the ledger opens or an attempt begins."""
 _LOCKED_SECONDS = 0.25
 """How long every other write waits for it. The supervisor does nothing else meanwhile."""
 # Updates between two looks whether there are too many.
