@@ -263,7 +263,7 @@ async def test_pages_of_others_get_nothing_from_the_browser(demo: Served) -> Non
 @needs_browser
 async def test_a_tab_that_has_ended_says_how_to_go_on(serve: Callable[..., Served]) -> None:
     served = serve("--demo")
-    ended = "getComputedStyle(document.querySelector('#ended')).display + document.querySelector('#ended').innerText"
+    ended = "(e => e && getComputedStyle(e).display + e.innerText)(document.querySelector('#ended'))"
     async with Browser() as browser:
         page = await browser.open(served.link())
         await page.wait_for("tiny-llama")
@@ -275,6 +275,8 @@ async def test_a_tab_that_has_ended_says_how_to_go_on(serve: Callable[..., Serve
         await page.type("q")
         assert "Open it again" in await page.wait_for("block", script=ended)
         await page.value("document.querySelector('#ended a').click()")
+        # The old page shows the dashboard's name, too.
+        await page.wait_for("none", script=ended)
         await page.wait_for("tiny-llama")
         assert await asyncio.to_thread(served.end, signal.SIGINT) == 130
         await page.wait_for("block", script=ended)
