@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from memtop.presets.edits import DATA, DOTTED, PARTS, assignable, parts_of
 from memtop.presets.fields import FIELDS, row_of
-from memtop.presets.schema import ALL_TARGETS, Settings
+from memtop.presets.schema import ALL_TARGETS, TRACKERS, Settings
 
 FILES = frozenset({"data.train", "data.eval", "data.tokenizer", "model.path", "sample.prompts", "python"})
 """The keys whose value is a file or a folder."""
 LISTS: Mapping[str, Sequence[str]] = {
     "lora.targets": (*ALL_TARGETS, "all-linear"),
-    "trackers": ("tensorboard", "wandb"),
+    "trackers": TRACKERS,
 }
 """The keys whose value is a list, with commas between these words."""
 _WORDS: Mapping[str, Sequence[str]] = {

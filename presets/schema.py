@@ -25,6 +25,7 @@ HostLevel = Literal["standard", "low", "extreme"]
 Family = Literal["level", "ladder", "t5", "qlora"]
 OnSpike = Literal["ask", "back", "stop"]
 
+TRACKERS = ("tensorboard", "wandb")
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
 
@@ -175,7 +176,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Page-locked host buffers for copies to the GPU and for offloading; None: if host memory
     allows it."""
     trackers: tuple[str, ...] = ()
-    """accelerate's trackers that also receive the metrics: "tensorboard", "wandb"."""
+    """accelerate's trackers that also receive the metrics, of `TRACKERS`."""
     allocator: str = ""
     """Options of torch's CUDA allocator, such as "expandable_segments:True", set in the program's
     environment."""

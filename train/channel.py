@@ -24,7 +24,7 @@ from memtop.presets import Settings, SettingsError
 from memtop.presets.checks import check
 from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, differing, not_live
-from memtop.presets.schema import ranks_text
+from memtop.presets.schema import TRACKERS, ranks_text
 from memtop.train import BadInputError, first_line
 from memtop.train.exchange import Ranks
 
@@ -32,8 +32,8 @@ RECORD_EVERY = 200
 """Updates between two memory records."""
 _GIB = 1024**3
 _PARTS = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
-# For each tracker: the modules it works with, any one of them, and the package to install.
-_PACKAGES = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
+# A tracker works with the module of its name. This one works with either.
+_MODULES = {"tensorboard": ("tensorboard", "tensorboardX")}
 _NUMBERS = ("loss", "learning_rate", "gradient_norm", "samples_seen", "epoch")
 
 
@@ -183,11 +183,10 @@ class MemoryRecorder:
 def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTracker] = ()) -> dict[str, Any]:
     """The Accelerator's arguments for trackers in `folder`; BadInputError for a missing one."""
     for name in settings.trackers:
-        if name not in _PACKAGES:
-            raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(_PACKAGES)}")
-        modules, package = _PACKAGES[name]
-        if not any(importlib.util.find_spec(module) for module in modules):
-            raise BadInputError(f"trackers {name}: not installed: {sys.executable} -m pip install {package}")
+        if name not in TRACKERS:
+            raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(TRACKERS)}")
+        if not any(importlib.util.find_spec(module) for module in _MODULES.get(name, (name,))):
+            raise BadInputError(f"trackers {name}: not installed: {sys.executable} -m pip install {name}")
     wanted = [*settings.trackers, *more]
     return {"log_with": wanted, "project_dir": str(folder)} if wanted else {}
 

@@ -33,7 +33,7 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
-from memtop.supervisor.run.notices import FILE, Claim, Notice, claims, notices
+from memtop.supervisor.run.notices import CHANNELS, FILE, Claim, Notice, claims, notices
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.record.ownership import require_own
@@ -151,7 +151,7 @@ def _channels() -> dict[str, Send]:
     """Those that are configured. UsageError for an address that cannot be used; it is not
     repeated."""
     layers, found = read_layers(), dict[str, Send]()
-    for name, make in (("ntfy", _ntfy), ("webhook", _webhook), ("command", _command)):
+    for name, make in zip(CHANNELS, (_ntfy, _webhook, _command), strict=True):
         value = value_of(f"notify-{name}", layers, os.environ)
         if value.value is None:
             continue

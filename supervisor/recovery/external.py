@@ -24,7 +24,9 @@ from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.situation import HostFacts, restart_command, to_do
 from memtop.supervisor.recovery.values import Remedy, TrendSubject
 
-_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "batch_size_per_gpu", "batch_size")
+_BATCH_OF_TRAINER = ("per_device_train_batch_size", "per_gpu_train_batch_size")
+"""Options of Hugging Face's Trainer."""
+_BATCH = (*_BATCH_OF_TRAINER, "micro_batch_size", "batch_size_per_gpu", "batch_size")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches", "grad_accum_steps")
 _UNFORESEEN = "the peak of this program was not measured at two batch sizes"
 
@@ -280,13 +282,13 @@ def _smaller_batch(diagnosis: Diagnosis, command: Sequence[str]) -> Remedy:
         why = f"the command has no option for accumulation: an update then has half the samples{why}"
     typed = None if halved is None else f"memtop train --name NEW -- {shlex.join(halved)}"
     changes = bool(command) and not accumulates
-    return _option_of("smaller_batch", title, why, speed=None if changes else 0.9, changes=changes, command=typed)
+    return _option_of("smaller_batch", title, why, speed=0.9 if accumulates else None, changes=changes, command=typed)
 
 
 def _accumulates(command: Sequence[str]) -> bool:
     """Whether the program can take several batches in an update: its command says so, or has an
     option of Hugging Face's Trainer, which can."""
-    return _option(command, _ACCUMULATION) is not None or _option(command, _BATCH[:2]) is not None
+    return _option(command, _ACCUMULATION) is not None or _option(command, _BATCH_OF_TRAINER) is not None
 
 
 def _chunked_loss(diagnosis: Diagnosis) -> Remedy:

@@ -343,6 +343,11 @@ def move(model: Model, phase: Phase, reason: str | None = None) -> Model:
     return emit(replace(model, phase=phase, reason=reason), SaveState())
 
 
+def not_by_signal(model: Model) -> Model:
+    """The run's state is now that of a restart that was refused, whatever had ended its program."""
+    return replace(model, attempt=replace(model.attempt, ended_by=None) if model.attempt is not None else None)
+
+
 def ask(
     model: Model,
     name: str,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memtop.presets.files import user_config
+from memtop.presets.files import PresetFileError, parse, user_config
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event
 
@@ -29,8 +29,8 @@ _FRESH_SECONDS = 3600.0
 """Older events are no news, for example when notifications are configured later."""
 _REPEATED_SECONDS = 600.0
 """A run may survive many allocation failures: one notice in so many seconds."""
-_PREFIX = "notify-"
-"""Of the configuration's keys. The variables in the environment begin with MEMTOP_NOTIFY_."""
+CHANNELS = ("ntfy", "webhook", "command")
+"""notify-NAME in the configuration, or MEMTOP_NOTIFY_NAME, sets the address or the command."""
 
 
 class _Told(NamedTuple):
@@ -112,14 +112,17 @@ def claims(content: bytes) -> Iterator[Claim]:
 
 
 def is_configured(environment: Mapping[str, str]) -> bool:
-    """Whether the user may want notifications; the sender finds out exactly."""
-    if any(name.startswith("MEMTOP_NOTIFY_") for name in environment):
+    """Whether an address or a command is set; the sender finds out whether it is valid."""
+    if any(environment.get(f"MEMTOP_NOTIFY_{name.upper()}") for name in CHANNELS):
         return True
     folder = user_config()
-    try:
-        return folder is not None and _PREFIX in (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    if folder is None or not (folder / "config.toml").is_file():
         return False
+    try:
+        table = parse(folder / "config.toml")
+    except PresetFileError:
+        return False  # all commands of the user say so
+    return any(table.get(f"notify-{name}") for name in CHANNELS)
 
 
 class Notifier:

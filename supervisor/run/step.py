@@ -40,7 +40,7 @@ from memtop.supervisor.run.events import (
     WorkersStarted,
     WriteChecked,
 )
-from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, note, warn
+from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, not_by_signal, note, warn
 from memtop.supervisor.run.reports import (
     BatchSearched,
     Evaluated,
@@ -284,7 +284,7 @@ def _launch_refused(model: Model, event: LaunchRefused) -> Model:
         case Cause.INHERITED:
             return taking_over.inherited_refused(model, event.why)
         case Cause.DEATH:
-            return survival.call_off(model, event.why)
+            return survival.call_off(not_by_signal(model), event.why)
         case Cause.TRIAL:
             return trials.launch_refused(model, event.why)
 

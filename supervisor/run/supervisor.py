@@ -158,13 +158,15 @@ class Supervisor:
                 await self._report
             await asyncio.to_thread(revive_queued, self.folder.path.parent)
         finally:
-            self._sensors.machine_watch.stop()
-            self._performer.save_state(self.model)
-            await server.close()
-            self._outbox.write(ledger.close)
-            if self._standby is not None:
-                self._standby.dismiss()
-            self._lock.release()
+            try:
+                self._sensors.machine_watch.stop()
+                self._performer.save_state(self.model)
+                await server.close()
+                self._outbox.write(ledger.close)
+            finally:
+                if self._standby is not None:
+                    self._standby.dismiss()
+                self._lock.release()
 
     def handle(self, event: Occurrence) -> None:
         """Pass an event to the rules, carry out the effects, then handle the events that follow."""

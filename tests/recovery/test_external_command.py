@@ -189,7 +189,12 @@ def test_twice_the_accumulation_is_only_proposed_to_a_program_that_has_the_optio
         assert found.title.startswith(start)
         assert ("twice the accumulation: the effective batch stays" in found.title) is accumulates
         assert found.keeps_math is accumulates
+        assert found.speed == (0.9 if accumulates else None)
         assert ("an update then has half the samples" in found.why) is not accumulates
+
+
+def test_how_fast_a_smaller_batch_is_is_not_known_if_the_command_is_not() -> None:
+    assert named(remedies_for_command(died()), "smaller_batch").speed is None
 
 
 @given(st.lists(st.text(max_size=30), max_size=8))

@@ -23,7 +23,7 @@ from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import starting
 from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import Sampled
-from memtop.supervisor.run.notices import FILE, TOPICS, claims, notices
+from memtop.supervisor.run.notices import FILE, TOPICS, claims, is_configured, notices
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.starting import AFTER_KILL
@@ -95,6 +95,24 @@ def folder(tmp_path: Path) -> RunFolder:
         ledger.add_event(Event(time=time.time(), attempt=1, kind=kind, message=message))
     ledger.close()
     return made
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "is_set"),
+    [
+        ('# notify-ntfy = "https://ntfy.sh/topic"\nnotify-on = "end"\nnotify-desktop = "bell"\n', {}, False),
+        ("", {"MEMTOP_NOTIFY_ON": "end", "MEMTOP_NOTIFY_WEBHOOK": ""}, False),
+        ("notify-ntfy = ", {}, False),
+        ('notify-command = "true"\n', {}, True),
+        ("", {"MEMTOP_NOTIFY_NTFY": "https://ntfy.sh/topic"}, True),
+    ],
+)
+def test_notifications_need_an_address_or_a_command(
+    environment: pytest.MonkeyPatch, tmp_path: Path, text: str, variables: dict[str, str], is_set: bool
+) -> None:
+    (tmp_path / "config" / "memtop").mkdir(parents=True)
+    (tmp_path / "config" / "memtop" / "config.toml").write_text(text)
+    assert is_configured(variables) is is_set
 
 
 def test_the_events_that_are_told_and_their_words() -> None:
@@ -322,6 +340,34 @@ def test_a_supervisor_that_is_killed_before_the_end(told: Runs, receiver: Receiv
     the_end_is_told_once(told, receiver)
     assert (told.path / "a" / "then.log").read_text() == "finished\n"
     assert told.show("a")["state"] == "finished"
+
+
+FAILS = """
+from memtop.supervisor.__main__ import main
+from memtop.supervisor.run.server import ControlServer
+
+async def close(self):
+    raise OSError("no space")
+
+ControlServer.close = close
+main()
+"""
+
+
+def test_a_supervisor_that_ends_with_an_error_has_no_successor(told: Runs) -> None:
+    command = (sys.executable, "-c", "pass")
+    spec = RunSpec(
+        id="1", name="a", created=time.time(), cwd=str(told.root), settings=None, command=command, memtop_version="0"
+    )
+    folder = create_run(told.path, spec, fresh=False)
+    failed = subprocess.Popen(
+        [sys.executable, "-c", FAILS, str(folder.path)], env=told.environment, cwd="/", stderr=subprocess.PIPE, text=True
+    )
+    assert "OSError: no space" in failed.communicate(timeout=180)[1]
+    wait_until_all_have_left(folder.path)
+    written = folder.state()
+    assert written is not None
+    assert written.run.supervisor_pid == failed.pid
 
 
 def test_a_person_opens_the_run_of_a_killed_supervisor(told: Runs, receiver: Receiver) -> None:

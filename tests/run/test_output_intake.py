@@ -188,11 +188,14 @@ def test_a_program_that_has_resumed_counts_better_than_the_agent(attempt: Attemp
     assert attempt.own == [True, False], "the next supervisor knows it, and keeps the rows"
 
 
+@pytest.mark.parametrize("second", [((2, ()),), ()], ids=["prints nothing", "has no output"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_program_that_has_resumed_counts_its_epochs_as_before(tmp_path: Path, first: int) -> None:
+def test_a_program_that_has_resumed_counts_its_epochs_as_before(
+    tmp_path: Path, first: int, second: tuple[tuple[int, tuple[int, ...]], ...]
+) -> None:
     """`Epoch [5]` is the sixth one of a program that began with `Epoch [0]`."""
     seen = None
-    for number, epochs in ((1, (first, first + 1)), (2, ()), (3, (first + 5, first + 6))):
+    for number, epochs in ((1, (first, first + 1)), *second, (3, (first + 5, first + 6))):
         folder = tmp_path / f"{number:04d}"
         folder.mkdir()
         attempt = Attempt(folder, number)

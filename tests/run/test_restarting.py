@@ -6,15 +6,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import HoldState, Launch, ReleaseState, UpdateAttempt
-from memtop.supervisor.run.events import Launched, LaunchRefused, StateHeld
+from memtop.supervisor.run.events import Examined, Launched, LaunchRefused, RemedyFacts, StateHeld
 from memtop.supervisor.run.model import AttemptStage, CurrentAttempt, move
-from memtop.supervisor.run.pending_restart import PendingRestart, Waiting
+from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, PendingRestart, Waiting
+from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.rules.attempts import foreseen
+from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Outcome, Phase
-from tests.run.brain import GIB, MIB, SETTINGS, end, restart, states, stop, training
+from tests.run.brain import BEGUN, GIB, MIB, SETTINGS, end, restart, row, state_of, states, stop, taken_over, training
 
 
 def test_a_forecast_for_a_live_run_starts_where_it_will_stop() -> None:
@@ -158,3 +161,37 @@ def test_the_wait_for_memory_is_announced_once() -> None:
     for free in (MIB, 2 * MIB, 3 * MIB):
         brain.tick(disk_free=free)
     assert brain.messages("remedy") == ["waiting: /runs/a: 1 MiB free, 1.0 GiB needed; free some space"]
+
+
+KILLED = Diagnosis(kind=Kind.NOT_MEMORY, reason="killed_by_something", confidence=0.6, summary="it was killed")
+
+
+def test_a_restart_that_is_refused_does_not_say_killed() -> None:
+    brain = training()
+    end(brain, -9)
+    restart(brain)
+    brain.tell(Examined(diagnosis=KILLED, facts=RemedyFacts()))
+    brain.tell(LaunchRefused(number=2, why="no space"))
+    shown = run_state(brain.model)
+    assert (shown.state, shown.word, shown.reason) == (Phase.FAILED, "failed", "no space")
+
+
+def test_a_restart_that_is_refused_to_the_next_supervisor_does_not_say_killed() -> None:
+    killed = row(ended=10.0, outcome="failed", exit_status=-9, diagnosis={"summary": "killed", "ended_by": 9})
+    brain = taken_over(killed, records=BEGUN.records, state=state_of(Phase.RESTARTING, pending=Change()))
+    brain.tell(LaunchRefused(number=2, why="no space"))
+    shown = run_state(brain.model)
+    assert (shown.state, shown.word, shown.reason) == (Phase.FAILED, "failed", "no space")
+    again = taken_over(killed, records=BEGUN.records, state=StateFile(run=shown, socket=""))
+    assert run_state(again.model).word == "failed"
+
+
+def test_a_restart_by_itself_that_is_refused_does_not_say_killed() -> None:
+    brain = training()
+    end(brain, -9)
+    died = Diagnosis(kind=Kind.GPU_OOM, confidence=0.97, summary="no GPU memory")
+    brain.tell(Examined(diagnosis=died, facts=RemedyFacts()))
+    brain.tick(after=NOTICE_SECONDS + 1)
+    brain.tell(LaunchRefused(number=2, why="no space"))
+    shown = run_state(brain.model)
+    assert (shown.state, shown.word, shown.reason) == (Phase.FAILED, "failed", "no space")

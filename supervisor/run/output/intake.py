@@ -272,6 +272,8 @@ class OutputIntake:
 
 
 def _begun(folder: Path, number: int, command: Sequence[str]) -> OutputFile:
-    """Before the first line of an attempt: what the attempt before it has shown of the program."""
-    before = read_derived(folder.with_name(f"{number - 1:04d}") / "output.json", OutputFile)
+    """Before the first line of an attempt: what the earlier ones have shown of the program."""
+    # An attempt that ended before it printed a number has no such file.
+    earlier = (read_derived(folder.with_name(f"{n:04d}") / "output.json", OutputFile) for n in range(number - 1, 0, -1))
+    before = next((found for found in earlier if found is not None), None)
     return OutputFile(learner=Learner.of(command, None if before is None else before.learner))

@@ -12,7 +12,7 @@ from memtop.supervisor.recovery.policy import Decision
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import ClearLeftovers, Examine, SaveState, UpdateAttempt
 from memtop.supervisor.run.events import Examined, LeftoversCleared, LeftoversFound, ProgramEnded, RemedyFacts
-from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, note, warn
+from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, not_by_signal, note, warn
 from memtop.supervisor.run.rules import attempts, spikes, survival, verification
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 from memtop.supervisor.wire import Phase
@@ -194,5 +194,7 @@ def restart_refused(model: Model, why: str, *, usage: bool) -> Model:
     any other refusal it has failed.
     """
     phase = Phase.STOPPED if usage else Phase.FAILED
-    model = emit(replace(model, pending=None), UpdateAttempt(number=model.number, values={"outcome": phase.value}))
+    model = emit(
+        replace(not_by_signal(model), pending=None), UpdateAttempt(number=model.number, values={"outcome": phase.value})
+    )
     return note(move(model, phase, why), phase.value, why)

@@ -23,7 +23,7 @@ from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
-from memtop.supervisor.run.model import Cause, Model, move, note
+from memtop.supervisor.run.model import Cause, Model, move, not_by_signal, note
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, PendingRestart, Waiting
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.rules import attempts, configurations, own_ladder
@@ -122,7 +122,7 @@ def tick(model: Model) -> Model:
         try:
             return attempts.launch(model, restart.change, Cause.DEATH)
         except UsageError as error:
-            return call_off(model, str(error))
+            return call_off(not_by_signal(model), str(error))
     return call_off(model, problem or "it cannot be restarted by itself") if verdict == "ask" else model
 
 

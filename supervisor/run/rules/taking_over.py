@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.effects import CloseUnstarted, GiveUp, SaveState
 from memtop.supervisor.run.events import SupervisorStarted
-from memtop.supervisor.run.model import AttemptStage, Cause, CurrentAttempt, Model, Opening, emit, note
+from memtop.supervisor.run.model import AttemptStage, Cause, CurrentAttempt, Model, Opening, emit, not_by_signal, note
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
@@ -76,7 +76,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         stage=AttemptStage.RUNNING if is_open else AttemptStage.OVER,
         ended=row.ended,
         exit_status=row.exit_status,
-        ended_by=row.ended_by,
+        ended_by=row.ended_by if state is None or not state.run.state.final else state.run.ended_by,
     )
     model = replace(
         model,
@@ -188,7 +188,7 @@ def _take_up(model: Model, opening: Opening) -> Model:
 
 def inherited_refused(model: Model, why: str) -> Model:
     """A restart requested from an earlier supervisor is impossible: the run stays ended."""
-    return emit(note(replace(model, reason=why), "failed", why), SaveState())
+    return emit(note(replace(not_by_signal(model), reason=why), "failed", why), SaveState())
 
 
 def _begin(model: Model, change: Change, cause: Cause) -> Model:
