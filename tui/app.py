@@ -156,8 +156,8 @@ class DashboardApp(App[DashboardResult]):
             gc.enable()
 
     async def on_unmount(self) -> None:
-        self._ended.set()
         self.saved_last = await asyncio.to_thread(self._dashboard.choices.save)
+        self._ended.set()
 
     def _leave_a_lost_terminal(self, loop: asyncio.AbstractEventLoop) -> None:
         """End when the terminal is closed.
