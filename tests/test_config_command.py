@@ -3,10 +3,12 @@ one."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,22 @@ def test_a_number_is_written_without_quotes(place: Path, before: str) -> None:
     write_user_key("metrics-smoothing", "32")
     assert path.read_text() == "metrics-smoothing = 32\n"
     assert configured("metrics-smoothing").value == "32"
+
+
+def test_a_change_of_another_process_is_not_lost(place: Path) -> None:
+    path = write(place / "config/memtop/config.toml", 'theme = "memtop"\n')
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        writer = threading.Thread(target=write_user_key, args=("theme", "nord"))
+        writer.start()
+        writer.join(0.5)
+        assert writer.is_alive(), "it waits"
+        path.write_text('lang = "zh"\ntheme = "memtop"\n')
+    finally:
+        os.close(folder)
+    writer.join()
+    assert path.read_text() == 'lang = "zh"\ntheme = "nord"\n'
 
 
 def test_the_first_written_key_makes_the_file(place: Path) -> None:

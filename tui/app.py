@@ -25,9 +25,10 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import Static
 
+from memtop.supervisor.clean import clean
 from memtop.supervisor.language import tr
 from memtop.tui import themes
-from memtop.tui.choices import Choices
+from memtop.tui.choices import Choices, Saved
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
@@ -97,6 +98,8 @@ class DashboardApp(App[DashboardResult]):
         self._dashboard.runs_dir = runs_dir
         self._dashboard.choices = choices or Choices()
         self._begins_with_runs = begins_with_runs
+        self.saved_last: list[Saved] = []
+        """The choices that were saved when the dashboard ended."""
         self._ended = threading.Event()
         self._keys_in_order = KeysInOrder(self, super().on_event)
         # A monitor must not spend processor time on animations.
@@ -119,8 +122,7 @@ class DashboardApp(App[DashboardResult]):
     def action_choose_theme(self, name: str) -> None:
         """Use a theme from now on, also in later dashboards."""
         self.theme = name
-        if message := self._dashboard.choose("theme", name):
-            self._dashboard.say(*message)
+        self._dashboard.choose("theme", name, self._dashboard.say)
 
     def get_driver_class(self) -> type[Driver]:
         return counting(super().get_driver_class(), lambda count: self.pace.sent(count))
@@ -153,7 +155,8 @@ class DashboardApp(App[DashboardResult]):
             gc.freeze()
             gc.enable()
 
-    def on_unmount(self) -> None:
+    async def on_unmount(self) -> None:
+        self.saved_last = await asyncio.to_thread(self._dashboard.choices.save)
         self._ended.set()
 
     def _leave_a_lost_terminal(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -263,6 +266,9 @@ def run_dashboard(
     if app.dashboard.ending_processes:
         words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"
         print(tr(words), file=sys.stderr)  # noqa: T201 - the words are fixed
+    for saved in app.saved_last:
+        if saved.kind == "bad":
+            print(clean(tr(saved.text)), file=sys.stderr)  # noqa: T201 - it is cleaned
     if result is None:
         # Textual returns no result after a crash; it has printed the reason.
         return DashboardResult("detach", exit_status=app.return_code or 0)

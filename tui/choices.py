@@ -6,8 +6,10 @@ Each choice is a key of the configuration, and its value is text.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from memtop.supervisor.errors import UsageError
 
@@ -31,6 +33,15 @@ SCALES = ("linear", "log")
 Save = Callable[[str, str], tuple[Path, str | None]]
 """Writes a key and its value into the user's file: returns the file, and what comes before it, if
 anything does. Raises UsageError."""
+
+
+class Saved(NamedTuple):
+    """What became of a choice: a message."""
+
+    key: str
+    text: str
+    kind: str
+    """`good` if the next dashboard has the value, too."""
 
 
 def offered(key: str) -> Sequence[str]:
@@ -80,23 +91,34 @@ class Choices:
         """`save` None: they are forgotten with the dashboard."""
         self._values = {**DEFAULTS, **(values or {})}
         self._save = save
+        self._unsaved: dict[str, str] = {}
+        self._saving = threading.Lock()
 
     def __getitem__(self, key: str) -> str:
         return self._values[key]
 
-    def choose(self, key: str, value: str, *, saved: bool) -> tuple[str, str] | None:
-        """Use this value from now on, and save it if `saved`.
-
-        The result is the text and the kind of a message about that: `good` if the next dashboard
-        has the value, too.
-        """
+    def choose(self, key: str, value: str, *, saved: bool) -> None:
+        """Use this value from now on; `save` saves it if `saved`."""
         self._values[key] = value
-        if self._save is None or not saved:
-            return None
-        try:
-            path, first = self._save(key, value)
-        except UsageError as error:
-            return f"{key} {value}: not saved: {error}", "bad"
-        if first is not None:
-            return f"{key} {value}: saved in {path}; but {first} comes first", "note"
-        return f"{key} {value}: saved in {path}", "good"
+        if self._save is not None and saved:
+            self._unsaved[key] = value
+
+    def save(self) -> list[Saved]:
+        """Save what has not been saved yet. It may take long, on a network file system for example:
+        call it in a thread."""
+        done = []
+        with self._saving:
+            while self._save is not None and self._unsaved:
+                key, value = self._unsaved.popitem()
+                done.append(_saved(self._save, key, value))
+        return done
+
+
+def _saved(save: Save, key: str, value: str) -> Saved:
+    try:
+        path, first = save(key, value)
+    except UsageError as error:
+        return Saved(key, f"{key} {value}: not saved: {error}", "bad")
+    if first is not None:
+        return Saved(key, f"{key} {value}: saved in {path}; but {first} comes first", "note")
+    return Saved(key, f"{key} {value}: saved in {path}", "good")

@@ -7,9 +7,11 @@ dashboard's own module.
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rich.cells import cell_len
@@ -17,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
@@ -26,6 +28,7 @@ from textual.events import Click
 from textual.geometry import Region
 from textual.reactive import var
 from textual.screen import ModalScreen, Screen
+from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
 
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SAVE_SECONDS = 1.0
+"""So long after the last choice it is saved."""
 TITLE_NAME = 30
 """The widest name in the title of a dialog, in cells."""
 
@@ -70,15 +75,31 @@ class Dashboard(Screen[None]):
     """The folder of the runs; None in a replay."""
     choices: Choices
     """What the user has chosen on the screens."""
+    _say_saved: Mapping[str, Callable[[str, str], object]] = MappingProxyType({})
+    """What says that a choice was saved, by its key."""
+    _until_saved: Timer | None = None
 
     @property
     def only_shown(self) -> bool:
         """Shown in a browser that may not act: it also gets no secrets, and writes no files."""
         return self.store.read_only and self.app.is_web
 
-    def choose(self, key: str, value: str) -> tuple[str, str] | None:
-        """Use a choice from now on, also in later dashboards; see `Choices.choose`."""
-        return self.choices.choose(key, value, saved=not self.only_shown)
+    def choose(self, key: str, value: str, say: Callable[[str, str], object]) -> None:
+        """Use a choice from now on, also in later dashboards.
+
+        It is saved a little after the last key. Then `say` gets a message and its kind; see
+        `Saved`.
+        """
+        self.choices.choose(key, value, saved=not self.only_shown)
+        self._say_saved = {**self._say_saved, key: say}
+        if self._until_saved is not None:
+            self._until_saved.stop()
+        self._until_saved = self.set_timer(SAVE_SECONDS, self._save_choices)
+
+    @work(group="choices")
+    async def _save_choices(self) -> None:
+        for saved in await asyncio.to_thread(self.choices.save):
+            self._say_saved[saved.key](saved.text, saved.kind)
 
     @abstractmethod
     def leave(self) -> None:
@@ -335,9 +356,11 @@ class FullScreen(ClosingScreen[None]):
 
     def choose(self, key: str, value: str) -> None:
         """Use a choice from now on. A message says it if the next dashboard will not have it."""
-        message = self.dashboard.choose(key, value)
-        if message is not None and message[1] != "good":
-            self.say(*message)
+        self.dashboard.choose(key, value, self._say_saved)
+
+    def _say_saved(self, text: str, kind: str) -> None:
+        if kind != "good":
+            (self if self.is_open else self.dashboard).say(text, kind)
 
     def clear_message(self) -> None:
         """Show the hint again."""

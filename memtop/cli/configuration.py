@@ -6,6 +6,8 @@ environment, the option on the command line.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -172,13 +174,15 @@ def write_user_key(key: str, value: str) -> Path:
     try:
         # The file that a link names is replaced, and the link stays.
         path = shown.resolve()
-        before = path.read_bytes().decode("utf-8") if path.exists() else ""
-        after = _with_key(before, key, value)
-        if after is None:
-            raise UsageError(f"{shown}: cannot be changed here; write {key} = {_toml(key, value)} into it yourself")
-        if after != before:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, after.encode("utf-8"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            before = path.read_bytes().decode("utf-8") if path.exists() else ""
+            after = _with_key(before, key, value)
+            if after is None:
+                entry = _toml(key, value)
+                raise UsageError(f"{shown}: cannot be changed here; write {key} = {entry} into it yourself")
+            if after != before:
+                _replace(path, after.encode("utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown}: not valid TOML: {error}") from None
     except (OSError, RuntimeError) as error:
@@ -227,6 +231,19 @@ def _candidates(text: str, key: str, value: str) -> Iterator[str]:
 def _toml(key: str, value: str) -> str:
     """The value as TOML: a number without quotes."""
     return value if KEYS[key].is_number else json.dumps(value, ensure_ascii=False)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time changes a file here, so that none loses the change of another."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Network file systems may lock no folder; two changes at the same moment are rare.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +61,12 @@ async def pressed(app: DashboardApp, keys: Sequence[str]) -> None:
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await press(pilot, *keys)
+
+
+async def told(pilot: Pilot[DashboardResult], text: str) -> None:
+    """Wait for this text on the screen; a choice is saved a little later."""
+    while text not in " ".join(screen_text(pilot.app).split()):  # type: ignore[arg-type]
+        await pilot.pause(0.05)
 
 
 async def chosen(pilot: Pilot[DashboardResult]) -> list[object]:
@@ -122,11 +129,30 @@ async def test_what_cannot_be_kept_is_said_and_used_all_the_same(file: Path, tmp
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "o", "t")
-        assert "processes-view tree: not saved:" in screen_text(app)
-        assert "No space left on device" in " ".join(screen_text(app).split())
+        await told(pilot, "processes-view tree: not saved:")
+        await told(pilot, "No space left on device")
         await press(pilot, "escape", "o")
         assert isinstance(app.screen, ProcessesScreen)
         assert app.screen._view is ProcessView.TREE
+
+
+async def test_keys_in_a_row_are_saved_once_and_never_by_the_thread_that_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = list[tuple[str, str]]()
+
+    def save(key: str, value: str) -> tuple[Path, str | None]:
+        assert threading.current_thread() is not threading.main_thread()
+        saved.append((key, value))
+        return Path("config.toml"), None
+
+    monkeypatch.setattr("memtop.tui.screen.SAVE_SECONDS", 600.0)
+    app = dashboard(tmp_path, Choices({}, save))
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        await press(pilot, "o", "right", "right", "i", "t", "t", "escape", "v", "y")
+        assert saved == [], "the user may go on"
+    assert sorted(saved) == [("metrics-scale", "log"), ("processes-sort", "bw up"), ("processes-view", "flat")], "at the end"
 
 
 async def test_what_comes_first_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +161,7 @@ async def test_what_comes_first_is_named(file: Path, tmp_path: Path, monkeypatch
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "v", "x")
-        assert f"metrics-axis update: saved in {file}; but MEMTOP_METRICS_AXIS comes first" in " ".join(
-            screen_text(app).split()
-        )
+        await told(pilot, f"metrics-axis update: saved in {file}; but MEMTOP_METRICS_AXIS comes first")
         await press(pilot, "y")
     assert remembered() == {"metrics-axis": "time", "metrics-scale": "log"}
 
