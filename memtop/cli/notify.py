@@ -30,7 +30,7 @@ from memtop.cli import completion
 from memtop.cli.common import find_run
 from memtop.cli.configuration import notify_topics, read_layers, value_of
 from memtop.cli.options import RUN_HELP, runs_dir_option
-from memtop.cli.output import print_lines
+from memtop.cli.output import print_lines, print_message
 from memtop.presets.checks import did_you_mean
 from memtop.supervisor import units
 from memtop.supervisor.errors import RunFolderError, UsageError
@@ -78,10 +78,16 @@ def notify(run_name: str | None, is_test: bool, runs_dir: Path | None) -> int:
         return _test({target.kind: _sender(target) for target in configured})
     folder = find_run(run_name, runs_dir)
     require_own(folder.path)
-    channels = _channels(folder, configured)
+    own, failed = list[Target](), False
+    try:
+        own = targets_of(folder)
+    except RunFolderError as error:
+        # Those of the configuration are told in any case.
+        print_message(f"memtop: {error}")
+        failed = True
+    channels = _channels(folder, own, configured)
     if not channels:
-        return 0
-    failed = False
+        return int(failed)
     with _claimed(folder) as (known, claim):
         with reading_ledger(folder) as ledger:
             events = [] if ledger is None else ledger.events()
@@ -209,9 +215,8 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def _channels(folder: RunFolder, configured: Sequence[Target]) -> dict[str, Send]:
+def _channels(folder: RunFolder, own: Sequence[Target], configured: Sequence[Target]) -> dict[str, Send]:
     """Whom this run tells. A target of its own that is configured, too, is told once."""
-    own = targets_of(folder)
     found: dict[str, Send] = {target.kind: _sender(target) for target in configured if target not in own}
     cwd = folder.spec(own=True).cwd if own else None
     for number, target in enumerate(own, 1):

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from memtop.cli import dashboard, notify, run
-from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.processes.proc import command_words
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import starting
 from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import Sampled
-from memtop.supervisor.run.notices import FILE, TOPICS, Target, claims, keep_targets, notices, targets_of
+from memtop.supervisor.run.notices import FILE, TOPICS, Notifier, Target, claims, keep_targets, notices
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.starting import AFTER_KILL
@@ -317,13 +316,23 @@ def test_a_target_is_told_in_addition_to_those_of_the_configuration_and_once(
     assert sorted(path for path, _ in receiver.received) == ["/", "/mine", "/other"]
 
 
-def test_targets_that_others_may_have_written_are_not_used(folder: RunFolder, environment: pytest.MonkeyPatch) -> None:
+def test_targets_that_others_may_have_written_are_not_used(
+    folder: RunFolder, receiver: Receiver, environment: pytest.MonkeyPatch
+) -> None:
+    """The run has a warning, and the configuration's address is told."""
+    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", receiver.address)
     told = folder.path / "told"
     keep_targets(folder, [Target(kind="command", value=f"touch {told}")])
     (folder.path / "notify.json").chmod(0o620)
-    with pytest.raises(RunFolderError, match="is not yours alone"):
-        targets_of(folder)
-    assert run(["notify", str(folder.path)]) != 0
+    assert run(["notify", str(folder.path)]) == 1
+    assert len(receiver.received) == 1
+    notifier, deadline = Notifier(folder), time.monotonic() + 120
+    while notifier.busy:
+        assert time.monotonic() < deadline
+        notifier.tick()
+        time.sleep(0.02)
+    assert notifier.problem is not None
+    assert notifier.problem.startswith(f"notifications cannot be sent: {folder.path}/notify.json: is not yours alone")
     assert not told.exists()
 
 
