@@ -24,7 +24,7 @@ CONTRACT = {
     "train": {
         *("recipe", "--preset", "--batch", "--accum", "--seq-len", "--set", "--gpus", "--name", "--runs-dir"),
         *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh", "--python", "--program-profile"),
-        *("--on-spike", "--after", "--queue", "--then"),
+        *("--on-spike", "--after", "--queue", "--then", "--notify"),
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),

@@ -56,6 +56,7 @@ def completed(runs: Runs, *words: str, shell: str = "bash") -> list[str]:
         (("train", "sft"), ["plain,sft-lora", "plain,sft-qlora"]),
         (("restart", "a", "--preset", "stage"), ["plain,stage2_offload", "plain,stage3"]),
         (("presets", "mini"), ["plain,minimal"]),
+        (("train", "--notify", "n"), ["plain,ntfy:"]),
         (("train", "--", "python", "tr"), ["file,tr"]),
         (("diagnose", "lo"), ["file,lo"]),
         (("nothing", "x"), []),

@@ -25,6 +25,12 @@ def test_a_run_is_exported_once_into_a_folder(runs: Runs) -> None:
         "",
         f"memtop: DIR {out}: exists already and is not empty; give another folder\n",
     )
+    unsaid = runs.memtop("sample", "a", status=2)
+    assert (unsaid.stdout, unsaid.stderr) == (
+        "",
+        "memtop: PROMPT: not given, and run a has no prompts in its settings: give one, or "
+        "`memtop restart a --set sample.prompts=FILE --set sample.every=N`\n",
+    )
     both = runs.memtop("export", "a", "other", "--adapter", "--merge", status=2)
     assert both.stderr == "memtop: --adapter and --merge: give one of them\n"
 
@@ -45,6 +51,15 @@ def test_a_saved_state_writes_what_the_training_wrote_after_its_update(runs: Run
     done = runs.memtop("sample", "a", "def f(", "--max-new-tokens", "12")
     assert done.stderr == "memtop: computes on the CPU: so does the run\nmemtop: update 2 (train_latest_state)\n"
     assert done.stdout.split() == text.split()
+    every = runs.memtop("sample", "a", "--max-new-tokens", "12")
+    shown_again = [line.removeprefix("  ") for line in lines[lines.index("update 2") + 1 :]]
+    assert [line.lstrip() for line in every.stdout.splitlines()] == [line.lstrip() for line in shown_again]
+    assert [line for line in every.stdout.splitlines() if not line.startswith("  ")] == ["def f(", "class A"]
+    assert every.stderr == done.stderr
+    (runs.root / "prompts.txt").unlink()
+    gone = runs.memtop("sample", "a", status=2)
+    assert gone.stderr.splitlines()[1].startswith(f"memtop: sample.prompts {runs.root / 'prompts.txt'}: cannot be read: ")
+    assert (gone.stdout, gone.stderr.count("\n")) == ("", 2)
     refused = runs.memtop("train", "--name", "b", "--set", "sample.prompts=none.txt", "--set", "sample.every=1", status=2)
     assert refused.stderr.startswith("memtop: sample.prompts none.txt: no such file; looked for ")
 

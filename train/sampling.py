@@ -19,7 +19,7 @@ import torch
 
 from memtop.presets import Settings
 from memtop.presets.schema import Sampling
-from memtop.train import first_line
+from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import free_cache
 from memtop.train.data.tokens import Tokens
@@ -48,11 +48,21 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """Why texts are missing; None if none are."""
 
 
-def read_prompts(path: str) -> list[str]:
-    """The prompts of a file, one in each line; OSError or UnicodeDecodeError if it cannot be
-    read."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.strip()]
+def used_prompts(path: str) -> list[str]:
+    """The first prompts of a file, one in each line; BadInputError if there are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"sample.prompts {path}: cannot be read: {first_line(error)}; no samples are written") from None
+    found = [line for line in lines if line.strip()][:MOST_PROMPTS]
+    if not found:
+        raise BadInputError(f"sample.prompts {path}: has no prompts; write one in each line")
+    return found
+
+
+def varied(sample: Sampling, number: int) -> Sampling:
+    """For the prompt with this number: each has its own random choices."""
+    return msgspec.structs.replace(sample, seed=sample.seed + number)
 
 
 def prompt_ids(tokens: Tokens, task: str, prompt: str) -> list[int]:
@@ -201,12 +211,9 @@ class Sampler:
         found: tuple[list[str], str | None] = ([], None)
         if self._engine.accelerator.is_main_process:
             try:
-                found = (read_prompts(path)[:MOST_PROMPTS], None)
-            except (OSError, UnicodeDecodeError) as error:
-                found = ([], f"sample.prompts {path}: cannot be read: {first_line(error)}; no samples are written")
-            else:
-                if not found[0]:
-                    found = ([], f"sample.prompts {path}: has no prompts; write one in each line")
+                found = (used_prompts(path), None)
+            except BadInputError as error:
+                found = ([], str(error))
         return self._ranks.from_first(found)
 
     @property
@@ -253,8 +260,7 @@ class Sampler:
         """Append the tokens for each prompt."""
         with unchanged(self._engine.objective), torch.no_grad():
             for number, prompt in enumerate(self._prompts):
-                # Each prompt has its own random choices.
-                found.append(self._write(prompt, msgspec.structs.replace(sample, seed=sample.seed + number)))
+                found.append(self._write(prompt, varied(sample, number)))
 
     def _smaller(self, error: Exception) -> str:
         """Write less from now on; return what happened."""

@@ -1,9 +1,10 @@
-"""Writes what a run's model says to a prompt.
+"""Writes what a run's model says to a prompt, or to each prompt of a file.
 
-python -m memtop.train.write --settings FILE --state-dir FOLDER --prompt TEXT ...
+python -m memtop.train.write --settings FILE --state-dir FOLDER --prompt TEXT|--prompts FILE ...
 
-It reads the newest complete state and prints the text to stdout and everything else to stderr. Exit
-status: 0 done, 1 memory ran out, 2 wrong usage or bad input.
+It reads the newest complete state and prints the text to stdout and everything else to stderr. For
+a file it prints each prompt, with its text indented below. Exit status: 0 done, 1 memory ran out, 2
+wrong usage or bad input.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,7 @@ from memtop.train.export import held_state
 from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.run import read_settings
-from memtop.train.sampling import Writer
+from memtop.train.sampling import Writer, used_prompts, varied
 from memtop.train.state_files import ShardReader
 
 
@@ -36,7 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="memtop.train.write")
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--state-dir", type=Path, required=True)
-    parser.add_argument("--prompt", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt")
+    what.add_argument("--prompts")
     parser.add_argument("--max-new-tokens", type=int, required=True)
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -51,7 +55,8 @@ def main() -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             settings = msgspec.structs.replace(read_settings(given.settings), device=given.device)
-            text = written(settings, given.state_dir, given.prompt, sample)
+            prompts = [given.prompt] if given.prompts is None else used_prompts(given.prompts)
+            texts = written(settings, given.state_dir, prompts, sample)
     except TrainingError as error:
         print(f"memtop: {error}", file=sys.stderr)
         return error.exit_status
@@ -60,13 +65,20 @@ def main() -> int:
             raise
         print(f"memtop: memory ran out: {first_line(error)}; --gpu cpu computes on the CPU", file=sys.stderr)
         return 1
-    print(text, flush=True)
+    if given.prompts is None:
+        print(*texts, flush=True)
+        return 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(prompt)
+        for line in text.splitlines() or ("",):
+            print(f"  {line}")
+    sys.stdout.flush()
     return 0
 
 
-def written(settings: Settings, state_dir: Path, prompt: str, sample: Sampling) -> str:
-    """What the model of the newest complete state writes, on the device of the settings: cpu or
-    cuda. TrainingError if the user can solve the problem."""
+def written(settings: Settings, state_dir: Path, prompts: Sequence[str], sample: Sampling) -> list[str]:
+    """What the model of the newest complete state writes for each prompt, on the device of the
+    settings: cpu or cuda. TrainingError if the user can solve the problem."""
     settings = msgspec.structs.replace(settings, zero=Zero(), gradient_checkpointing=False, compile=False)
     device = torch.device("cuda" if choose_device(settings).on_gpu else "cpu")
     with held_state(state_dir, best=False) as source:
@@ -80,7 +92,7 @@ def written(settings: Settings, state_dir: Path, prompt: str, sample: Sampling) 
     objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=0).eval()
     write = Writer(objective, tokens, settings, config, device)
     with torch.no_grad():
-        return tokens.decode(write(prompt, sample))
+        return [tokens.decode(write(prompt, varied(sample, number))) for number, prompt in enumerate(prompts)]
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ from memtop.cli.configuration import (
 )
 from memtop.cli.output import print_message
 from memtop.presets.checks import did_you_mean
-from memtop.supervisor.errors import UsageError
+from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.run import view
+from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 
@@ -54,6 +55,8 @@ class WatchOptions(NamedTuple):
 
 
 _DEFAULT_LOOK = WatchOptions()
+_BELL = "bell"
+"""How the terminal tells a run of `--notify desktop` where the configuration has no other way."""
 
 
 def open_dashboard(
@@ -116,7 +119,7 @@ def open_run(
         require_own(folder.path)
     need_terminal()
     feed = _feed_of(folder, look, endpoint)
-    return _show(feed, look, started_here=started_here, runs_dir=folder.path.parent, endpoint=endpoint)
+    return _show(feed, look, folder=folder, started_here=started_here, runs_dir=folder.path.parent, endpoint=endpoint)
 
 
 def _feed_of(folder: RunFolder, look: WatchOptions, endpoint: Endpoint | None) -> Feed:
@@ -180,20 +183,24 @@ def _show(
     feed: Feed,
     look: WatchOptions,
     *,
+    folder: RunFolder | None = None,
     started_here: bool = False,
     silent: bool = False,
     runs_dir: Path | None = None,
     begins_with_runs: bool = False,
     endpoint: Endpoint | None = None,
 ) -> int:
-    """Show the feed, and then each run that the user opens from the list of runs in `runs_dir`."""
+    """Show the feed, and then each run that the user opens from the list of runs in `runs_dir`.
+
+    `folder`: of the run that the feed shows.
+    """
     from memtop.tui import run_dashboard
     from memtop.tui.choices import Choices
 
     choices = Choices(remembered(), remember)
     with _closes_on_sigterm():
         while True:
-            notices = None if silent else _terminal_notices()
+            notices = None if silent else _terminal_notices(folder)
             result = run_dashboard(
                 feed,
                 interval=look.interval,
@@ -204,7 +211,8 @@ def _show(
             )
             if result.opens is None:
                 break
-            feed, started_here, begins_with_runs = _feed_of(RunFolder(result.opens), look, endpoint), False, False
+            folder = RunFolder(result.opens)
+            feed, started_here, begins_with_runs = _feed_of(folder, look, endpoint), False, False
     if result.message and not silent:
         print_message(f"memtop: {result.message}")
     return 0 if result.action == "ended" and not started_here else result.exit_status
@@ -251,16 +259,28 @@ def _choice(key: str, layers: list[Layer]) -> Value:
     return found
 
 
-def _terminal_notices() -> TerminalNotices | None:
-    """Notifications by this terminal, if the user wants them."""
+def _terminal_notices(folder: RunFolder | None) -> TerminalNotices | None:
+    """Notifications by this terminal, if the user wants them, always or of this run."""
     way = configured("notify-desktop")
-    if way.value is None:
+    if way.value is None and (folder is None or not _tells_desktop(folder)):
         return None
     from memtop.tui.notices import WAYS, TerminalNotices
 
-    if way.value not in WAYS:
+    name = _BELL if way.value is None else way.value
+    if name not in WAYS:
         raise UsageError(f"{way.where}: notify-desktop {way.value!r}: there are {', '.join(WAYS)}")
-    return TerminalNotices(way.value, notify_topics())
+    return TerminalNotices(name, notify_topics())
+
+
+def _tells_desktop(folder: RunFolder) -> bool:
+    """Whether the command line that started the run has `--notify desktop`."""
+    if why_not_own(folder.path) is not None:
+        return False  # another user's run tells its owner
+    try:
+        return any(target.kind == "desktop" for target in targets_of(folder))
+    except RunFolderError as error:
+        print_message(f"memtop: {error}")
+        return False
 
 
 @contextlib.contextmanager

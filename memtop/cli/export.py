@@ -41,7 +41,7 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
 
 @click.command(epilog=RUN_HELP)
 @run_argument
-@click.argument("prompt", metavar="PROMPT")
+@click.argument("prompt", metavar="[PROMPT]", required=False)
 @click.option(
     "--max-new-tokens", type=click.IntRange(1, 1 << 16), default=64, metavar="N", help="the longest text, in tokens [64]"
 )
@@ -55,7 +55,7 @@ def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path 
 @runs_dir_option
 def sample(
     run_name: str,
-    prompt: str,
+    prompt: str | None,
     max_new_tokens: int,
     gpu: str | None,
     temperature: float,
@@ -64,17 +64,22 @@ def sample(
 ) -> int:
     """Print what the model of a run writes after a prompt.
 
-    It reads the run's newest complete state, while the run goes on or after it. A GPU on which
+    It reads the run's newest complete state, while the run goes on or after it. Without PROMPT, it
+    prints each prompt of the run's settings (sample.prompts) and the text for it. A GPU on which
     another program computes is used only if you name it.
     """
     from memtop.cli.gpus import place_to_read
 
     folder = find_run(run_name, runs_dir)
     settings = _settings_of(folder, "sample")[1]
+    if prompt is None and not settings.sample.prompts:
+        change = f"memtop restart {folder.name} --set sample.prompts=FILE --set sample.every=N"
+        raise UsageError(f"PROMPT: not given, and run {folder.name} has no prompts in its settings: give one, or `{change}`")
     place = place_to_read(settings, gpu)
     print_message(f"memtop: {place.words}")
     numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}", f"--seed={seed}"]
-    words = [f"--prompt={prompt}", *numbers, f"--device={'cpu' if place.visible is None else 'cuda'}"]
+    given = f"--prompts={settings.sample.prompts}" if prompt is None else f"--prompt={prompt}"
+    words = [given, *numbers, f"--device={'cpu' if place.visible is None else 'cuda'}"]
     environment = {} if place.visible is None else {"CUDA_VISIBLE_DEVICES": place.visible}
     return _from_state(folder, "sample", "memtop.train.write", words, environment)
 

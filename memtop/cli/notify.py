@@ -1,7 +1,8 @@
 """`memtop notify`: sends what a run has to tell to a webhook, to ntfy or to a command.
 
-The supervisor starts it for each event that may be told. Addresses may be secret: no message,
-ledger or file of the run contains one.
+The supervisor starts it for each event that may be told. Addresses may be secret: no message and
+no ledger contains one, and of the run's files only the one with the targets of `--notify`, which
+nobody else can read.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -28,12 +30,13 @@ from memtop.cli import completion
 from memtop.cli.common import find_run
 from memtop.cli.configuration import notify_topics, read_layers, value_of
 from memtop.cli.options import RUN_HELP, runs_dir_option
-from memtop.cli.output import print_lines
+from memtop.cli.output import print_lines, print_message
+from memtop.presets.checks import did_you_mean
 from memtop.supervisor import units
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
-from memtop.supervisor.run.notices import CHANNELS, FILE, Claim, Notice, claims, notices
+from memtop.supervisor.run.notices import CHANNELS, FILE, Claim, Notice, Target, claims, notices, targets_of
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.record.ownership import require_own
@@ -46,6 +49,8 @@ _WAITS = (0.0, 1.0, 3.0)
 """Before each try, seconds."""
 _SENT = "sent"
 _DISCORD_LONGEST = 2000
+_NTFY = "https://ntfy.sh/"
+_TOPIC = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 Send = Callable[[Notice, "RunState | None"], None]
 
@@ -66,16 +71,23 @@ def notify(run_name: str | None, is_test: bool, runs_dir: Path | None) -> int:
     """
     if is_test == (run_name is not None):
         raise UsageError("give a run, or --test")
-    channels, topics = _channels(), notify_topics()
-    if not channels:
-        if is_test:
-            raise UsageError("nothing to notify: set notify-ntfy, notify-webhook or notify-command; `memtop config` shows them")
-        return 0
+    topics, configured = notify_topics(), _configured()
     if run_name is None:
-        return _test(channels)
+        if not configured:
+            raise UsageError("nothing to notify: set notify-ntfy, notify-webhook or notify-command; `memtop config` shows them")
+        return _test({target.kind: _sender(target) for target in configured})
     folder = find_run(run_name, runs_dir)
     require_own(folder.path)
-    failed = False
+    own, failed = list[Target](), False
+    try:
+        own = targets_of(folder)
+    except RunFolderError as error:
+        # Those of the configuration are told in any case.
+        print_message(f"memtop: {error}")
+        failed = True
+    channels = _channels(folder, own, configured)
+    if not channels:
+        return int(failed)
     with _claimed(folder) as (known, claim):
         with reading_ledger(folder) as ledger:
             events = [] if ledger is None else ledger.events()
@@ -147,20 +159,77 @@ def _outcome(send: Send, notice: Notice, state: RunState | None) -> str:
 # --- the channels ---------------------------------------------------------------------------------
 
 
-def _channels() -> dict[str, Send]:
-    """Those that are configured. UsageError for an address that cannot be used; it is not
+def _configured() -> list[Target]:
+    """Those of the configuration. UsageError for an address that cannot be used; it is not
     repeated."""
-    layers, found = read_layers(), dict[str, Send]()
-    for name, make in zip(CHANNELS, (_ntfy, _webhook, _command), strict=True):
-        value = value_of(f"notify-{name}", layers, os.environ)
+    layers, found = read_layers(), []
+    for kind in CHANNELS:
+        value = value_of(f"notify-{kind}", layers, os.environ)
         if value.value is None:
             continue
-        if make is not _command:
-            parts = urlsplit(value.value)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise UsageError(f"{value.where}: notify-{name}: give an address that begins with https:// or http://")
-        found[name] = make(value.value)
+        if kind != "command" and not _is_address(value.value):
+            raise UsageError(f"{value.where}: notify-{kind}: give an address that begins with https:// or http://")
+        found.append(msgspec.convert({"kind": kind, "value": value.value}, Target))
     return found
+
+
+def targets(texts: Sequence[str]) -> list[Target]:
+    """Those that `--notify` names, each once. UsageError for one that cannot be used, and for a
+    configuration that would keep the sender from its work. It does not repeat the text."""
+    if texts:
+        notify_topics()
+        _configured()
+    return list(dict.fromkeys(_target(text, f"--notify, target {number}") for number, text in enumerate(texts, 1)))
+
+
+def _target(text: str, where: str) -> Target:
+    kind, colon, value = text.partition(":")
+    if text == "desktop":
+        return Target(kind="desktop")
+    if kind == "command" and value.strip():
+        return Target(kind="command", value=value)
+    if kind == "ntfy":
+        if _TOPIC.fullmatch(value):
+            return Target(kind="ntfy", value=f"{_NTFY}{value}")
+        if _is_address(value) and urlsplit(value).path.strip("/"):
+            return Target(kind="ntfy", value=value)
+        raise UsageError(f"{where}: give ntfy:TOPIC (letters, digits, - and _), or ntfy: and the address of a topic")
+    if _is_address(text):
+        if not text.startswith(_NTFY):
+            return Target(kind="webhook", value=text)
+        if urlsplit(text).path.strip("/"):
+            return Target(kind="ntfy", value=text)
+    hint = did_you_mean(kind + colon, ("desktop", "ntfy:", "command:"))
+    raise UsageError(
+        f"{where}: give desktop, ntfy:TOPIC, command:COMMAND or an address that begins with https:// or http://{hint}"
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # Others cannot be sent, and the error would repeat the address.
+        return is_whole and text.isprintable() and " " not in text and f"{parts.path}{parts.query}".isascii()
+    except ValueError:  # brackets without an IPv6 address, or a port that is no number
+        return False
+
+
+def _channels(folder: RunFolder, own: Sequence[Target], configured: Sequence[Target]) -> dict[str, Send]:
+    """Whom this run tells. A target of its own that is configured, too, is told once."""
+    found: dict[str, Send] = {target.kind: _sender(target) for target in configured if target not in own}
+    cwd = folder.spec(own=True).cwd if own else None
+    for number, target in enumerate(own, 1):
+        if target.kind != "desktop":  # the dashboards of the run tell it
+            found[f"--notify {target.kind} {number}"] = _sender(target, cwd)
+    return found
+
+
+def _sender(target: Target, cwd: str | None = None) -> Send:
+    """`cwd`: of a command; None: the folder of this process."""
+    if target.kind == "command":
+        return _command(target.value, cwd)
+    return _ntfy(target.value) if target.kind == "ntfy" else _webhook(target.value)
 
 
 def _ntfy(address: str) -> Send:
@@ -193,13 +262,14 @@ def _webhook(address: str) -> Send:
     return send
 
 
-def _command(command: str) -> Send:
+def _command(command: str, cwd: str | None) -> Send:
     def send(notice: Notice, state: RunState | None) -> None:
         given = {"TITLE": tr(notice.title), "TEXT": _text(notice, state), "TOPIC": notice.topic, "EVENT": notice.event}
         environment = {**os.environ, **{f"MEMTOP_NOTICE_{name}": value for name, value in given.items()}}
         try:
             done = subprocess.run(
                 ["/bin/sh", "-c", command],
+                cwd=cwd,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -30,7 +30,7 @@ _BASH = """\
             compopt -o default
         elif [[ $type == 'plain' ]]; then
             COMPREPLY+=("$value")
-            [[ $value == *[=.] ]] && compopt -o nospace
+            [[ $value == *[=.:/] ]] && compopt -o nospace
         fi
     done
 
@@ -55,11 +55,11 @@ _ZSH = """\
 
     for type key descr in ${response}; do
         if [[ "$type" == "plain" ]]; then
-            if [[ "$descr" == "_" && "$key" == *[=.] ]]; then
+            if [[ "$descr" == "_" && "$key" == *[=.:/] ]]; then
                 open+=("$key")
             elif [[ "$descr" == "_" ]]; then
                 completions+=("$key")
-            elif [[ "$key" == *[=.] ]]; then
+            elif [[ "$key" == *[=.:/] ]]; then
                 open_with_descriptions+=("$key":"$descr")
             else
                 completions_with_descriptions+=("$key":"$descr")

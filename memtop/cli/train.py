@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
     from memtop.cli.gpus import Place
+    from memtop.supervisor.run.notices import Target
 
 _ENDING_SECONDS = 60.0
 """How long `--fresh` waits for a supervisor whose program has ended."""
@@ -117,6 +119,13 @@ _EXAMPLES = {
 @click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends", shell_complete=completion.runs)
 @click.option("--queue", is_flag=True, help="begin when no other run and no other program uses the GPUs of this one")
 @click.option("--then", metavar="COMMAND", help="a shell command for the very end, e.g. to shut a rented machine down")
+@click.option(
+    "--notify",
+    multiple=True,
+    metavar="TARGET",
+    help="whom this run tells how it goes, too: desktop, a URL, ntfy:TOPIC or command:COMMAND; repeatable",
+    shell_complete=completion.one_of("desktop", "ntfy:", "command:", "https://"),
+)
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
 @runs_dir_option
 @click.pass_obj
@@ -140,6 +149,7 @@ def train(
     after: str | None,
     queue: bool,
     then: str | None,
+    notify: tuple[str, ...],
     fresh: bool,
     program_profile: str | None,
     runs_dir: Path | None,
@@ -155,6 +165,7 @@ def train(
 
     begun = time.time()
     refuse_both(headless, detach)
+    told = _targets(notify)
     when_short = _on_oom(on_oom, program=bool(program))
     gpu_list = gpu_choice.wanted(gpus if gpus is not None else configured("gpus").value)
     options = {"save_every": save_every, "python": python, "on_spike": on_spike}
@@ -191,7 +202,7 @@ def train(
         profile_why=chosen.why if chosen is not None else "",
         memtop_version=__version__,
     )
-    return stay(_start(where, spec, fresh=fresh), begun, headless=headless, detach=detach)
+    return stay(_start(where, spec, fresh=fresh, notify=told), begun, headless=headless, detach=detach)
 
 
 def _find_run(name: str, runs_dir: Path) -> RunFolder:
@@ -248,14 +259,23 @@ def _on_oom(given: str | None, *, program: bool) -> str:
     return _known_on_oom(found.value, f"{found.where}: on-oom")
 
 
-def _start(where: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
+def _targets(texts: Sequence[str]) -> list[Target]:
+    if not texts:
+        return []
+    # It loads what sends messages.
+    from memtop.cli.notify import targets
+
+    return targets(texts)
+
+
+def _start(where: Path, spec: RunSpec, *, fresh: bool, notify: Sequence[Target] = ()) -> RunFolder:
     """Create the run and start its supervisor."""
     from memtop.supervisor.run.starting import start_run
 
     path = where / spec.name
     if fresh and path.is_dir():
         _free_name_of(RunFolder(path))
-    return start_run(where, spec, fresh=fresh)
+    return start_run(where, spec, fresh=fresh, notify=notify)
 
 
 def _free_name_of(run: RunFolder) -> None:

@@ -15,15 +15,18 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from memtop.presets.files import PresetFileError, parse, user_config
-from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.record.folder import RunFolder, read_json, write_json
 from memtop.supervisor.wire import Event
 
 FILE = "notices.jsonl"
+_TARGETS = "notify.json"
+"""Of a run: the targets that its command line names (`--notify`), readable for its owner alone."""
 TOPICS = ("end", "failure", "stall", "survived", "danger", "leak")
 _FRESH_SECONDS = 3600.0
 """Older events are no news, for example when notifications are configured later."""
@@ -61,6 +64,14 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     title: str
     text: str
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom one run tells, in addition to those of the configuration."""
+
+    kind: Literal["desktop", "ntfy", "webhook", "command"]
+    value: str = ""
+    """The address or the command: it may be secret. Empty for the desktop."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +122,23 @@ def claims(content: bytes) -> Iterator[Claim]:
             continue
 
 
+def keep_targets(folder: RunFolder, targets: Sequence[Target]) -> None:
+    """Store whom a new run tells. RunFolderError if that is not possible."""
+    write_json(folder.path / _TARGETS, targets, mode=0o600)
+
+
+def targets_of(folder: RunFolder) -> list[Target]:
+    """Whom the run tells by its command line. RunFolderError if its file cannot be used, or is not
+    the caller's alone: it may contain a command."""
+    path = folder.path / _TARGETS
+    return read_json(path, list[Target], own=True) if os.path.lexists(path) else []
+
+
+def is_wanted(folder: RunFolder, environment: Mapping[str, str]) -> bool:
+    """Whether this run has an address or a command; the sender finds out whether it is valid."""
+    return os.path.lexists(folder.path / _TARGETS) or is_configured(environment)
+
+
 def is_configured(environment: Mapping[str, str]) -> bool:
     """Whether an address or a command is set; the sender finds out whether it is valid."""
     if any(environment.get(f"MEMTOP_NOTIFY_{name.upper()}") for name in CHANNELS):
@@ -155,7 +183,7 @@ class Notifier:
             self.problem = self._outcome()
         if self._due:
             self._due = False
-            if is_configured(os.environ):
+            if is_wanted(self._folder, os.environ):
                 self._start()
 
     def _start(self) -> None:
@@ -173,6 +201,10 @@ class Notifier:
         process.returncode = 0
 
     def _outcome(self) -> str | None:
+        try:
+            targets_of(self._folder)
+        except RunFolderError as error:
+            return f"notifications cannot be sent: {error}"
         try:
             content = (self._folder.path / FILE).read_bytes()
         except OSError:

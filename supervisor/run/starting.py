@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ import msgspec
 from memtop.supervisor import language
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
+from memtop.supervisor.run.notices import Target, keep_targets
 from memtop.supervisor.run.processes.environment import outside_any_run
 from memtop.supervisor.run.processes.members import programs_at, refuse_used_path
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunSpec, create_run
@@ -143,12 +144,15 @@ def wait_for_end(folder: RunFolder) -> bool:
     return False
 
 
-def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False) -> RunFolder:
-    """Create a run and start its supervisor. `fresh` moves an ended run with that name aside."""
+def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Sequence[Target] = ()) -> RunFolder:
+    """Create a run and start its supervisor. `fresh` moves an ended run with that name aside.
+    `notify`: whom it tells, in addition to those of the configuration."""
     path = runs_dir / spec.name
     if fresh or not os.path.lexists(path):
         refuse_used_path(path)
     folder = create_run(runs_dir, spec, fresh=fresh)
+    if notify:
+        keep_targets(folder, notify)
     start_supervisor(folder)
     return folder
 

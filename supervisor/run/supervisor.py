@@ -31,7 +31,7 @@ from memtop.supervisor.run.events import (
     WriteChecked,
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
-from memtop.supervisor.run.notices import Notifier, is_configured
+from memtop.supervisor.run.notices import Notifier, is_wanted
 from memtop.supervisor.run.performer import Performer, read_states
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
@@ -102,7 +102,7 @@ class Supervisor:
         self._notifier = Notifier(folder)
         self._queue = QueueWatch(folder, spec, lambda: self._sensors.machine_watch.machine)
         self._afterwards = Afterwards(folder, spec.then, spec.cwd)
-        owes = spec.then is not None or is_configured(os.environ)
+        owes = spec.then is not None or is_wanted(folder, os.environ)
         self._after_kill = after_kill
         self._standby = Standby(folder) if owes and not after_kill else None
         self._reported = 0

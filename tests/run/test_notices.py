@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from memtop.cli import notify, run
+from memtop.cli import dashboard, notify, run
 from memtop.supervisor.monitor.processes.proc import command_words
 from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import starting
 from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import Sampled
-from memtop.supervisor.run.notices import FILE, TOPICS, claims, is_configured, notices
+from memtop.supervisor.run.notices import FILE, TOPICS, Notifier, Target, claims, is_configured, keep_targets, notices
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.starting import AFTER_KILL
@@ -257,6 +257,140 @@ def test_chat_services_get_their_own_form(environment: pytest.MonkeyPatch) -> No
     environment.setenv("MEMTOP_NOTIFY_WEBHOOK", "https://discord.com/api/webhooks/1/x")
     assert run(["notify", "--test"]) == 0
     assert [set(document) for _, document in posted] == [{"text"}, {"content", "allowed_mentions"}]
+
+
+# --- the targets of one run -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("desktop", "desktop", ""),
+        ("https://hooks.slack.com/services/T/B/x", "webhook", "https://hooks.slack.com/services/T/B/x"),
+        ("http://127.0.0.1:8080/x?a=b:c", "webhook", "http://127.0.0.1:8080/x?a=b:c"),
+        ("ntfy:my-topic", "ntfy", "https://ntfy.sh/my-topic"),
+        ("https://ntfy.sh/my-topic", "ntfy", "https://ntfy.sh/my-topic"),
+        ("ntfy:https://push.example.org/my-topic", "ntfy", "https://push.example.org/my-topic"),
+        ("command:echo a: b", "command", "echo a: b"),
+    ],
+)
+def test_what_a_target_means(environment: pytest.MonkeyPatch, text: str, kind: str, value: str) -> None:
+    found = notify.targets([text, text])
+    assert [(one.kind, one.value) for one in found] == [(kind, value)], "each once"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "dekstop",
+            "give desktop, ntfy:TOPIC, command:COMMAND or an address that begins with https:// or http:// (did you mean",
+        ),
+        ("", "give desktop, "),
+        ("hooks.slack.com/secret", "give desktop, "),
+        ("ftp://example.org/secret", "give desktop, "),
+        ("https://[secret", "give desktop, "),
+        ("https://secret:port/", "give desktop, "),
+        ("https://example.org/a secret", "give desktop, "),
+        ("https://example.org/secret/\N{LATIN SMALL LETTER E WITH ACUTE}", "give desktop, "),
+        ("https://ntfy.sh/", "give desktop, "),
+        ("command: ", "give desktop, "),
+        ("ntfy:", "give ntfy:TOPIC (letters, digits, - and _), or "),
+        ("ntfy:my/secret", "give ntfy:TOPIC (letters, digits, - and _), or "),
+        ("ntfy:https://push.example.org/?secret", "give ntfy:TOPIC (letters, digits, - and _), or "),
+    ],
+)
+def test_a_wrong_target_is_one_line_and_starts_nothing(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    arguments = [
+        "train",
+        "--detach",
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        "--notify",
+        "desktop",
+        "--notify",
+        text,
+        "--",
+        "true",
+    ]
+    assert run(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"memtop: --notify, target 2: {words}")
+    assert message.count("\n") == 1
+    assert "secret" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_target_is_told_in_addition_to_those_of_the_configuration_and_once(
+    folder: RunFolder, receiver: Receiver, environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", f"{receiver.address}/mine")
+    environment.setenv("MEMTOP_NOTIFY_NTFY", f"{receiver.address}/topic")
+    keep_targets(folder, notify.targets([f"{receiver.address}/other", f"ntfy:{receiver.address}/topic"]))
+    for _ in range(2):
+        assert run(["notify", str(folder.path)]) == 0
+    assert sorted(path for path, _ in receiver.received) == ["/", "/mine", "/other"]
+
+
+def test_targets_that_others_may_have_written_are_not_used(
+    folder: RunFolder, receiver: Receiver, environment: pytest.MonkeyPatch
+) -> None:
+    """The run has a warning, and the configuration's address is told."""
+    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", receiver.address)
+    told = folder.path / "told"
+    keep_targets(folder, [Target(kind="command", value=f"touch {told}")])
+    (folder.path / "notify.json").chmod(0o620)
+    assert run(["notify", str(folder.path)]) == 1
+    assert len(receiver.received) == 1
+    notifier, deadline = Notifier(folder), time.monotonic() + 120
+    while notifier.busy:
+        assert time.monotonic() < deadline
+        notifier.tick()
+        time.sleep(0.02)
+    assert notifier.problem is not None
+    assert notifier.problem.startswith(f"notifications cannot be sent: {folder.path}/notify.json: is not yours alone")
+    assert not told.exists()
+
+
+def test_the_dashboard_of_a_run_that_tells_the_desktop(folder: RunFolder, environment: pytest.MonkeyPatch) -> None:
+    assert dashboard._terminal_notices(folder) is None
+    keep_targets(folder, [Target(kind="desktop")])
+    assert dashboard._terminal_notices(None) is None
+    assert dashboard._terminal_notices(folder) is not None
+    assert run(["notify", str(folder.path)]) == 0
+    assert not (folder.path / FILE).exists(), "the sender has nothing to do"
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_end_is_told_once_to_the_targets_of_the_run(runs: Runs, receiver: Receiver, is_killed: bool) -> None:
+    """Nothing is configured. What may be secret is in one file, and on no screen."""
+    command = "echo $MEMTOP_NOTICE_TITLE >> told # private"
+    targets = ("--notify", f"command:{command}", "--notify", f"{receiver.address}/secret")
+    started = runs.memtop("train", "--detach", "--name", "a", *targets, "--", sys.executable, "-c", UNTIL_GO)
+    first = runs.wait("a", lambda run: run["supervisor_pid"] is not None and run["alive"])["supervisor_pid"]
+    if is_killed:
+        runs.kill(first)
+        runs.wait("a", lambda run: run["supervisor_pid"] is None)
+    (runs.root / "go").touch()
+    wait_until_all_have_left(runs.path / "a")
+    assert (runs.root / "told").read_text() == "a has finished\n"
+    assert [(path, sent["title"]) for path, sent in receiver.received] == [("/secret", "a has finished")]
+    written = claims((runs.path / "a" / FILE).read_bytes())
+    assert [(claim.channel, claim.outcome) for claim in written] == [
+        *(("--notify command 1", None), ("--notify command 1", "sent")),
+        *(("--notify webhook 2", None), ("--notify webhook 2", "sent")),
+    ]
+    holding = [
+        path for path in find_files(runs.path / "a") if any(word in path.read_bytes() for word in (b"secret", b"private"))
+    ]
+    assert holding == [runs.path / "a" / "notify.json"]
+    assert holding[0].stat().st_mode & 0o777 == 0o600
+    shown = runs.memtop("show", "a", "--json")
+    for text in (started.stdout, started.stderr, shown.stdout, shown.stderr):
+        assert "secret" not in text
+        assert "private" not in text
 
 
 # --- a supervisor that is killed ------------------------------------------------------------------

@@ -420,7 +420,7 @@ def open_to_read(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
+def write_json(path: Path, value: Any, *, sync: bool = True, mode: int = 0o644) -> None:
     """Replace the file in one step: readers see the old or the new content, never a part of it.
 
     `sync`: wait until the content, and then its name, are on the disk (fsync). After a power cut
@@ -432,7 +432,7 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
         # No umask makes it writable for other users.
         # What a program has put in its place is refused, then removed below.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(new, flags, 0o644), "wb") as file:
+        with os.fdopen(os.open(new, flags, mode), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
             file.flush()
             if sync:
