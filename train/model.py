@@ -145,7 +145,12 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
 
     `mixed` is the compute precision on this machine: "no" (fp32), "bf16" or "fp16".
     """
-    model = build_base(settings, config, mixed=mixed)
+    return prepared(settings, build_base(settings, config, mixed=mixed), mixed=mixed)
+
+
+def prepared(settings: Settings, model: Any, *, mixed: str) -> torch.nn.Module:
+    """The model with what the settings add to it: a residual stream in another precision,
+    adapters, gradient checkpointing."""
     # DeepSpeed has everything in the compute precision, without autocast.
     if mixed == "fp16" and not settings.zero.stage:
         _add_layers_in(model, torch.float32)

@@ -36,11 +36,20 @@ class Objective(torch.nn.Module):
     """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
     `chunk`, the setting `loss_chunk`, is the number of tokens in a piece, whose logits exist at one
-    time: 0 for all, -1 for a number that `tokens_at_once` chooses.
+    time: 0 for all, -1 for a number that `tokens_at_once` chooses from the bytes that are `free`
+    then.
     """
 
-    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        seq2seq: bool = False,
+        chunk: int = -1,
+        free: Callable[[torch.device], int | None] = free_bytes,
+    ) -> None:
         super().__init__()
+        self._free = free
         self.model = model
         self.seq2seq = seq2seq
         # If the model changes the logits after its head (a cap, a scale), they must be computed
@@ -65,7 +74,7 @@ class Objective(torch.nn.Module):
         return type(self.head) is torch.nn.Linear and torch.is_grad_enabled()
 
     def _chosen(self, like: torch.Tensor, tokens: int) -> int:
-        free = free_bytes(like.device)
+        free = self._free(like.device)
         if free is not None and not self._has_own_gradient:
             # The logits in 32 bits and their softmax exist too, and for autograd their gradients.
             free //= 8
