@@ -118,7 +118,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.allocations[known.number].component = component
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled in here; the wrapper against that costs a tenth of the time.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            # Most operations are this question; asking the FakeTensorMode takes long.
+            return args[0].fake_device
         kwargs = kwargs or {}
         before = self._kernels.before.get(func)
         held = [] if before is None else [self._allocate(size, str(func), "temporary") for size in before(*args, **kwargs)]
