@@ -66,7 +66,7 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
         config = AutoConfig.for_model(kind, **values)
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
-        raise BadInputError(f"model.config: {_brief(error)}") from None
+        raise BadInputError(f"model.config: {brief(error)}") from None
     _refuse_unknown(values, config)
     if config.vocab_size < tokens.vocabulary:
         raise BadInputError(f"model.config.vocab_size {config.vocab_size}: the tokenizer needs {tokens.vocabulary}")
@@ -116,7 +116,7 @@ def _no_model(path: str, error: Exception) -> str:
     return f"model.path {path}: no such folder, and not found on the hub: {first_line(error)}"
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """All lines of the message as one, and of a long one the beginning."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]}…"
@@ -136,7 +136,7 @@ def blaming_config(settings: Settings) -> Iterator[None]:
             raise
         raise BadInputError(
             f"model.config: no {settings.model['config']['model_type']} model works with these values: "
-            f"{type(error).__name__}: {_brief(error)}"
+            f"{type(error).__name__}: {brief(error)}"
         ) from error
 
 

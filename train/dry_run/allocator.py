@@ -23,9 +23,9 @@ _ADDRESSES = _LARGE_SEGMENT << 22
 class CannotFit(Exception):
     """The capacity is too small, even after all unused segments were given back."""
 
-    def __init__(self, wanted: int, allocated: int, reserved: int) -> None:
-        super().__init__(f"{wanted} bytes do not fit: {allocated} are allocated and {reserved} reserved")
-        self.wanted, self.allocated, self.reserved = wanted, allocated, reserved
+    def __init__(self, key: int, size: int, allocated: int) -> None:
+        super().__init__(f"{size} bytes do not fit, with {allocated} allocated")
+        self.key, self.size, self.allocated = key, size, allocated
 
 
 class _Block:
@@ -81,7 +81,7 @@ class Allocator:
             self.empty_cache()
             block = self._new_block(pool, size)
             if block is None:
-                raise CannotFit(size, self.allocated, self.reserved)
+                raise CannotFit(key, size, self.allocated)
         rest = block.size - size
         if rest >= SMALLEST if pool.small or self.expandable else rest > _SMALL:
             self._cut(block, size)

@@ -12,10 +12,10 @@ from transformers import AutoConfig, BitsAndBytesConfig
 
 from memtop.presets import Settings
 from memtop.presets.schema import Lora, Method, Positive
-from memtop.train import BadInputError, first_line
+from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.trace import Trace
-from memtop.train.model import blaming_config, model_class, prepared
+from memtop.train.model import blaming_config, brief, model_class, prepared
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
 """The trainer's, of which `adamw` is fused; and torch's own choice of AdamW on a GPU."""
@@ -104,7 +104,7 @@ def config_of(training: Training) -> Any:
         return AutoConfig.for_model(kind, **values)
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
-        raise BadInputError(f"model.config: {first_line(error)}") from None
+        raise BadInputError(f"model.config: {brief(error)}") from None
 
 
 def meta_model(training: Training, config: Any) -> Any:
@@ -133,16 +133,20 @@ def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
         bnb_4bit_use_double_quant=training.double_quantization,
         bnb_4bit_compute_dtype=compute,
     )
-    replace_with_bnb_linear(model, modules_to_not_convert=get_keys_to_not_convert(model), quantization_config=how)
+    # transformers quantizes these layers of a few architectures never, and has no fp16 in them.
+    kept = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    replace_with_bnb_linear(model, modules_to_not_convert=get_keys_to_not_convert(model) + kept, quantization_config=how)
     # peft asks for it.
     model.is_loaded_in_4bit = True
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.requires_grad = False
         if type(parameter) is torch.nn.Parameter:
-            parameter.data = parameter.data.to(torch.float32 if training.kbit_prepared or parameter.dim() == 1 else kind)
+            in_fp32 = kind == torch.float16 and not {*name.split(".")}.isdisjoint(kept)
+            wide = training.kbit_prepared or parameter.dim() == 1 or in_fp32
+            parameter.data = parameter.data.to(torch.float32 if wide else kind)
 
 
 def make_fake(model: torch.nn.Module, mode: FakeTensorMode, trace: Trace, loaded: torch.dtype) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -13,16 +15,15 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.train import BadInputError
-from memtop.train.dry_run.allocator import Allocator, CannotFit
+from memtop.train.dry_run.allocator import MIB, Allocator, CannotFit
 from memtop.train.dry_run.build import DTYPES, Training, config_of, empty, make_fake, meta_model
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.trace import Component, Phase, Trace
-from memtop.train.model import blaming_config
+from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 
@@ -70,7 +71,7 @@ def foresee(training: Training) -> Foresight:
             phases, peak = _replayed(trace, limited)
             fits, retries = True, limited.retries
         except CannotFit as error:
-            fits, lacking, capacity = False, str(error), None
+            fits, lacking, retries, capacity = False, _lacking(trace, error, capacity), limited.retries, None
     if capacity is None:
         phases, peak = _replayed(trace, Allocator(expandable=training.expandable_segments))
     components = _components(trace, peak, Allocator(expandable=training.expandable_segments, capacity=capacity))
@@ -90,20 +91,37 @@ def foresee(training: Training) -> Foresight:
 
 def _traced(training: Training) -> Trace:
     config = config_of(training)
-    settings = training.settings(config)
+    model = meta_model(training, config)
     trace = Trace(kernels(training.generation), config.get_text_config().vocab_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = meta_model(training, config)
     try:
-        with blaming_config(settings), torch.random.fork_rng(devices=[]), mode, trace:
+        with _without_reports(), torch.random.fork_rng(devices=[]), mode, trace:
             make_fake(model, mode, trace, DTYPES[training.weights])
             _train(training, model, mode, trace)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise BadInputError(
-            f"model.config: the memory of a {config.model_type} model cannot be foreseen: what it allocates depends on "
-            f"its numbers ({str(error).splitlines()[0]})"
-        ) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
+    # A model can fail at anything, and so can a tensor without contents.
+    except Exception as error:
+        raise _unforeseeable(config, type(error).__name__, error) from error
     return trace
+
+
+def _unforeseeable(config: Any, why: str, error: Exception) -> BadInputError:
+    return BadInputError(
+        f"model.config: the memory of a {config.model_type} model cannot be foreseen with these values: {why}: {brief(error)}"
+    )
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Let torch not log operations that fail with fake tensors: the error says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace) -> None:
@@ -235,6 +253,13 @@ def _components(trace: Trace, peak: int, allocator: Allocator) -> dict[Component
     for number in alive:
         found[trace.allocations[number].component] += allocator.block_bytes(number)
     return dict(found.most_common())
+
+
+def _lacking(trace: Trace, error: CannotFit, capacity: int) -> str:
+    phase = _phase_at(trace, trace.events.index(error.key))
+    operation = trace.allocations[error.key].operation
+    sizes = [round(size / MIB) for size in (error.size, error.allocated, capacity)]
+    return f"{phase}: {operation} needs {sizes[0]} MiB, with {sizes[1]} MiB of {sizes[2]} MiB allocated"
 
 
 def _phase_at(trace: Trace, place: int) -> Phase:
