@@ -133,7 +133,7 @@ def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
         bnb_4bit_use_double_quant=training.double_quantization,
         bnb_4bit_compute_dtype=compute,
     )
-    # transformers quantizes these layers of a few architectures never, and has no fp16 in them.
+    # Layers of a few architectures that transformers never quantizes, and loads in fp32, not fp16.
     kept = list(getattr(model, "_keep_in_fp32_modules", None) or [])
     replace_with_bnb_linear(model, modules_to_not_convert=get_keys_to_not_convert(model) + kept, quantization_config=how)
     # peft asks for it.
