@@ -66,7 +66,7 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
         config = AutoConfig.for_model(kind, **values)
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
-        raise BadInputError(f"model.config: {_brief(error)}") from None
+        raise BadInputError(f"model.config: {brief(error)}") from None
     _refuse_unknown(values, config)
     if config.vocab_size < tokens.vocabulary:
         raise BadInputError(f"model.config.vocab_size {config.vocab_size}: the tokenizer needs {tokens.vocabulary}")
@@ -116,7 +116,7 @@ def _no_model(path: str, error: Exception) -> str:
     return f"model.path {path}: no such folder, and not found on the hub: {first_line(error)}"
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """All lines of the message as one, and of a long one the beginning."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]}…"
@@ -136,7 +136,7 @@ def blaming_config(settings: Settings) -> Iterator[None]:
             raise
         raise BadInputError(
             f"model.config: no {settings.model['config']['model_type']} model works with these values: "
-            f"{type(error).__name__}: {_brief(error)}"
+            f"{type(error).__name__}: {brief(error)}"
         ) from error
 
 
@@ -145,7 +145,12 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
 
     `mixed` is the compute precision on this machine: "no" (fp32), "bf16" or "fp16".
     """
-    model = build_base(settings, config, mixed=mixed)
+    return prepared(settings, build_base(settings, config, mixed=mixed), mixed=mixed)
+
+
+def prepared(settings: Settings, model: Any, *, mixed: str) -> torch.nn.Module:
+    """The model with what the settings add to it: a residual stream in another precision,
+    adapters, gradient checkpointing."""
     # DeepSpeed has everything in the compute precision, without autocast.
     if mixed == "fp16" and not settings.zero.stage:
         _add_layers_in(model, torch.float32)

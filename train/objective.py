@@ -36,11 +36,20 @@ class Objective(torch.nn.Module):
     """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
     `chunk`, the setting `loss_chunk`, is the number of tokens in a piece, whose logits exist at one
-    time: 0 for all, -1 for a number that `tokens_at_once` chooses.
+    time: 0 for all, -1 for a number that `tokens_at_once` chooses. `free` gives the bytes that are
+    free then, if not torch.
     """
 
-    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        seq2seq: bool = False,
+        chunk: int = -1,
+        free: Callable[[torch.device], int | None] | None = None,
+    ) -> None:
         super().__init__()
+        self._free = free
         self.model = model
         self.seq2seq = seq2seq
         # If the model changes the logits after its head (a cap, a scale), they must be computed
@@ -65,7 +74,7 @@ class Objective(torch.nn.Module):
         return type(self.head) is torch.nn.Linear and torch.is_grad_enabled()
 
     def _chosen(self, like: torch.Tensor, tokens: int) -> int:
-        free = free_bytes(like.device)
+        free = (self._free or free_bytes)(like.device)
         if free is not None and not self._has_own_gradient:
             # The logits in 32 bits and their softmax exist too, and for autograd their gradients.
             free //= 8
@@ -260,12 +269,17 @@ def _head_gives_the_logits(objective: Objective) -> bool:
     device = next(model.parameters()).device
     ids = torch.arange(6, device=device).reshape(1, 6)
     inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if objective.seq2seq else {})}
-    sentinel = torch.linspace(-200.0, 200.0, 60, device=device).reshape(1, 6, 10)
+    # One column: what a model adds for each word of the vocabulary would give it more.
+    sentinel = torch.linspace(-200.0, 200.0, 6, device=device).reshape(1, 6, 1)
+    # Without autocast, weights in fp32 and in 16 bits do not go together.
+    kind = next((p.dtype for p in model.parameters() if p.dtype in _16_BITS), None)
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _in_place_of(objective.head, lambda hidden, *args, **kwargs: sentinel):
-            return torch.equal(model(**inputs, use_cache=False).logits, sentinel)
+        mixed = torch.autocast(device.type, kind, enabled=kind is not None)
+        with torch.no_grad(), mixed, _in_place_of(objective.head, lambda hidden, *args, **kwargs: sentinel):
+            found = model(**inputs, use_cache=False).logits
+        return found.shape == sentinel.shape and torch.equal(found, sentinel)
     finally:
         model.train(training)
 

@@ -383,3 +383,28 @@ def test_the_loss_of_a_padded_batch_is_the_sum_of_its_samples() -> None:
     assert masked
     assert [with_mask for _, with_mask in alone] == [False, False, False]
     assert together == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)
+
+
+def test_a_model_that_adds_to_its_logits_computes_them_whole() -> None:
+    values = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = AutoConfig.for_model("bart", vocab_size=260, d_model=32, **values, **heads)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    whole, pieces = (loss_and_gradients(model, chunk, seq2seq=True) for chunk in (0, 5))
+    assert pieces[0] == whole[0]
+    assert pieces[2] == 0
+
+
+def test_a_base_in_16_bits_with_norms_in_32_is_accepted() -> None:
+    """As QLoRA has it."""
+    model = model_of("t5", T5).to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = parameter.data.float()
+    assert Objective(model, seq2seq=True, chunk=5).chunk == 5
+
+
+def test_the_pieces_follow_the_memory_that_the_caller_names() -> None:
+    model = model_of("llama", SMALL)
+    sizes = [Objective(model, free=lambda device, free=free: free).chunk for free in (1 << 20, 1 << 30)]  # type: ignore[misc]
+    assert sizes == [128, 4096]

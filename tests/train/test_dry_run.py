@@ -1,0 +1,311 @@
+"""The memory of a training, foreseen without a GPU: against published measurements, and part by
+part."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+from bench.predict import A6000, MIB, T4, a6000_training, t4_training
+from memtop.presets.schema import Lora
+from memtop.train import BadInputError
+from memtop.train.dry_run.build import Training
+from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
+from memtop.train.dry_run.run import Foresight, foresee
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 16_000,
+    "tie_word_embeddings": True,
+}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 4096,
+    "d_model": 256,
+    "d_ff": 512,
+    "d_kv": 64,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+}
+QKVO = Lora(r=8, alpha=16)
+PLAIN = Training(config=LLAMA, autocast="bf16", batch=2, seq_len=256, loss_chunk=128, generation=80)
+
+
+def foreseen(**changes: Any) -> Foresight:
+    return foresee(msgspec.structs.replace(PLAIN, **changes))
+
+
+def weights_of(config: dict[str, Any]) -> int:
+    """The parameters of a llama, tied."""
+    h, f = config["hidden_size"], config["intermediate_size"]
+    kv = h * config["num_key_value_heads"] // config["num_attention_heads"]
+    layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h
+    return config["vocab_size"] * h + config["num_hidden_layers"] * layer + h
+
+
+PARAMETERS = weights_of(LLAMA)
+SMALL = 3 * (2 * 256 * 256 + 2 * 256 * 128)
+
+
+@pytest.mark.parametrize("row", [T4[6], T4[17]], ids=lambda row: "-".join(row[1:3]))
+def test_a_row_measured_on_a_t4(row: Any) -> None:
+    *what, allocated, forward, optimizer, reserved = row
+    found = foresee(t4_training(*what))
+    assert found.allocated == pytest.approx(allocated * MIB, rel=0.002)
+    peaks = {peak.phase: peak.allocated for peak in found.phases}
+    assert peaks["forward"] == pytest.approx(forward * MIB, rel=0.005)
+    assert peaks["optimizer"] == pytest.approx(optimizer * MIB, rel=0.005)
+    assert found.reserved == pytest.approx(reserved * MIB, rel=0.08)
+
+
+def test_a_row_measured_on_an_a6000() -> None:
+    *what, allocated = A6000[0]
+    assert foresee(a6000_training(*what)).allocated == pytest.approx(allocated * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": "whole", "outputs_until": "step"},
+        {"gradient_checkpointing": True, "accumulation": 2},
+        {"method": "lora", "lora": QKVO, "weights": "bf16"},
+        {"config": T5, "task": "seq2seq", "padded": True},
+        {"optimizer": "adamw_foreach", "weights": "bf16", "autocast": None, "batch": 1, "seq_len": 16},
+        {"expandable_segments": True, "capacity": 2**34},
+    ],
+)
+def test_the_components_sum_to_the_peak_of_the_phase_that_has_it(changes: dict[str, Any]) -> None:
+    found = foreseen(**changes)
+    assert sum(found.components.values()) == found.allocated
+    peaks = {peak.phase: peak for peak in found.phases}
+    assert [*peaks] == ["load", "forward", "backward", "optimizer"]
+    assert max(peak.allocated for peak in found.phases) == peaks[found.peak_phase].allocated == found.allocated
+    assert found.reserved == max(peak.reserved for peak in found.phases) >= found.allocated
+
+
+def test_the_peak_of_few_tokens_is_in_the_step_and_of_whole_logits_in_the_backward_pass() -> None:
+    untied = {**LLAMA, "tie_word_embeddings": False}
+    pure = {"weights": "bf16", "autocast": None, "loss": "whole", "batch": 1, "seq_len": 16}
+    step = foreseen(config=untied, optimizer="adamw_foreach", **pure)
+    assert (step.peak_phase, step.peak_operation) == ("optimizer", "aten._foreach_sqrt.default")
+    logits = foreseen(loss="whole")
+    assert (logits.peak_phase, logits.peak_operation) == ("backward", "aten._log_softmax_backward_data.default")
+    # The log-softmax, its gradient and that of the logits, in fp32.
+    assert logits.components["logits"] == pytest.approx(12 * 512 * 16_000, rel=0.03)
+    kept = foreseen(loss="whole", outputs_until="backward")
+    assert kept.components["logits"] == pytest.approx(14 * 512 * 16_000, rel=0.03)
+
+
+def test_pieces_of_the_loss_hold_few_logits() -> None:
+    whole, pieces = (foreseen(loss_chunk=chunk).components["logits"] for chunk in (0, 128))
+    assert pieces < whole / 2
+
+
+def test_tied_weights_count_once() -> None:
+    tied = foreseen().phases[0].allocated
+    untied = foreseen(config={**LLAMA, "tie_word_embeddings": False}).phases[0].allocated
+    assert tied == pytest.approx(4 * PARAMETERS, rel=0.02)
+    assert untied - tied == pytest.approx(4 * 16_000 * 256, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_weight"),
+    [
+        ("adamw", 8),
+        ("adamw_foreach", 8),
+        # One scale of 4 bytes for 256 weights.
+        ("adamw_8bit", 2 * (1 + 4 / 256)),
+        # Moments of fewer than 100 000 weights are not paged.
+        ("paged_adamw_8bit", 2 * (4 / 256 + SMALL / PARAMETERS)),
+        ("adafactor", 0),
+    ],
+)
+def test_every_optimizer_keeps_its_moments(optimizer: Any, bytes_per_weight: float) -> None:
+    found = foreseen(optimizer=optimizer).components["optimizer"]
+    assert found == pytest.approx(bytes_per_weight * PARAMETERS, rel=0.03, abs=300_000)
+
+
+def test_gradients_exist_in_the_second_micro_batch() -> None:
+    once, twice = foreseen(), foreseen(accumulation=3)
+    before, after = ({peak.phase: peak.allocated for peak in found.phases}["forward"] for found in (once, twice))
+    assert after - before == pytest.approx(4 * PARAMETERS, rel=0.02)
+    assert once.components.get("gradients", 0) < twice.components["gradients"]
+
+
+def test_kept_gradients_are_there_in_the_next_forward_pass() -> None:
+    assert foreseen(keep_gradients=True).components["gradients"] == pytest.approx(4 * PARAMETERS, rel=0.02)
+
+
+def test_checkpointing_keeps_fewer_activations() -> None:
+    more, less = (foreseen(gradient_checkpointing=on, seq_len=2048).components["activations"] for on in (False, True))
+    assert less < more / 2
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_weights_in_4_bits(double: bool) -> None:
+    found = foreseen(method="qlora", lora=QKVO, weights="bf16", double_quantization=double)
+    embedded = 16_000 * 256
+    scale = 1 / 64 + 4 / (64 * 256) if double else 4 / 64
+    adapters = 3 * 8 * 4 * (4 * 256 + 2 * (256 + 128) - 2 * 256 + 512 + 3 * (256 + 512))
+    expected = 2 * embedded + (PARAMETERS - embedded) * (0.5 + scale) + adapters
+    assert found.components["weights"] == pytest.approx(expected, rel=0.05)
+    assert found.components["optimizer"] == pytest.approx(2 * adapters, rel=0.1)
+    prepared = foreseen(method="qlora", lora=QKVO, weights="bf16", double_quantization=double, kbit_prepared=True)
+    assert prepared.components["weights"] - found.components["weights"] == pytest.approx(2 * embedded, rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_t5(method: Any, attention: Any) -> None:
+    lora = Lora(r=8, alpha=16, targets=("q", "v")) if method != "full" else None
+    weights = "fp32" if method == "full" else "bf16"
+    training = {"config": T5, "task": "seq2seq", "method": method, "lora": lora, "weights": weights, "attention": attention}
+    found, padded = foreseen(**training), foreseen(**training, padded=True)
+    assert found.components["activations"] > 0
+    assert padded.allocated > found.allocated
+    assert foreseen(**training, label_len=64).allocated < found.allocated
+
+
+def test_a_capacity_is_kept_or_the_first_lack_named() -> None:
+    free = foreseen()
+    assert (free.fits, free.lacking, free.retries) == (None, None, 0)
+    enough = foreseen(capacity=free.reserved)
+    assert (enough.fits, enough.lacking, enough.reserved) == (True, None, free.reserved)
+    small = foreseen(capacity=4 * PARAMETERS + 8 * MIB)
+    assert (small.fits, small.reserved) == (False, free.reserved)
+    assert small.lacking is not None
+    assert small.lacking.startswith("forward: ")
+
+
+def test_the_piece_of_the_loss_follows_the_capacity() -> None:
+    assert foreseen(loss_chunk=-1, capacity=2**35).components["logits"] > foreseen(loss_chunk=128).components["logits"]
+
+
+def test_the_gpus_generation_decides_attention_and_workspaces() -> None:
+    found = {generation: foreseen(generation=generation, seq_len=1024).components for generation in (75, 80, 90)}
+    assert [components["workspace"] / MIB for components in found.values()] == [16.25, 16.25, 64]
+    # A T4 has no flash attention, and its other kernel takes no shared key heads.
+    assert found[75]["activations"] > found[80]["activations"] == pytest.approx(found[90]["activations"], rel=0.03)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("generation", "dtype", "width", "key_heads", "masked", "kernel"),
+    [
+        (80, torch.bfloat16, 64, 8, False, "flash"),
+        (80, torch.bfloat16, 64, 2, False, "flash"),
+        (80, torch.bfloat16, 64, 8, True, "efficient"),
+        (80, torch.float32, 64, 8, False, "efficient"),
+        (80, torch.bfloat16, 512, 8, False, "efficient"),
+        (86, torch.bfloat16, 256, 8, False, "efficient"),
+        (75, torch.float16, 64, 8, False, "efficient"),
+        (75, torch.bfloat16, 64, 8, False, "math"),
+        (75, torch.float16, 64, 2, False, "math"),
+    ],
+)
+def test_attention_runs_the_kernel_that_cuda_chooses(
+    generation: int, dtype: torch.dtype, width: int, key_heads: int, masked: bool, kernel: str
+) -> None:
+    with FakeTensorMode(), Operations() as operations, allocating_like_cuda(generation, "sdpa"):
+        query = torch.empty(2, 8, 32, width, dtype=dtype, requires_grad=True)
+        key = torch.empty(2, key_heads, 32, width, dtype=dtype)
+        mask = torch.ones(2, 1, 32, 32, dtype=torch.bool) if masked else None
+        found = F.scaled_dot_product_attention(query, key, key, mask, is_causal=not masked, enable_gqa=key_heads < 8)
+    assert found.shape == query.shape
+    names = [name for name in operations.names if "attention" in name] or ["math"]
+    assert kernel in names[0]
+
+
+def test_dropout_softmax_and_norms_are_those_of_cuda() -> None:
+    with FakeTensorMode(), Operations() as operations, allocating_like_cuda(75, "eager"):
+        half = torch.empty(4, 16, dtype=torch.float16)
+        F.dropout(half, 0.1, training=True)
+        assert F.dropout(half, 0.1, training=False) is half
+        assert F.softmax(half, -1, dtype=torch.float32).dtype == torch.float32
+        assert not half.is_cpu
+        assert "_to_copy.default" not in operations.names
+        assert F.layer_norm(half, (16,)).dtype == torch.float16
+        with torch.autocast("cpu", torch.float16):
+            assert torch.is_autocast_enabled()
+            assert F.layer_norm(half, (16,)).dtype == torch.float32
+            assert F.softmax(half, -1).dtype == torch.float32
+    assert "native_dropout.default" in operations.names
+
+
+def test_hidden_memory_of_kernels() -> None:
+    after = kernels(80).after
+    query, key = torch.empty(1, 8, 100, 64, dtype=torch.bfloat16), torch.empty(1, 2, 100, 64, dtype=torch.bfloat16)
+    aten = torch.ops.aten
+    rows = 8 * 128
+    flash = after[aten._scaled_dot_product_flash_attention_backward.default]
+    assert flash(query, query, query) == [4 * rows, 4 * rows * 64]
+    assert flash(query, query, key)[2:] == [8 * 100 * 64 * 2] * 2
+    assert after[aten._softmax_backward_data.default](query) == [query.nbytes]
+
+
+def state() -> tuple[Any, ...]:
+    functions = (masking_utils.find_packed_sequence_indices, masking_utils._ignore_bidirectional_mask_sdpa)
+    own = (torch.is_autocast_enabled, F.scaled_dot_product_attention, F.dropout, torch.is_autocast_enabled("cpu"))
+    return (
+        *functions,
+        *own,
+        gc.isenabled(),
+        torch.overrides._get_current_function_mode_stack(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_before_afterwards(fails: bool) -> None:
+    before = state()
+    if fails:
+        with pytest.raises(BadInputError):
+            foreseen(method="lora", lora=Lora(r=8, alpha=16, targets=("nothing",)))
+        with pytest.raises(BadInputError):
+            foreseen(config={"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 256}, autocast=None)
+    else:
+        foreseen(method="lora", lora=Lora(r=8, alpha=16, dropout=0.1), gradient_checkpointing=True)
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"method": "lora", "lora": Lora(r=8, alpha=16, targets=("nothing",))}, "lora.targets nothing: "),
+        ({"method": "lora"}, "method lora: needs lora.r"),
+        ({"loss_chunk": -1}, "loss_chunk -1: "),
+        ({"config": {"hidden_size": 64}}, "model.config.model_type: missing"),
+        ({"config": {"model_type": "nonsense"}}, "model.config: Unrecognized model"),
+        ({"config": {**LLAMA, "num_attention_heads": 7}}, "model.config: "),
+        ({"config": {"model_type": "vit"}}, "model.config: no vit model works"),
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        foreseen(**changes)
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)

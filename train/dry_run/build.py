@@ -1,0 +1,218 @@
+"""Describes a training, and builds its model from tensors without contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import AutoConfig, BitsAndBytesConfig
+
+from memtop.presets import Settings
+from memtop.presets.schema import Lora, Method, Positive
+from memtop.train import BadInputError
+from memtop.train.dry_run.cuda import Attention
+from memtop.train.dry_run.trace import Trace
+from memtop.train.model import blaming_config, brief, model_class, prepared
+
+Optimizer = Literal["adamw", "adamw_foreach", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
+"""The trainer's, of which `adamw` is fused; and torch's own choice of AdamW on a GPU."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_QUANTIZED_BLOCK, _SCALES_BLOCK = 64, 256
+"""Weights that share a scale in 4 bits, and scales that share one with double quantization."""
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides the memory of a training on one GPU, without DeepSpeed."""
+
+    config: Any
+    """A Hugging Face configuration, or its values with a `model_type`."""
+    task: Literal["causal", "seq2seq"] = "causal"
+    method: Method = "full"
+    lora: Lora | None = None
+    """With method lora and qlora."""
+    double_quantization: bool = True
+    """With method qlora: the scales of the 4-bit weights are in 8 bits."""
+    kbit_prepared: bool = False
+    """With method qlora: what is not in 4 bits is in fp32, as peft prepares a model; otherwise only
+    its vectors are, as in the built-in trainer."""
+    weights: Literal["fp32", "bf16", "fp16"] = "fp32"
+    autocast: Literal["bf16", "fp16"] | None = None
+    bf16_residual: bool = False
+    batch: Positive
+    seq_len: Positive
+    label_len: Positive | None = None
+    """Tokens of the labels of a seq2seq sample; None: seq_len."""
+    accumulation: Positive = 1
+    padded: bool = False
+    """Samples differ in length, and the batch comes with an attention mask."""
+    gradient_checkpointing: bool = False
+    attention: Attention = "sdpa"
+    optimizer: Optimizer = "adamw"
+    loss: Literal["pieces", "whole"] = "pieces"
+    """The built-in trainer's, with the head run in pieces; or Hugging Face's own."""
+    loss_chunk: int = -1
+    """With loss in pieces, the setting of that name; -1 needs a capacity."""
+    outputs_until: Literal["loss", "backward", "step"] = "loss"
+    """With whole loss, up to the end of what a variable keeps the logits."""
+    keep_gradients: bool = False
+    """Gradients are set to zero between updates instead of released."""
+    generation: Positive
+    """The GPU's compute capability without its point: 75, 80, 90, ..."""
+    expandable_segments: bool = False
+    capacity: Positive | None = None
+    """Bytes that torch can reserve on the GPU."""
+
+    def settings(self, config: Any) -> Settings:
+        """What the built-in trainer's own functions need to know."""
+        return Settings(
+            recipe="",
+            preset="",
+            batch=self.batch,
+            accumulation=self.accumulation,
+            seq_len=self.seq_len,
+            save_every=1,
+            learning_rate=1e-4,
+            task=self.task,
+            method=self.method,
+            lora=self.lora,
+            optimizer="adamw" if self.optimizer == "adamw_foreach" else self.optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
+            bf16_residual=self.bf16_residual,
+            loss_chunk=self.loss_chunk,
+            model={"config": {"model_type": config.model_type}},
+        )
+
+
+def config_of(training: Training) -> Any:
+    """The Hugging Face configuration; BadInputError if it or the training contradicts itself."""
+    if training.method != "full" and training.lora is None:
+        raise BadInputError(f"method {training.method}: needs lora.r and lora.alpha")
+    if training.loss == "pieces" and training.loss_chunk < 0 and training.capacity is None:
+        raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
+    if not isinstance(training.config, dict):
+        return training.config
+    values = dict(training.config)
+    kind = values.pop("model_type", None)
+    if not kind:
+        raise BadInputError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
+    if training.task == "seq2seq":
+        values = {"decoder_start_token_id": 0, "pad_token_id": 0} | values
+    try:
+        return AutoConfig.for_model(kind, **values)
+    # Each model's configuration checks its values in its own way.
+    except Exception as error:  # noqa: BLE001
+        raise BadInputError(f"model.config: {brief(error)}") from None
+
+
+def meta_model(training: Training, config: Any) -> Any:
+    """The model as it is trained, with shapes and precisions only."""
+    settings, kind = training.settings(config), DTYPES[training.weights]
+    options = {"attn_implementation": "eager"} if training.attention == "eager" else {}
+    # New weights are random numbers, here without effect.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), blaming_config(settings):
+        model = model_class(settings).from_config(config, dtype=kind, **options)
+        if training.method == "qlora":
+            _in_4_bits(training, model, kind)
+        # The built-in trainer alone changes the residual stream.
+        mixed = training.autocast if training.loss == "pieces" and training.autocast else "no"
+        return prepared(settings, model, mixed=mixed).train()
+
+
+def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
+    from bitsandbytes.nn.modules import Linear4bit
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    compute = DTYPES[training.autocast or training.weights]
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=training.double_quantization,
+        bnb_4bit_compute_dtype=compute,
+    )
+    # Layers of a few architectures that transformers never quantizes, and loads in fp32, not fp16.
+    kept = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    replace_with_bnb_linear(model, modules_to_not_convert=get_keys_to_not_convert(model) + kept, quantization_config=how)
+    # peft asks for it.
+    model.is_loaded_in_4bit = True
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = False
+        if type(parameter) is torch.nn.Parameter:
+            in_fp32 = kind == torch.float16 and not {*name.split(".")}.isdisjoint(kept)
+            wide = training.kbit_prepared or parameter.dim() == 1 or in_fp32
+            parameter.data = parameter.data.to(torch.float32 if wide else kind)
+
+
+def make_fake(model: torch.nn.Module, mode: FakeTensorMode, trace: Trace, loaded: torch.dtype) -> None:
+    """Give every parameter and buffer memory that the trace counts, first those of the base.
+
+    Tied parameters stay one. `loaded` is the precision of weights before they are in 4 bits.
+    """
+    known: dict[int, torch.Tensor] = {}
+    for trained in (False, True):
+        for tensors, name in _places(model):
+            tensor = tensors[name]
+            if isinstance(tensor, FakeTensor) or tensor.requires_grad != trained:
+                continue
+            if id(tensor) not in known:
+                known[id(tensor)] = _fake(tensor, mode, trace, loaded)
+            tensors[name] = known[id(tensor)]
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    for module in model.modules():
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            for name in [name for name, tensor in tensors.items() if tensor is not None]:
+                yield tensors, name
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, trace: Trace, loaded: torch.dtype) -> torch.Tensor:
+    if hasattr(tensor, "quant_type"):
+        return _fake_4_bits(tensor, mode, trace, loaded)
+    found = empty(mode, tensor.shape, tensor.dtype)
+    trace.count(found, "weights")
+    return torch.nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else found
+
+
+def _fake_4_bits(tensor: Any, mode: FakeTensorMode, trace: Trace, loaded: torch.dtype) -> torch.Tensor:
+    """A weight of bitsandbytes' linear layer, packed in bytes, with its scales."""
+    from bitsandbytes import functional
+
+    quant_state: Any = functional.QuantState
+
+    count = tensor.numel()
+    # It comes to the GPU as it was saved.
+    unpacked = empty(mode, tensor.shape, loaded)
+    trace.count(unpacked, "temporary")
+
+    def part(size: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        found = empty(mode, (size,) if isinstance(size, int) else size, dtype)
+        trace.count(found, "weights")
+        return found
+
+    packed = part((-(-count // 2), 1), torch.uint8)
+    blocks = -(-count // _QUANTIZED_BLOCK)
+    state: Any = {"shape": tensor.shape, "blocksize": _QUANTIZED_BLOCK, "quant_type": tensor.quant_type, "dtype": loaded}
+    if tensor.compress_statistics:
+        scales = part(-(-blocks // _SCALES_BLOCK), torch.float32)
+        nested = quant_state(absmax=scales, blocksize=_SCALES_BLOCK, code=part(256, torch.float32), dtype=torch.float32)
+        state |= {"absmax": part(blocks, torch.uint8), "offset": part((), torch.float32), "state2": nested}
+    else:
+        state["absmax"] = part(blocks, torch.float32)
+    found = torch.nn.Parameter(packed, requires_grad=False)
+    found.quant_state = quant_state(  # type: ignore[attr-defined]
+        code=part(16, torch.float32), **state
+    )
+    return found
+
+
+def empty(mode: FakeTensorMode, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without contents that says it is on the CPU."""
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))

@@ -1,0 +1,188 @@
+"""Records what operations on fake tensors allocate and release, and for what."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Phase = Literal["load", "forward", "backward", "optimizer"]
+Component = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "temporary"]
+Hidden = Callable[..., list[int]]
+"""Maps an operation's arguments to the bytes of what its CUDA kernel allocates and releases."""
+_KEPT_BY: dict[Phase, Component] = {"forward": "activations", "optimizer": "optimizer"}
+"""What temporary memory of a phase is if it outlives the phase."""
+
+
+class Allocation(msgspec.Struct):
+    size: int
+    operation: str
+    component: Component
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    """What CUDA kernels allocate that is not a result."""
+
+    before: Mapping[Any, Hidden]
+    """By operation, what exists before its results do."""
+    after: Mapping[Any, Hidden]
+    """By operation, what exists while its results do."""
+    products: frozenset[Any]
+    """The operations that use cuBLAS."""
+    workspace: int
+    """What cuBLAS keeps from its first product in a thread on; the backward pass has a thread of
+    its own."""
+
+
+class _Death(weakref.ref[Any]):
+    """Says which allocation has lost its storage."""
+
+    __slots__ = ("key", "number")
+    key: int
+    number: int
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records while it is entered, inside a FakeTensorMode. Only tensors count whose storage is
+    new: views and in-place operations allocate nothing.
+
+    `vocabulary` is the number of logits of a token: tensors with so many columns are logits.
+    """
+
+    def __init__(self, kernels: Kernels, vocabulary: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.allocations: list[Allocation] = []
+        self.events: list[int] = []
+        """In their order: n where allocation n begins, ~n where it ends."""
+        self.phases: list[tuple[int, Phase]] = []
+        """Where in `events` each phase begins."""
+        self.live_bytes = 0
+        self._kernels = kernels
+        self._vocabulary = vocabulary
+        self._phase: Phase = "load"
+        self._first = 0
+        self._live: dict[int, None] = {}
+        self._storages: dict[int, _Death] = {}
+        self._with_workspace: set[Phase] = set()
+        self._counts = True
+        self._collects = False
+
+    def __enter__(self) -> Trace:
+        # Reference counts alone decide when a tensor is released: always at the same place.
+        self._collects = gc.isenabled()
+        gc.disable()
+        self.phases.append((0, "load"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        # What is released from now on is the end of the dry run, not of the training.
+        self._storages.clear()
+        if self._collects:
+            gc.enable()
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        self.phases.append((len(self.events), name))
+        self._phase, self._first = name, len(self.allocations)
+        yield
+        kept = _KEPT_BY.get(name)
+        for number in reversed(self._live):
+            if number < self._first or kept is None:
+                break
+            if self.allocations[number].component == "temporary":
+                self.allocations[number].component = kept
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is allocated in here is not in the memory that torch allocates on the GPU."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def count(self, tensor: torch.Tensor, component: Component) -> None:
+        """Record a tensor that no operation has made, or change what a recorded one is for."""
+        storage = tensor.untyped_storage()
+        known = self._storages.get(id(storage))
+        if known is None:
+            self._keep(storage, component, "load")
+        else:
+            self.allocations[known.number].component = component
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled in here; the wrapper against that costs a tenth of the time.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            # Most operations are this question; asking the FakeTensorMode takes long.
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        before = self._kernels.before.get(func)
+        held = [] if before is None else [self._allocate(size, str(func), "temporary") for size in before(*args, **kwargs)]
+        found = func(*args, **kwargs)
+        # A number that Python turns into a tensor stays in host memory.
+        if self._counts and func is not torch.ops.aten.lift_fresh.default:
+            self._track(func, found)
+        after = self._kernels.after.get(func)
+        if after is not None:
+            held += [self._allocate(size, str(func), "temporary") for size in after(*args, **kwargs)]
+        for number in held:
+            self._release(number)
+        if func in self._kernels.products and self._phase in ("forward", "backward"):
+            self._open_workspace()
+        return found
+
+    def _track(self, func: Any, found: Any) -> None:
+        if isinstance(found, torch.Tensor):
+            storage = found.untyped_storage()
+            if id(storage) not in self._storages:
+                self._keep(storage, self._component(found), str(func))
+        elif isinstance(found, tuple | list):
+            for part in found:
+                self._track(func, part)
+
+    def _component(self, tensor: torch.Tensor) -> Component:
+        if self._phase not in ("forward", "backward"):
+            return "temporary"
+        if tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary and tensor.is_floating_point():
+            return "logits"
+        # Backward functions run without gradients: what runs with them computes activations again.
+        return "activations" if self._phase == "backward" and torch.is_grad_enabled() else "temporary"
+
+    def _keep(self, storage: Any, component: Component, operation: str) -> None:
+        death = _Death(storage, self._forget)
+        death.key, death.number = id(storage), self._allocate(storage.nbytes(), operation, component)
+        self._storages[death.key] = death
+
+    def _forget(self, death: Any) -> None:
+        del self._storages[death.key]
+        self._release(death.number)
+
+    def _open_workspace(self) -> None:
+        if self._phase not in self._with_workspace:
+            self._with_workspace.add(self._phase)
+            self._allocate(self._kernels.workspace, "cuBLAS", "workspace")
+
+    def _allocate(self, size: int, operation: str, component: Component) -> int:
+        number = len(self.allocations)
+        self.allocations.append(Allocation(size, operation, component))
+        self.events.append(number)
+        self._live[number] = None
+        self.live_bytes += size
+        return number
+
+    def _release(self, number: int) -> None:
+        self.events.append(~number)
+        del self._live[number]
+        self.live_bytes -= self.allocations[number].size
