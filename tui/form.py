@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 
 from textual import on
@@ -16,9 +17,9 @@ from memtop.tui.screen import Dialog, T, Words
 class FormDialog(Dialog[T]):
     """Fields, what is wrong with them, what they mean, and the button `#confirm`."""
 
+    @abstractmethod
     def judge(self) -> None:
         """Read the fields and call `show_judgement`."""
-        raise NotImplementedError
 
     def show_judgement(self, problem: str | None, consequences: Iterable[str]) -> None:
         """Show what is wrong, if anything is, and what the fields mean, in lines."""

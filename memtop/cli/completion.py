@@ -232,11 +232,8 @@ def _gpus() -> dict[str, str]:
     from memtop.supervisor import units
     from memtop.supervisor.monitor.sampler import Sampler
 
-    sampler = Sampler(patience=_GPU_SECONDS)
-    try:
-        gpus = sampler.sample().gpus
-    finally:
-        sampler.close()
+    # Not closed: that would wait for the driver's events, and this process ends at once.
+    gpus = Sampler(patience=_GPU_SECONDS).sample().gpus
     return {str(gpu.index): f"{gpu.name or 'unknown'}, {units.size(gpu.free_bytes)} free" for gpu in gpus}
 
 

@@ -1,8 +1,8 @@
 """`memtop notify`: sends what a run has to tell to a webhook, to ntfy or to a command.
 
 The supervisor starts it for each event that may be told. Addresses may be secret: no message and
-no ledger contains one, and of the run's files only the one with the targets of `--notify`, which
-nobody else can read.
+no ledger contains one. Of the files of the run, only the one with the targets of `--notify` does,
+and only its owner can read it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def notify(run_name: str | None, is_test: bool, runs_dir: Path | None) -> int:
     try:
         own = targets_of(folder)
     except RunFolderError as error:
-        # Those of the configuration are told in any case.
+        # The configuration's addresses still get the message.
         print_message(f"memtop: {error}")
         failed = True
     channels = _channels(folder, own, configured)
@@ -216,7 +216,7 @@ def _is_address(text: str) -> bool:
 
 
 def _channels(folder: RunFolder, own: Sequence[Target], configured: Sequence[Target]) -> dict[str, Send]:
-    """Whom this run tells. A target of its own that is configured, too, is told once."""
+    """The targets of this run. A target that is also configured gets each message once."""
     found: dict[str, Send] = {target.kind: _sender(target) for target in configured if target not in own}
     cwd = folder.spec(own=True).cwd if own else None
     for number, target in enumerate(own, 1):

@@ -344,7 +344,7 @@ def move(model: Model, phase: Phase, reason: str | None = None) -> Model:
 
 
 def not_by_signal(model: Model) -> Model:
-    """The run's state is now that of a restart that was refused, whatever had ended its program."""
+    """A restart was refused: the run's state no longer says what ended its program."""
     return replace(model, attempt=replace(model.attempt, ended_by=None) if model.attempt is not None else None)
 
 

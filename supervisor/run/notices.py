@@ -123,12 +123,12 @@ def claims(content: bytes) -> Iterator[Claim]:
 
 
 def keep_targets(folder: RunFolder, targets: Sequence[Target]) -> None:
-    """Store whom a new run tells. RunFolderError if that is not possible."""
+    """Store the targets of a new run. RunFolderError if that is not possible."""
     write_json(folder.path / _TARGETS, targets, mode=0o600)
 
 
 def targets_of(folder: RunFolder) -> list[Target]:
-    """Whom the run tells by its command line. RunFolderError if its file cannot be used, or is not
+    """The targets of the run's command line. RunFolderError if its file cannot be used, or is not
     the caller's alone: it may contain a command."""
     path = folder.path / _TARGETS
     return read_json(path, list[Target], own=True) if os.path.lexists(path) else []

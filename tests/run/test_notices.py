@@ -337,7 +337,7 @@ def test_a_target_is_told_in_addition_to_those_of_the_configuration_and_once(
 def test_targets_that_others_may_have_written_are_not_used(
     folder: RunFolder, receiver: Receiver, environment: pytest.MonkeyPatch
 ) -> None:
-    """The run has a warning, and the configuration's address is told."""
+    """The run has a warning, and the configuration's address gets the message."""
     environment.setenv("MEMTOP_NOTIFY_WEBHOOK", receiver.address)
     told = folder.path / "told"
     keep_targets(folder, [Target(kind="command", value=f"touch {told}")])
@@ -464,7 +464,7 @@ def test_a_supervisor_that_is_killed_before_it_starts_the_sender(told: Runs, rec
 
 
 def test_a_supervisor_that_is_killed_before_the_end(told: Runs, receiver: Receiver) -> None:
-    """Nobody opens the run. The command for the very end is started, too."""
+    """No person opens the run. The command of `--then` starts, too."""
     train = ("train", "--detach", "--name", "a", "--then", "echo $MEMTOP_STATE")
     told.memtop(*train, "--", sys.executable, "-c", UNTIL_GO)
     told.kill(told.wait("a", lambda run: run["supervisor_pid"] is not None and run["alive"])["supervisor_pid"])

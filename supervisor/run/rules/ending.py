@@ -109,7 +109,7 @@ def examined(model: Model, event: Examined) -> Model:
     reason = explain.not_saved(model.progress.end) or cause
     if (found.reason or "").startswith("not_examined"):
         model = note(model, "warning", found.summary)
-    # Nobody could write the exit status if the kernel has killed all processes of the attempt.
+    # If the kernel killed all processes of the attempt, none was left to write the exit status.
     ended_by = signal.SIGKILL if attempt.exit_status is None and explain.killed_for_memory(found) else verdict.ended_by
     model = replace(model, verdict=replace(verdict, reason=reason, diagnosis=diagnosis, ended_by=ended_by))
     return _conclude(model, found, event.facts)
