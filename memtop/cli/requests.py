@@ -30,7 +30,7 @@ from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import client, explain, starting
-from memtop.supervisor.run.grip import POSITION, consequences
+from memtop.supervisor.run.grip import consequences, knobs_of
 from memtop.supervisor.run.queue import begin_next
 from memtop.supervisor.run.record import checkpoints, grip_checkpoints
 from memtop.supervisor.run.record.configurations import before_the_present, same_configuration
@@ -179,10 +179,9 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
         warning = risk_of(folder, change)
-        if foreseen := _of_own_program(folder, change):
-            print_message(f"memtop: {foreseen}")
+        foreseen = _of_own_program(folder, change)
         starting.start_supervisor(folder, change)
-        for line in (again, f"memtop: {warning}" if warning else None):
+        for line in (f"memtop: {foreseen}" if foreseen else None, again, f"memtop: {warning}" if warning else None):
             if line:
                 print_message(line)
     return stay(folder, begun, headless=headless, detach=detach)
@@ -200,14 +199,13 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     """What the change means for a program built on Hugging Face's Trainer that is not running now.
     A supervisor says it of one that runs."""
     state, file = read_state(folder), folder.state()
-    knobs = {name: text for name, text in change.assignments.items() if name not in ("allocator", POSITION)}
     if file is None or file.grip is None or state.settings is not None:
         return None
     found = grip_checkpoints.newest_for(folder.path, file.grip, file.grip.since)
     if found is None or not found.complete:
         return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
     where = "from the program's newest checkpoint" if found.updates is None else f"at update {found.updates}"
-    meant = consequences(file.grip, knobs, found, state.updates, state.total_updates, ended=True)
+    meant = consequences(file.grip, knobs_of(change), found, state.updates, state.total_updates, ended=True)
     return f"resumes {where}{meant}"
 
 

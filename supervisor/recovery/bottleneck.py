@@ -31,6 +31,9 @@ idle."""
 BUSY = 0.80
 """The utilization from which on a GPU that does not wait counts as busy, if nothing better is
 known."""
+WAITING_CORES = 0.3
+"""A rank on the CPU that keeps less than this busy waits for something; an overloaded machine can
+halve what it gets."""
 SWAPS = 1 << 20
 """Sustained bytes per second read back from swap that slow a run down by themselves. Less is enough
 if tasks wait for memory."""
@@ -79,6 +82,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Running loader workers of all processes."""
     worker_bytes: int | None = None
     """Private host memory of one loader worker."""
+    rank_cores: float | None = None
+    """How many CPU cores a rank keeps busy."""
     cores: int | None = None
 
     @property
@@ -164,7 +169,12 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
         return "data", f"waiting for data: {units.percent(wait, 0)} of each update"
     work = f"only {units.percent(wait, 0)} of each update waits for data"
     if not m.on_gpu:
-        return "compute", f"compute-bound: {work}, the rest is arithmetic on the CPU"
+        if m.rank_cores is None:
+            return "unknown", f"not known: {work}, and its CPU time is not known"
+        if m.rank_cores < WAITING_CORES:
+            waits = f"a rank keeps only {m.rank_cores:.1f} CPU cores busy: it waits for something else"
+            return "unknown", f"not known: {work}, but {waits}"
+        return "compute", f"compute-bound: {work}, and a rank keeps {m.rank_cores:.1f} CPU cores busy"
     if m.sm_active_fraction is not None:
         idle, of = m.sm_active_fraction < IDLE_SM, f"{units.percent(m.sm_active_fraction, 0)} of the multiprocessors have work"
     elif m.power_fraction is not None:

@@ -13,11 +13,12 @@ from memtop.presets.program_profiles import KNOB_NAMES, ProgramProfile, filled
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.program import Knobs
 from memtop.supervisor.run.positions import Split, moved
-from memtop.supervisor.wire import Checkpoint
+from memtop.supervisor.wire import Change, Checkpoint
 
-WHOLE_NUMBERS = ("batch", "accumulation", "seq_len", "eval_batch")
+WHOLE_NUMBERS = ("batch", "accumulation", "seq_len", "eval_batch", "max_updates")
 KNOBS = (*WHOLE_NUMBERS, "gradient_checkpointing", "optimizer")
 """By the names of `--set`."""
+_SAME_SHAPE = ("batch", "accumulation", "eval_batch", "max_updates")
 POSITION = "position"
 """`--set position=lost`: restart a program that does not keep its position."""
 _BOOLEANS = {"true": True, "false": False}
@@ -133,10 +134,16 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 def shape_key(grip: Grip, knobs: dict[str, str], allocator: str, *, on_gpu: bool) -> str:
     """All that is known to shape the peak of memory but for the batch: peaks with the same key lie
     on one line over the batch."""
-    others = {name: text for name, text in sorted(knobs.items()) if name not in ("batch", "accumulation", "eval_batch")}
+    others = {name: text for name, text in sorted(knobs.items()) if name not in _SAME_SHAPE}
     others["seq_len"] = str(grip.seq_len)
     words = [f"{name}={text}" for name, text in sorted(others.items())]
     return " ".join(["own", "gpu" if on_gpu else "cpu", f"processes={grip.processes}", *words, allocator])
+
+
+def knobs_of(change: Change) -> dict[str, str]:
+    """The settings of the user's own program that this change gives."""
+    knobs = {name: text for name, text in change.assignments.items() if name not in ("allocator", POSITION)}
+    return knobs if change.max_updates is None else {**knobs, "max_updates": str(change.max_updates)}
 
 
 def values_of(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
@@ -224,9 +231,14 @@ def consequences(
     checkpoint, about. `ended`: the program has ended already."""
     values = values_of(knobs, grip)
     after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
+    after = msgspec.structs.replace(after, fixed_length=grip.fixed_length or "max_updates" in values)
     text = _lost(at, reached, ended=ended)
     if (length := values.get("seq_len")) is not None and length != grip.seq_len:
         text += f"; ! seq_len {grip.seq_len} -> {length}: samples are cut at another length, which changes training"
+    done = (at.updates if at is not None and at.complete else None) or 0
+    if (updates := values.get("max_updates")) is not None and total is not None and updates != total:
+        rates = _rate_change(grip, done, total, updates) or "the schedule of the learning rate has another length, too"
+        text += f"; {total} -> {updates} updates: {rates}"
     if grip.batch is None or grip.accumulation is None or (after.batch, after.accumulation) == (grip.batch, grip.accumulation):
         return text
     text += f"; batch {grip.batch} x {grip.accumulation} -> {after.batch} x {after.accumulation}"
@@ -235,13 +247,12 @@ def consequences(
         return f"{text}: the effective batch stays {before}{_moved(grip, after, at, rate)}"
     if before == then:
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
-    done = (at.updates if at is not None and at.complete else None) or 0
     if grip.profile is not None:
         return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at, rate)}"
     verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
     return (
         f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
-        f"samples are {verb}; {_rates(grip, done, total, before / then)}"
+        f"samples are {verb}; {_rates(after, done, total, before / then)}"
     )
 
 
@@ -259,11 +270,25 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     has."""
     if grip.fixed_length:
         return "the learning rate continues as it was, because the length is given in updates"
-    before = rate_at(grip, done, total) if total else None
-    after = rate_at(grip, done, math.ceil(total * longer)) if total else None
-    if before is None or after is None:
-        return f"the learning rate now follows a schedule with {longer:g} times as many updates"
-    return f"the learning rate there changes from {before:g} to {after:g}"
+    change = _rate_change(grip, done, total, math.ceil(total * longer)) if total else None
+    return change or f"the learning rate now follows a schedule with {longer:g} times as many updates"
+
+
+def _rate_change(grip: Grip, done: int, total: int, then: int) -> str | None:
+    """The learning rate at this update with each length of the training; None if not known."""
+    before, after = rate_at(grip, done, total), rate_at(grip, done, then)
+    return None if before is None or after is None else f"the learning rate there changes from {before:g} to {after:g}"
+
+
+def length_after(grip: Grip, values: dict[str, Any], total: int | None) -> int | None:
+    """How many updates a Trainer does with these values of knobs, if it does `total` now. None if
+    not known."""
+    after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
+    if total is None or grip.fixed_length or grip.effective_batch == after.effective_batch:
+        return total
+    if not grip.effective_batch or not after.effective_batch:
+        return None
+    return math.ceil(total * grip.effective_batch / after.effective_batch)
 
 
 def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.monitor.processes.proc import ProcessId, read_stat
+from memtop.supervisor.monitor.processes.table import CpuMeter
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
@@ -45,6 +46,8 @@ class MachineWatch:
         self.machine: MachineSnapshot | None = None
         self.run_rss_bytes: int | None = None
         """Resident bytes of the run's processes together. None if there are none."""
+        self.rank_cores: float | None = None
+        """How many CPU cores a rank keeps busy, on average. None if not known yet."""
         self.reading = HostReading()
         """What /proc showed about the run's processes at the newest sample."""
         self.roles: dict[int, str] = {}
@@ -56,6 +59,7 @@ class MachineWatch:
         self._attempt_and_ranks = attempt_and_ranks
         self._run_memory = RunMemory()
         self._gpu_base = GpuBase()
+        self._cpu_meter = CpuMeter()
         self._members: list[ProcessId] = []
         self._bands: dict[str, Band] = {}
         self._attempt = 0
@@ -132,6 +136,8 @@ class MachineWatch:
         self.run_rss_bytes = sum(row.rss_bytes for row in rows) if living else None
         rank_pids = {rank.pid for rank in ranks}
         of_ranks = rank_pids | {pid for pid, role in self.roles.items() if role == "rank"}
+        cores = self._cpu_meter.update((row for row in rows if row.identity.pid in of_ranks), time.monotonic())
+        self.rank_cores = sum(cores.values()) / len(cores) if cores else None
         self.reading = read_host_memory(of_ranks.union(self.roles), of_ranks)
         self._gpu_base.update(attempt, self.machine, ranks, {member.pid for member in living})
         self._run_memory.update(living, rank_pids)

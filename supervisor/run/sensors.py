@@ -156,7 +156,7 @@ class Sensors:
             gpus = prevention.own_gpus(machine, ranks)
             bases, loading = watch.gpu_base_bytes, self._is_loading(model)
             dangers = self._trends.sample(machine, members, ranks, bases, watch.reading, loading=loading)
-            self._measurements.sample(machine, gpus)
+            self._measurements.sample(machine, gpus, watch.rank_cores)
             self._samples += 1
             if self._samples % _ADVISE_EVERY == 0:
                 rate, swap_in = model.progress.rates()[0], self._trends.swap_in.value
@@ -217,12 +217,13 @@ _WARM_UP = 2
 _PARTS = ("step_seconds", "data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 
 
-class _GpuReading(NamedTuple):
+class _Reading(NamedTuple):
     utilization: float | None
     sm_active: float | None
     power: float | None
     taken: float | None
     pressure: float | None
+    rank_cores: float | None
 
 
 class Measurements:
@@ -231,7 +232,7 @@ class Measurements:
 
     def __init__(self) -> None:
         self._updates: deque[Step] = deque(maxlen=_UPDATES)
-        self._samples: deque[_GpuReading] = deque(maxlen=_SAMPLES)
+        self._samples: deque[_Reading] = deque(maxlen=_SAMPLES)
         self._skip = _WARM_UP
         self._at_start: int | None = None
 
@@ -247,18 +248,20 @@ class Measurements:
         elif report.step_seconds:
             self._updates.append(report)
 
-    def sample(self, machine: MachineSnapshot, gpus: Iterable[GpuSample]) -> None:
-        """Take a sample of the machine; `gpus` are those that the run trains on."""
+    def sample(self, machine: MachineSnapshot, gpus: Iterable[GpuSample], rank_cores: float | None) -> None:
+        """Take a sample of the machine; `gpus` are those that the run trains on, `rank_cores` the
+        CPU cores that one of its ranks keeps busy."""
         gpus = list(gpus)
         if self._at_start is None:
             self._at_start = machine.host.available_bytes
         self._samples.append(
-            _GpuReading(
+            _Reading(
                 utilization=_least(gpu.utilization_fraction for gpu in gpus),
                 sm_active=_least(gpu.details.sm_active_fraction for gpu in gpus),
                 power=_least(_power(gpu) for gpu in gpus),
                 taken=max((gpu.used_fraction for gpu in gpus if gpu.used_fraction is not None), default=None),
                 pressure=machine.host.pressure_fraction,
+                rank_cores=rank_cores,
             )
         )
 
@@ -293,12 +296,13 @@ class Measurements:
             swap_fraction=host.swap_fraction,
             swap_in_bytes_per_second=swap_in,
             pressure_fraction=self._of(lambda sample: sample.pressure),
+            rank_cores=self._of(lambda sample: sample.rank_cores),
             workers=0 if workers is None else workers.processes,
             worker_bytes=each,
             cores=host.cpu_count,
         )
 
-    def _of(self, value: Callable[[_GpuReading], float | None]) -> float | None:
+    def _of(self, value: Callable[[_Reading], float | None]) -> float | None:
         return _median(value(sample) for sample in self._samples)
 
 

@@ -193,16 +193,17 @@ class Supervisor:
         unstarted = frozenset(number for number in open_ones if not has_program(self.folder, number))
         newest = newest_started(attempts, unstarted)
         trials = [event.data for event in ledger.events() if event.kind == "trial"]
+        state = self.folder.state()
         opened = SupervisorStarted(
             attempts=attempts,
             unstarted=unstarted,
-            state=self.folder.state(),
+            state=state,
             records=tuple(ledger.configurations()),
             announced=frozenset(ledger.announced(newest.number, _ANNOUNCED)) if newest is not None else frozenset(),
             best_loss=ledger.best_loss(),
             peak_bytes=ledger.highest_peak(newest.number) if newest is not None else None,
             trial=trials[-1] if trials else None,
-            states=read_states(self.folder),
+            states=read_states(self.folder, None if state is None else state.grip),
             change=change,
             after_kill=self._after_kill,
         )

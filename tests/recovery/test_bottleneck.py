@@ -237,8 +237,11 @@ def test_swapping_is_reported_before_any_other_bottleneck() -> None:
 
 
 def test_on_the_cpu_a_loader_that_keeps_up_means_arithmetic() -> None:
-    cpu = Measured(updates=20, on_gpu=False, step_seconds=0.5, data_wait_seconds=0.01, host_fraction=0.4)
+    cpu = Measured(updates=20, on_gpu=False, step_seconds=0.5, data_wait_seconds=0.01, host_fraction=0.4, rank_cores=1.9)
     assert advise(cpu, T5).bottleneck == "compute"
+    words = "only 2 % of each update waits for data, but a rank keeps only 0.1 CPU cores busy: it waits for something else"
+    assert advise(replace(cpu, rank_cores=0.1), T5).summary == f"not known: {words}"
+    assert advise(replace(cpu, rank_cores=None), T5).bottleneck == "unknown"
     assert advise(replace(cpu, data_wait_seconds=0.2), T5).bottleneck == "data"
 
 

@@ -28,10 +28,14 @@ def trains(**values: Any) -> Brain:
     return training(settings=None, **{"grip": GRIP, **values})
 
 
-def ask(brain: Brain, change: Change = HALF, saved: Checkpoint | None = SAVED) -> str:
-    """The answer to a request for a restart."""
+def request(brain: Brain, change: Change, saved: Checkpoint | None = SAVED) -> None:
     states = replace(brain.model.states, program=saved)
     brain.tell(Requested(client=1, request=Restart(id=1, change=change), states=states))
+
+
+def ask(brain: Brain, change: Change = HALF, saved: Checkpoint | None = SAVED) -> str:
+    """The answer to a request for a restart."""
+    request(brain, change, saved)
     if brain.asked(KeepCheckpoint):
         brain.tell(CheckpointKept())
     return brain.answers()[-1].message
@@ -105,6 +109,31 @@ def test_what_cannot_be_changed_is_refused_in_one_line(change: Change, words: st
     assert brain.model.phase is Phase.TRAINING
 
 
+def test_a_training_that_is_complete_goes_on_only_if_it_gets_longer() -> None:
+    brain = trains()
+    brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5})
+    words = "the training has done 5 updates, and its length is {}; for more, give a greater --max-updates"
+    assert ask(brain, Change(max_updates=5)) == words.format(5)
+    end(brain, 0)
+    assert brain.model.phase is Phase.FINISHED
+    assert ask(brain) == ask(brain, Change()) == words.format(5)
+    assert ask(brain, Change(max_updates=4)) == words.format(4)
+    # Half the batch needs twice as many updates for the same epochs.
+    request(brain, Change(assignments={"batch": "4"}))
+    assert brain.asked(Launch)[-1].knobs == {"batch": 4}
+
+
+def test_a_longer_training_keeps_its_new_length() -> None:
+    brain = trains()
+    brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5})
+    end(brain, 0)
+    request(brain, Change(max_updates=8))
+    assert starts(brain).knobs == {"max_updates": 8}
+    begins(brain)
+    ask(brain)
+    assert launched(brain).knobs == {"max_updates": 8, "batch": 4, "accumulation": 4}
+
+
 def test_checkpoints_of_another_training_do_not_count() -> None:
     brain = training(settings=None)
     brain.report({**FOUND, "earlier": {"checkpoint-500": 12}}, {"type": "plan", "updates": 0})
@@ -132,6 +161,11 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     assert consequences(linear, {"batch": "4"}, SAVED, None, 20).endswith(words)
     fixed = replace(linear, fixed_length=True)
     assert "the learning rate continues as it was" in consequences(fixed, {"batch": "4"}, SAVED, None, 20)
+    longer = consequences(linear, {"max_updates": "40"}, SAVED, None, 20)
+    assert longer == "; 20 -> 40 updates: the learning rate there changes from 0.0003 to 0.00035"
+    both = consequences(linear, {"max_updates": "40", "batch": "4"}, SAVED, None, 20)
+    assert both.startswith(longer)
+    assert both.endswith("the learning rate continues as it was, because the length is given in updates")
     assert "about 80 samples are skipped" in consequences(GRIP, {"accumulation": "4"}, SAVED, None, None)
     assert consequences(GRIP, {}, SAVED, 5, None) == ""
     assert consequences(GRIP, {}, SAVED, 7, None, ended=True) == "; 2 updates since update 5 are done again"

@@ -110,5 +110,10 @@ def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs
     assert has_trained_on_all(updates(runs))
     assert {batch for _, batch, _ in updates(runs)} == {4}
     runs.wait("a", lambda d: d["supervisor_pid"] is None)
-    told = runs.memtop("restart", "a", "--batch", "1", "--detach").stderr
-    assert "memtop: resumes at update 48; batch 4 x 1 -> 1 x 1: ! the effective batch changes from 4 to 1" in told
+    told = runs.memtop("restart", "a", "--detach", status=2).stderr
+    assert told == "memtop: the training has done 48 updates, and its length is 48; for more, give a greater --max-updates\n"
+    told = runs.memtop("restart", "a", "--batch", "1", "--max-updates", "50", "--detach").stderr
+    assert "memtop: resumes at update 48; 48 -> 50 updates: the learning rate there changes from 0 to " in told
+    assert "; batch 4 x 1 -> 1 x 1: ! the effective batch changes from 4 to 1" in told
+    runs.wait("a", lambda d: d["state"] == "finished")
+    assert [(update, batch) for update, batch, _ in updates(runs)][47:] == [(48, 4), (49, 1), (50, 1)]

@@ -39,6 +39,7 @@ FIELDS = {
     "eval_batch": ("per_device_eval_batch_size",),
     "gradient_checkpointing": ("gradient_checkpointing", "activation_checkpointing"),
     "optimizer": ("optim",),
+    "max_updates": ("max_steps",),
 }
 """By memtop's name: the fields of the arguments object. Those that it does not have are left
 out."""

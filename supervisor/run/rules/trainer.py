@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
-from memtop.supervisor.run.grip import POSITION, Asked, Grip, values_of, why_not_continued
+from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, values_of, why_not_continued
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
 from memtop.supervisor.wire import Change
@@ -25,19 +25,35 @@ _OWN = (
 
 def knobs_after(model: Model, change: Change) -> dict[str, str]:
     """The settings that the next attempt is given; UsageError if the change is not possible."""
-    wanted = {name: text for name, text in change.assignments.items() if name not in ("allocator", POSITION)}
-    if replace(change, assignments={}, reason="", configuration=None) != Change():
+    wanted = knobs_of(change)
+    if replace(change, assignments={}, reason="", configuration=None, max_updates=None) != Change():
         raise UsageError(_OWN)
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
     if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
+        _check_length(model, knobs)
         return knobs
     if model.grip is None:
         raise UsageError(_OWN)
     values_of(wanted, model.grip)  # refuses what is not possible
+    _check_length(model, {**knobs, **wanted})
     if not is_lost and (why := why_not_continued(model.grip)) is not None:
         raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
+
+
+def _check_length(model: Model, knobs: dict[str, str]) -> None:
+    """UsageError if no update is left to do: the Trainer would do one too many."""
+    if model.grip is None or model.grip.profile is not None:
+        return
+    values, saved = values_of(knobs, model.grip), model.states.program
+    length = values.get("max_updates") or length_after(model.grip, values, model.progress.total_updates)
+    done = saved.updates if model.phase.final and saved is not None and saved.complete else model.update
+    if done is None or length is None or done < length or not (model.phase.final or "max_updates" in values):
+        return
+    raise UsageError(
+        f"the training has done {done} updates, and its length is {length}; for more, give a greater --max-updates"
+    )
 
 
 def _begins_again(model: Model) -> bool:
