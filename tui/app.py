@@ -31,13 +31,14 @@ from memtop.tui import themes
 from memtop.tui.choices import Choices, Saved
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.driver import counting, waiting
 from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
 from memtop.tui.keys_in_order import KeysInOrder
 from memtop.tui.line import ROLES
 from memtop.tui.notices import TerminalNotices
-from memtop.tui.pace import Pace, counting, pace_of_terminal
+from memtop.tui.pace import Pace, pace_of_terminal
 from memtop.tui.processes.actions import ProcessActions, RealProcessActions
 from memtop.tui.store import Store
 
@@ -125,7 +126,7 @@ class DashboardApp(App[DashboardResult]):
         self._dashboard.choose("theme", name, self._dashboard.say)
 
     def get_driver_class(self) -> type[Driver]:
-        return counting(super().get_driver_class(), lambda count: self.pace.sent(count))
+        return counting(waiting(super().get_driver_class()), lambda count: self.pace.sent(count))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return (*super().get_line_filters(), *self._own_filters)

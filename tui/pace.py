@@ -14,8 +14,6 @@ import termios
 import time
 from collections.abc import Callable
 
-from textual.driver import Driver
-
 MOST_PER_SECOND = 128 << 10
 """Bytes per second for a terminal that names no speed, such as a window or most ssh connections."""
 MOST_COUNTED = 128 << 10
@@ -68,14 +66,3 @@ def takes_more(descriptor: int) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
     return bool(poller.poll(0))
-
-
-def counting(driver: type[Driver], count: Callable[[int], None]) -> type[Driver]:
-    """The driver; `count` gets the number of bytes of everything that it sends."""
-
-    class CountingDriver(driver):  # type: ignore[misc, valid-type]
-        def write(self, data: str) -> None:
-            count(len(data.encode(errors="replace")))
-            super().write(data)
-
-    return CountingDriver

@@ -63,7 +63,9 @@ class LinePanel(RoleStyles):
         """The action that a click starts; empty for none."""
         self._store = Store()
         self._drawn_for: tuple[int, int] = (-1, -1)
+        self._drawn: list[Line] = []
         self._lines: tuple[Line, ...] = ()
+        """What was drawn, fitted to the width."""
 
     class Opened(Message):
         """A panel with an action was clicked; `row` counts from its first line."""
@@ -94,9 +96,7 @@ class LinePanel(RoleStyles):
             # Not laid out yet: render_line draws when needed.
             self._drawn_for = (-1, -1)
             return
-        before = self._lines
-        self._redraw(width, height)
-        changed = [y for y, (old, new) in enumerate(zip(before, self._lines, strict=True)) if old != new]
+        changed = self._redraw(width, height)
         if changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
@@ -113,8 +113,17 @@ class LinePanel(RoleStyles):
             return Strip.blank(self.size.width, self.rich_style)
         return Strip([Segment(text, self.role_style(role)) for text, role in lines[y]], self.size.width)
 
-    def _redraw(self, width: int, height: int) -> None:
+    def _redraw(self, width: int, height: int) -> list[int]:
+        """Draw again; the numbers of the lines that have changed."""
         drawn = list(self._draw(self._store, width, height))[:height]
         drawn += [()] * (height - len(drawn))
-        self._lines = tuple(fit(one, width) for one in drawn)
-        self._drawn_for = (width, height)
+        if self._drawn_for == (width, height):
+            pairs = zip(self._drawn, drawn, strict=True)
+            changed = [y for y, (old, new) in enumerate(pairs) if old != new]
+        else:
+            changed = list(range(height))
+        lines: list[Line] = list(self._lines) if len(self._lines) == height else [()] * height
+        for y in changed:
+            lines[y] = fit(drawn[y], width)
+        self._drawn, self._lines, self._drawn_for = drawn, tuple(lines), (width, height)
+        return changed

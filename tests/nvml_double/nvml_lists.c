@@ -1,5 +1,7 @@
 /* Scripted driver library: processes, field values, MIG instances, events and GPM samples. */
 #include "nvml_double.h"
+#include <poll.h>
+#include <sys/inotify.h>
 #include <time.h>
 
 struct process_info {
@@ -113,15 +115,16 @@ int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(struct gpu *g, struct gpu **dev
 int nvmlDeviceGetGpuInstanceId(struct gpu *g, unsigned *id) { ENTER(g); *id = (unsigned)value(g, "gi"); return g->parent < 0 ? NOT_SUPPORTED : OK; }
 int nvmlDeviceGetComputeInstanceId(struct gpu *g, unsigned *id) { ENTER(g); *id = (unsigned)value(g, "ci"); return g->parent < 0 ? NOT_SUPPORTED : OK; }
 
-struct event_set { u64 masks[GPUS], last; };
+struct event_set { u64 masks[GPUS], last; int changes; };
 struct event_data { struct gpu *device; u64 type, data; unsigned gpu_instance, compute_instance; };
 int nvmlEventSetCreate(struct event_set **set) {
     ENTER(NULL);
     *set = calloc(1, sizeof **set);
+    (*set)->changes = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
     for (int i = 0; i < event_count; i++) if (events[i].id > (*set)->last) (*set)->last = events[i].id;
     return OK;
 }
-int nvmlEventSetFree(struct event_set *set) { ENTER(NULL); free(set); return OK; }
+int nvmlEventSetFree(struct event_set *set) { ENTER(NULL); close(set->changes); free(set); return OK; }
 int nvmlDeviceGetSupportedEventTypes(struct gpu *g, u64 *types) { ENTER(g); *types = value(g, "events"); return OK; }
 int nvmlDeviceRegisterEvents(struct gpu *g, u64 types, struct event_set *set) {
     ENTER(g);
@@ -144,14 +147,27 @@ static int next(struct event_set *set, struct event_data *data) {
     pthread_mutex_unlock(&lock);
     return code;
 }
+/* Milliseconds since some moment. */
+static u64 clock_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (u64)now.tv_sec * 1000 + (u64)now.tv_nsec / 1000000;
+}
+/* As with the real driver, a wait costs the program no CPU time: it sleeps until the script changes. */
 int nvmlEventSetWait_v2(struct event_set *set, struct event_data *data, unsigned milliseconds) {
     ENTER(NULL);
-    /* Reading the script costs CPU time of the waiting program: during a long wait, read it rarely. */
-    unsigned step = milliseconds >= 100 ? 100 : 5;
-    for (unsigned waited = 0;; waited += step) {
+    const char *path = getenv("NVML_DOUBLE_SCRIPT");
+    u64 until = clock_ms() + milliseconds;
+    for (;;) {
+        /* First the watch, then the look: no change comes in between. */
+        char drained[4096];
+        while (read(set->changes, drained, sizeof drained) > 0) continue;
+        int watched = path && inotify_add_watch(set->changes, path, IN_MODIFY | IN_ATTRIB | IN_MOVE_SELF | IN_DELETE_SELF) >= 0;
         int code = next(set, data);
-        if (code != TIMEOUT || waited >= milliseconds) return code;
-        usleep(step * 1000);
+        u64 now = clock_ms();
+        if (code != TIMEOUT || now >= until) return code;
+        struct pollfd change = {set->changes, POLLIN, 0};
+        poll(&change, 1, watched ? (int)(until - now) : 5);
     }
 }
 

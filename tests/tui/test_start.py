@@ -16,6 +16,7 @@ import pytest
 
 from memtop.cli.dashboard import remember, remembered
 from memtop.tui.app import terminal_gone
+from memtop.tui.driver import WakingEvent
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
 RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.help")
@@ -142,3 +143,16 @@ def test_a_chosen_theme_is_the_next_one_unless_something_comes_before_it(
     monkeypatch.setenv("TEXTUAL_THEME", "gruvbox")
     assert remember("theme", "dracula") == (file, "TEXTUAL_THEME")
     assert remembered()["theme"] == "gruvbox"
+
+
+def test_a_waking_event_makes_a_file_readable() -> None:
+    event = WakingEvent()
+    try:
+        event.set()
+        assert event.is_set()
+        readable = event.forget()
+        assert select.select([readable], [], [], 0)[0] == []
+        event.set()
+        assert select.select([readable], [], [], 0)[0] == [readable]
+    finally:
+        event.close()

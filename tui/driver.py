@@ -1,0 +1,97 @@
+"""What the dashboard adds to Textual's driver, which reads and writes the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from textual import constants
+
+if TYPE_CHECKING:
+    from textual.driver import Driver
+
+_TICK_SECONDS = 0.05
+_TICKS_FOR_SECONDS = 0.5 + constants.ESCAPE_DELAY
+"""After a character the parser may wait for the rest of a key; it must know how long it has
+waited."""
+
+
+def counting(driver: type[Driver], count: Callable[[int], None]) -> type[Driver]:
+    """The driver; `count` gets the number of bytes of everything that it sends."""
+
+    class CountingDriver(driver):  # type: ignore[misc, valid-type]
+        def write(self, data: str) -> None:
+            count(len(data.encode(errors="replace")))
+            super().write(data)
+
+    return CountingDriver
+
+
+def waiting(driver: type[Driver]) -> type[Driver]:
+    """The driver; while nobody types, its thread sleeps. Textual's looks ten times per second,
+    which costs a monitor of one GPU a tenth of its processor time."""
+    from textual._xterm_parser import XTermParser
+    from textual.drivers.linux_driver import LinuxDriver
+
+    if not issubclass(driver, LinuxDriver):
+        return driver  # of a browser, or without a terminal
+
+    class WaitingDriver(driver):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.exit_event = WakingEvent()
+
+        def run_input_thread(self) -> None:
+            parser, decode = XTermParser(self._debug), getincrementaldecoder("utf-8")().decode
+            asked = self.exit_event.forget()
+            with selectors.SelectSelector() as selector:
+                selector.register(self.fileno, selectors.EVENT_READ)
+                selector.register(asked, selectors.EVENT_READ)
+                ticks_until = 0.0
+                while not self.exit_event.is_set():
+                    ticks = time.monotonic() < ticks_until
+                    ready = {key.fd for key, _ in selector.select(_TICK_SECONDS if ticks else None)}
+                    if self.fileno in ready:
+                        data = os.read(self.fileno, 4096)
+                        if not data:
+                            selector.unregister(self.fileno)  # it has ended
+                        for event in parser.feed(decode(data)) if data else ():
+                            self.process_message(event)
+                        ticks_until = time.monotonic() + _TICKS_FOR_SECONDS
+                    for event in parser.tick():
+                        self.process_message(event)
+
+        def close(self) -> None:
+            super().close()
+            self.exit_event.close()
+
+    return WaitingDriver
+
+
+class WakingEvent(Event):
+    """An event that also wakes a thread which waits for files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._readable, False)
+
+    def set(self) -> None:
+        super().set()
+        os.write(self._writable, b"\n")
+
+    def forget(self) -> int:
+        """Forget the earlier calls of `set`. Returns the file that the next one makes readable."""
+        with contextlib.suppress(BlockingIOError):  # there was none
+            os.read(self._readable, 4096)
+        return self._readable
+
+    def close(self) -> None:
+        os.close(self._readable)
+        os.close(self._writable)
