@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,15 +21,10 @@ import msgspec
 
 from memtop.cli.output import print_message
 from memtop.presets.checks import did_you_mean
-from memtop.presets.files import PresetFileError, parse, project_file, user_config
+from memtop.presets.files import PresetFileError, parse, parse_text, project_file, user_config
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import expanded
 from memtop.supervisor.run.notices import TOPICS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Source = Literal["default", "user", "project", "environment"]
 _TABLES = ("presets", "levels", "recipes", "programs")
@@ -193,18 +187,17 @@ def write_user_key(key: str, value: str) -> Path:
 def _with_key(text: str, key: str, value: str) -> str | None:
     """The TOML text with this key at its top; None if it has no place that changes nothing else."""
     try:
-        wanted = {**tomllib.loads(text), key: int(value) if KEYS[key].is_number else value}
-    except tomllib.TOMLDecodeError:
+        wanted = {**parse_text(text), key: int(value) if KEYS[key].is_number else value}
+    except ValueError:
         return None
     return next((found for found in _candidates(text, key, value) if _table_of(found) == wanted), None)
 
 
 def _table_of(text: str) -> dict[str, Any] | None:
     try:
-        table: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        return parse_text(text)
+    except ValueError:
         return None
-    return table
 
 
 def _candidates(text: str, key: str, value: str) -> Iterator[str]:

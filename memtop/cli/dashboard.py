@@ -25,8 +25,6 @@ from memtop.cli.output import print_message
 from memtop.presets.checks import did_you_mean
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
-from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.run import view
 from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
@@ -50,8 +48,10 @@ class WatchOptions(NamedTuple):
 
     def sampler(self, runs_dir: Path) -> Callable[[], Sampling]:
         """Makes what samples this machine. The strays are those of the runs in this folder."""
+        from memtop.tui.feed import real_sampler
+
         shared = self.samples
-        return (lambda: Sampler(lambda: view.known_runs(runs_dir))) if shared is None else (lambda: shared)
+        return (lambda: real_sampler(runs_dir)) if shared is None else (lambda: shared)
 
 
 _DEFAULT_LOOK = WatchOptions()
@@ -77,7 +77,6 @@ def open_dashboard(
     need_terminal()
     from memtop.supervisor.observed.observer import observer_of
     from memtop.supervisor.observed.shown import NOTE
-    from memtop.supervisor.run.queue import revive_queued
     from memtop.tui.feed import LocalFeed
     from memtop.tui.observed import AllPrograms, OneProgram
 
@@ -86,6 +85,8 @@ def open_dashboard(
     def sampler() -> Sampling:
         # In a thread, after the first frame.
         if not look.read_only:
+            from memtop.supervisor.run.queue import revive_queued
+
             revive_queued(runs_dir)
         return sample()
 

@@ -16,8 +16,6 @@ from memtop.presets.gpu_support import Gpu, TorchBuild, Unusable, why_no_kernels
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import build_of
-from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
-from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -30,6 +28,9 @@ _MPS = "nvidia-cuda-mps-server"
 def sample() -> MachineSnapshot:
     """The machine now."""
     # Wake sleeping GPUs: a run is about to use them.
+    from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
+    from memtop.supervisor.monitor.sampler import Sampler
+
     sampler = Sampler(patience=ONCE_SECONDS, wake=True)
     try:
         return sampler.sample()

@@ -20,8 +20,6 @@ from memtop.cli.output import print_json, print_lines, print_message, row
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.language import Verbatim, current
-from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
-from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.run import view
@@ -194,6 +192,7 @@ def _serve(options: Options, play: list[str]) -> int:
         raise MemtopError(f"--serve: needs the package textual-serve; install it with: {install_extra('serve')}")
     from memtop.cli.http_server import parse_address
     from memtop.cli.serve.server import serve
+    from memtop.supervisor.monitor.sampler import Sampler
 
     host, port = parse_address("--serve", str(options.serve))
     # Wrong words are said here, and not in each tab.
@@ -262,6 +261,8 @@ def _show_or_stream(options: Options, tab: int | None) -> int:
 
 def print_once(options: Options) -> int:
     """Print one snapshot of the machine and its runs."""
+    from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
+    from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
     from memtop.supervisor.observed.shown import line_of, lines_of
 
     pid, runs_dir = options.pid, options.runs_dir

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import psutil
 from rich.cells import cell_len
 
 from memtop.supervisor import units
@@ -61,6 +60,8 @@ def _entries(runs_dir: Path) -> list[Path]:
 
 def living_elsewhere(runs_dir: Path) -> Iterator[RunFolder]:
     """The caller's runs in other folders whose supervisor lives."""
+    import psutil
+
     here = runs_dir.absolute()
     for process in psutil.process_iter():
         # The process may have ended, or belong to another user.

@@ -114,7 +114,8 @@ class DashboardScreen(Dashboard):
         self._dialog_open = False
         self._chosen: tuple[str, str] | None = None
         """An action and its key that wait until the screens above are closed."""
-        self._presets: dict[str, Preset] = {}
+        self._presets: dict[str, Preset] | None = None
+        """None until there is a run."""
 
     # --- what is on it ----------------------------------------------------------------------------
 
@@ -147,7 +148,6 @@ class DashboardScreen(Dashboard):
 
     def on_mount(self) -> None:
         self._panels = tuple(self.query(LinePanel))
-        self._read_presets()
         self._listen()
         self.set_interval(1.0, self._check_quiet)
         self._hand_down()
@@ -212,14 +212,16 @@ class DashboardScreen(Dashboard):
         if shown or self.store.quiet_seconds:
             self.store = replace(self.store, quiet_seconds=shown)
 
-    def _read_presets(self) -> None:
-        try:
-            self._presets = load_presets()
-        except PresetFileError as error:
-            self.say(str(error), "bad")
-
     def _preset_keys(self, store: Store) -> tuple[int, ...]:
-        recipe = store.run.settings.recipe if store.run is not None and store.run.settings is not None else ""
+        if store.run is None:
+            return ()
+        if self._presets is None:
+            self._presets = {}
+            try:
+                self._presets = load_presets()
+            except PresetFileError as error:
+                self.say(str(error), "bad")
+        recipe = store.run.settings.recipe if store.run.settings is not None else ""
         return tuple(preset.key for preset in usable(self._presets, recipe).values() if preset.key is not None)
 
     # --- store -> panels --------------------------------------------------------------------------
