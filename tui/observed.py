@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.observed.observer import Observers
 from memtop.supervisor.observed.shown import line_of, state_of
 from memtop.tui.feed import FeedMessage, Others
 
 if TYPE_CHECKING:
-    from memtop.supervisor.observed.observer import Observer
+    from memtop.supervisor.observed.observer import Observer, Observers
 
 _LOOK_SECONDS = 5.0
 
@@ -45,11 +44,16 @@ class AllPrograms:
 
     def __init__(self) -> None:
         self._due = float("-inf")
-        self._observers = Observers()
+        self._observers: Observers | None = None
+        """None before the first look, which comes after the first frame."""
 
     def __call__(self, machine: MachineSnapshot) -> Sequence[FeedMessage]:
         if machine.time < self._due:
             return ()
         self._due = machine.time + _LOOK_SECONDS
+        if self._observers is None:
+            from memtop.supervisor.observed.observer import Observers
+
+            self._observers = Observers()
         lines = (f"memtop watch --pid {seen.pid}: {line_of(seen)}" for seen in self._observers.look(machine.time, machine))
         return (Others(tuple(lines)),)

@@ -75,7 +75,6 @@ def open_dashboard(
     elif living := [run for run, _ in living_runs(runs_dir) if look.read_only or why_not_own(run.path) is None]:
         return open_run(living[-1], look, endpoint=endpoint)
     need_terminal()
-    from memtop.supervisor.observed.observer import observer_of
     from memtop.supervisor.observed.shown import NOTE
     from memtop.tui.feed import LocalFeed
     from memtop.tui.observed import AllPrograms, OneProgram
@@ -90,14 +89,19 @@ def open_dashboard(
             revive_queued(runs_dir)
         return sample()
 
-    turns, program = _turns(look, endpoint), None if pid is None else observer_of(pid)
-    if program is not None:
-        # memtop only reads a program that it did not start.
-        one = OneProgram(program)
-        feed = LocalFeed(sampler, look.interval, read_only=True, beside=one, label=NOTE, turns=turns)
+    turns = _turns(look, endpoint)
+    if pid is None:
+        feed = LocalFeed(sampler, look.interval, read_only=look.read_only, beside=AllPrograms(), turns=turns)
     else:
-        others = AllPrograms() if pid is None else None
-        feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, beside=others, turns=turns)
+        from memtop.supervisor.observed.observer import observer_of
+
+        program = observer_of(pid)
+        if program is None:
+            feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, turns=turns)
+        else:
+            # memtop only reads a program that it did not start.
+            one = OneProgram(program)
+            feed = LocalFeed(sampler, look.interval, read_only=True, beside=one, label=NOTE, turns=turns)
     return _show(feed, look, runs_dir=runs_dir, endpoint=endpoint)
 
 
