@@ -73,4 +73,4 @@ def test_without_a_gpu_the_peak_is_that_of_the_host_memory(runs: Runs) -> None:
     compared = runs.memtop("compare", "first", "second").stdout
     assert re.search(rf"^peak RAM +{words} ", compared, re.MULTILINE)
     assert re.search("^peak memory +– +–$", compared, re.MULTILINE)
-    assert f"| peak RAM of the run | {words} |" in runs.memtop("report", "first", "--markdown", "-").stdout
+    assert f"| highest host memory of this run | {words} RAM |" in runs.memtop("report", "first", "--markdown", "-").stdout

@@ -21,13 +21,14 @@ from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
+from memtop.supervisor.run_memory import Measure
 from memtop.supervisor.wire import Metric
 
 _AVERAGED = 10
 """Updates whose mean loss is compared: the loss of one update depends on its samples."""
 
 
-_OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes")
+_OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes", "host_measure")
 
 
 class ComparedRun(msgspec.Struct, kw_only=True):
@@ -51,6 +52,7 @@ class ComparedRun(msgspec.Struct, kw_only=True):
     """The highest of the updates, of the first process."""
     host_peak_bytes: int | None
     """The highest host memory of the run's processes together."""
+    host_measure: Measure | None
     seconds: float | None
     """The time of all attempts together."""
     settings: dict[str, Any] = {}
@@ -128,6 +130,7 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         if one.peak_bytes is not None:
             peak = max(peak or 0, one.peak_bytes)
         last = one if one.loss is not None else last
+    host = ledger.host_peak()
     evaluations = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
     return {
         "loss": None if last is None else last.loss,
@@ -135,7 +138,8 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         "evaluation_loss": evaluations[0] if evaluations else None,
         "samples_per_second": samples / seconds if samples and seconds else None,
         "peak_bytes": peak,
-        "host_peak_bytes": ledger.host_peak(),
+        "host_peak_bytes": host.size,
+        "host_measure": host.measure,
     }
 
 
@@ -159,7 +163,7 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("evaluation loss", [_number(run.evaluation_loss) for run in runs]),
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
-        ("peak RAM", [units.size(run.host_peak_bytes) for run in runs]),
+        ("peak RAM", [_host_peak(run) for run in runs]),
         ("time", [units.duration(run.seconds) for run in runs]),
         *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in differing),
     ]
@@ -167,6 +171,12 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
     widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
     for label, cells in rows:
         yield row((label, first), *((cell, -width) for cell, width in zip(cells, widths, strict=True)), between="  ")
+
+
+def _host_peak(run: ComparedRun) -> str:
+    """`2.1 GiB`, and `2.3 GiB RSS` where shared pages count more than once."""
+    words = units.size(run.host_peak_bytes)
+    return f"{words} RSS" if run.host_measure == "RSS" else words
 
 
 def _number(value: float | None) -> str:

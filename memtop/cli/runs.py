@@ -54,7 +54,7 @@ def _document_of(row: RunRow) -> dict[str, Any]:
     if row.run is None:
         return {"name": row.name, "folder": str(row.folder.path), "error": row.error}
     more = {"program": row.program, "created": row.run.created, "ended": row.run.ended}
-    peaks = {"peak_bytes": row.peak_bytes, "host_peak_bytes": row.host_peak_bytes}
+    peaks = {"peak_bytes": row.peak_bytes, "host_peak_bytes": row.host_peak.size, "host_measure": row.host_peak.measure}
     return {**view.summary(row.run), **more, **peaks, "energy_joules": row.energy_joules}
 
 
@@ -210,6 +210,10 @@ def _measured(state: RunState) -> dict[str, Any]:
     """What was measured: the memory it uses now (null if it does not run), each rank's newest
     update, and what a search for the batch found."""
     now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
+    held = state.host_memory
+    now |= (
+        {"host_bytes": held.size, "host_measure": held.measure} if state.alive else {"host_bytes": None, "host_measure": None}
+    )
     names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "padding_fraction", "step_seconds", "split", "ranks")
     more = ("stage", "gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
     rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, *more)}
@@ -219,7 +223,7 @@ def _measured(state: RunState) -> dict[str, Any]:
 def _memory_lines(state: RunState) -> Iterator[str]:
     if state.alive and state.run_memory:
         roles = [f"{role.processes} {role.role} {units.size(role.pss_bytes)}" for role in state.run_memory]
-        yield f"memory      {', '.join(roles)}"
+        yield f"memory      {state.host_memory.words}: {', '.join(roles)}"
     for rank in state.ranks:
         if rank.peak_bytes is not None:
             base = state.gpu_base_bytes.get(rank.device_uuid or "")

@@ -22,6 +22,7 @@ from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
+from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import RunState
 
 _BETWEEN = 2
@@ -85,7 +86,7 @@ class RunRow(NamedTuple):
     """Why it cannot be read, in one line."""
     peak_bytes: int | None = None
     """The highest of all attempts, of the first process."""
-    host_peak_bytes: int | None = None
+    host_peak: HostMemory = HostMemory()
     """The highest host memory of its processes together."""
     energy_joules: float | None = None
     """Of all attempts whose energy is known."""
@@ -126,7 +127,7 @@ def row_of(folder: RunFolder) -> RunRow:
         return RunRow(folder, run, why_unreadable(Path(error.filename or folder.path), error))
     joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
     highest = max((peak for peak in peaks if peak is not None), default=None)
-    return RunRow(folder, run, peak_bytes=highest, host_peak_bytes=host_peak, energy_joules=sum(joules) if joules else None)
+    return RunRow(folder, run, peak_bytes=highest, host_peak=host_peak, energy_joules=sum(joules) if joules else None)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -182,8 +183,8 @@ def _loss(row: RunRow, now: float) -> str:
 
 def _peak(row: RunRow, now: float) -> str:
     """Of device memory; without one, as on the CPU, of host memory: `1.2 GiB RAM`."""
-    if row.peak_bytes is None and row.host_peak_bytes is not None:
-        return tr(f"{units.size(row.host_peak_bytes)} RAM")
+    if row.peak_bytes is None and row.host_peak.size is not None:
+        return tr(row.host_peak.words)
     return units.size(row.peak_bytes)
 
 
@@ -195,7 +196,7 @@ COLUMNS = (
     RunColumn("age", _age, _of_run("created"), rank=2),
     RunColumn("update", _progress, _of_run("updates")),
     RunColumn("loss", _loss, _of_run("loss"), rank=1),
-    RunColumn("peak", _peak, lambda row: row.peak_bytes or row.host_peak_bytes, rank=4),
+    RunColumn("peak", _peak, lambda row: row.peak_bytes or row.host_peak.size, rank=4),
     RunColumn(
         "samples/s",
         lambda row, now: units.rate(None if row.run is None else row.run.samples_per_second),

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets.program_profiles import KNOB_NAMES
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
 from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
@@ -56,7 +57,7 @@ def _reported(model: Model) -> RunState:
         gradient_norm=progress.gradient_norm,
         step_seconds=progress.step_seconds,
         split=progress.split(),
-        ranks=progress.rank_memory(model.agents),
+        ranks=_ranks(model),
         **_position(model),
         **(_while_alive(model) if model.alive else {}),
         offers=None if progress.offers is None else tuple(sorted(progress.offers)),
@@ -69,6 +70,11 @@ def _reported(model: Model) -> RunState:
         spike=spikes.proposed(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+def _ranks(model: Model) -> tuple[RankMemory, ...]:
+    held = model.sample.pss_bytes if model.sample is not None and model.alive else {}
+    return tuple(replace(rank, pss_bytes=held.get(rank.pid)) for rank in model.progress.rank_memory(model.agents))
 
 
 _STAGES = {"loading": Stage.LOADING_MODEL, "data": Stage.READING_DATA, "training": Stage.FIRST_UPDATE}

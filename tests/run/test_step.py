@@ -22,6 +22,7 @@ from memtop.supervisor.run.notices import TOPICS, notices
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.state import run_state
+from memtop.supervisor.run_memory import RoleMemory
 from memtop.supervisor.wire import Change, Outcome, Phase, Stage
 from tests.run.brain import (
     GIB,
@@ -253,9 +254,26 @@ def test_a_failure_on_the_cpu_is_the_peak_and_ends_the_configuration() -> None:
     assert brain.model.settings == HALF
 
 
+def test_a_failure_on_the_cpu_adds_what_has_grown_since_the_newest_sample() -> None:
+    """The rank reports resident bytes, in which shared pages count in full."""
+    roles = (RoleMemory(role="rank", processes=1, pss_bytes=180 * MIB),)
+    machine = MachineSnapshot(time=1.0, host=HostSample())
+    brain = training(progress=Progress(), phase=Phase.STARTING)
+    brain.report({"type": "hello", "time": 990.0, "pid": 2}, PLAN)
+    brain.tell(Sampled(machine=machine, run_rss_bytes=250 * MIB, run_memory=roles, pss_bytes={2: 180 * MIB}))
+    (before,) = brain.model.configurations.rows
+    assert before.peak is not None
+    assert before.peak.bytes == 180 * MIB
+    assert [rank.pss_bytes for rank in run_state(brain.model).ranks] == [180 * MIB]
+    brain.report(OOM, SPLIT)
+    first, _ = brain.model.configurations.rows
+    assert first.peak is not None
+    assert first.peak.bytes == (180 + 300 - 250) * MIB
+
+
 def test_the_plan_shows_that_what_was_sampled_is_the_peak() -> None:
     """On the CPU. The failure may come before the next sample."""
-    brain = training(progress=Progress(), resident_bytes=250 * MIB)
+    brain = training(progress=Progress(), host_bytes=250 * MIB)
     brain.report(PLAN)
     (row,) = brain.model.configurations.rows
     assert row.peak is not None

@@ -101,7 +101,7 @@ def test_evaluations_that_were_taken_back_are_left_out_and_memory_is_placed_by_t
         for update, loss in ((10, 3.0), (20, 2.5), (30, 2.0), (20, 2.4))
     )
     run.take_memory([Bucket(NOW + 5, 1.0, 7.0, 8.0, 9.0), Bucket(NOW + 900, 1.0, 1.0, 1.0, 1.0)])
-    evaluation, memory = run.track("evaluation_loss"), run.track("run_rss_bytes")
+    evaluation, memory = run.track("evaluation_loss"), run.track("run_bytes")
     assert evaluation is not None
     assert memory is not None
     assert evaluation.ys.tolist() == [3.0, 2.4]

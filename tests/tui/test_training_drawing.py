@@ -14,6 +14,7 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.supervisor.run_memory import HostMemory, RoleMemory
 from memtop.tui.dashboard.events import draw_events
 from memtop.tui.dashboard.header import PHASE_MARKS, draw_header
 from memtop.tui.dashboard.layout import plan
@@ -22,6 +23,7 @@ from memtop.tui.dashboard.training import draw_compact_training, draw_loss, draw
 from memtop.tui.feed import Connected, Disconnected, Followed, Others, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, label_of, offered
 from memtop.tui.line import beginning, plain, width_of, wrap_within
+from memtop.tui.machine.host import draw_host
 from memtop.tui.store import Store, fold
 from tests.tui.support import (
     GIB,
@@ -255,6 +257,7 @@ def test_ranks_that_differ_are_named() -> None:
 
     both = told((3, 0.02), (7.5, 0.02), (4, 0.4))
     assert "ranks differ  peak 3.0 GiB (rank 0) to 7.5 GiB (rank 1)  data 2 % (rank 0) to 40 % (rank 2)" in both
+    assert "ranks differ  RAM 1.0 GiB (rank 0) to 2.0 GiB (rank 1)" in told((1, 0), (2, 0), name="pss_bytes")
     assert "ranks differ  RSS 1.0 GiB (rank 0) to 2.0 GiB (rank 1)" in told((1, 0), (2, 0), name="rss_bytes")
     for alike in (told((3, 0.1), (3.5, 0.1)), told((0.1, 0.1), (0.2, 0.1)), told((3, 0.5))):
         assert "ranks differ" not in alike
@@ -459,3 +462,24 @@ def test_the_source_of_the_numbers_uses_the_line_of_parts_that_nobody_knows() ->
     assert "forward" not in text
     assert "`step 2\nloss 1.0`; updates: counted" in text
     assert "train.py" in text_of(draw_header(store, 120, 1))
+
+
+@pytest.mark.parametrize("device", [None, "GPU-0"])
+def test_a_rank_shows_its_part_of_the_memory_of_the_run(device: str | None) -> None:
+    """What it reports itself counts shared pages in full and is of another moment: more than the
+    run."""
+    rank = RankMemory(rank=0, pid=7, connected=True, device_uuid=device, rss_bytes=5 * GIB)
+    held = (
+        RoleMemory(role="launcher", processes=1, pss_bytes=GIB // 2),
+        RoleMemory(role="rank", processes=1, pss_bytes=4 * GIB),
+    )
+    read = (msgspec.structs.replace(rank, pss_bytes=4 * GIB),)
+    store = fold(Store(), running(ranks=read, run_memory=held, run_rss_bytes=6 * GIB))
+    text = text_of(draw_training(store, 100, 12))
+    assert "RAM 4.0 GiB" in text
+    assert "RSS" not in text
+    assert store.run is not None
+    assert store.run.host_memory == HostMemory(int(4.5 * GIB), "PSS")
+    unread = fold(Store(), running(ranks=(rank,), run_memory=(), run_rss_bytes=6 * GIB))
+    assert "RSS 5.0 GiB" in text_of(draw_training(unread, 100, 12))
+    assert "this run, RSS 6.0" in text_of(draw_host(unread, 100, 12))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run_memory import host_memory
 from memtop.supervisor.wire import Phase, RunState, Stage
 from memtop.tui.bars import progress_bar
 from memtop.tui.charts import Point, curve, curve_spark
@@ -239,7 +240,7 @@ def _unlike_ranks(ranks: Sequence[RankMemory]) -> list[Line]:
     """By how much the ranks differ in memory, and in the share of an update that they wait for
     data; empty if they do not."""
     found = []
-    for word, name in (("peak", "peak_bytes"), ("RSS", "rss_bytes")):
+    for word, name in (("peak", "peak_bytes"), ("RAM", "pss_bytes"), ("RSS", "rss_bytes")):
         sizes = [(value, one.rank) for one in ranks if (value := getattr(one, name)) is not None]
         if sizes and max(sizes)[0] > max(_UNLIKE * min(sizes)[0], min(sizes)[0] + _UNLIKE_BYTES):
             found.append(_from_to(word, *(f"{units.size(size)} (rank {n})" for size, n in (min(sizes), max(sizes)))))
@@ -264,15 +265,21 @@ def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
     if not rank.connected:
         parts.append(line(("! its agent does not answer", "edge")))
     elif rank.device_uuid is None:
-        parts += [fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))]
+        parts += [_host_memory(rank), fact("pid", str(rank.pid))]
     else:
         parts += [
             fact("alloc", units.gib(rank.allocated_bytes)),
             fact("reserved", units.gib(rank.reserved_bytes)),
             fact("peak", f"{units.gib(rank.peak_bytes)} GiB"),
-            fact("RSS", units.size(rank.rss_bytes)),
+            _host_memory(rank),
         ]
     return join_fitting(parts, width)
+
+
+def _host_memory(rank: RankMemory) -> Line:
+    """The rank's part of the run's memory; else what it has reported itself."""
+    size, measure = host_memory(rank.pss_bytes, rank.rss_bytes)
+    return fact("RSS" if measure == "RSS" else "RAM", units.size(size))
 
 
 def draw_loss(store: Store, width: int, height: int) -> list[Line]:

@@ -53,7 +53,7 @@ METRICS = (
     MetricKind("s", "samples_per_second", "samples/s", units.rate),
     MetricKind("t", "tokens_per_second", "tokens/s", units.rate),
     MetricKind("p", "peak_bytes", "peak memory", units.size),
-    MetricKind("m", "run_rss_bytes", "RAM", units.size),
+    MetricKind("m", "run_bytes", "RAM", units.size),
 )
 
 
