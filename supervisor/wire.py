@@ -207,6 +207,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     padding_fraction: float | None = None
     """Share of padding among the tokens that the model computed in the newest update, 0-1."""
     step_seconds: float | None = None
+    """Of the newest update."""
+    pace_seconds: float | None = None
+    """From one update to the next, with what is done between them: the mean over the newest 20. The
+    samples and tokens per second are means over the same updates."""
     split: StepSplit = StepSplit()
     eta_seconds: float | None = None
     ranks: tuple[RankMemory, ...] = ()

@@ -122,7 +122,7 @@ class RunsScreen(FullScreen):
             wanted = [folder for folder in reversed(folders) if _changes(self._rows.get(folder.path))]
             for first in range(0, len(wanted), _AT_ONCE):
                 part = wanted[first : first + _AT_ONCE]
-                rows = await asyncio.to_thread(lambda part: [row_of(folder) for folder in part], part)
+                rows = await asyncio.to_thread(self._rows_of, part)
                 self._rows |= {row.folder.path: row for row in rows}
                 self._show()
             self._is_read = True
@@ -131,6 +131,10 @@ class RunsScreen(FullScreen):
         finally:
             self._reading = False
         self._show()
+
+    def _rows_of(self, folders: Iterable[RunFolder]) -> list[RunRow]:
+        here = self._runs_dir.absolute()
+        return [row_of(folder)._replace(elsewhere=folder.path.parent != here) for folder in folders]
 
     @property
     def rows(self) -> list[RunRow]:

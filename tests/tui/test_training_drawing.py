@@ -278,7 +278,7 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     store = store_of(running(gpu(), state=phase, total_updates=None))
     text = plain(draw_header(store, 160, 1)[0])
     assert f"{PHASE_MARKS[phase][0]} {phase.value}" in text
-    assert "preset standard  8 x 4 x 1 = 32  T 128  00:22:10" in text
+    assert "preset standard  8 x 4 x 1 = 32  T 128  this attempt 00:22:10" in text
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
@@ -288,7 +288,7 @@ def test_a_run_that_starts_says_in_which_stage_it_is() -> None:
     assert "◌ loading the model" in plain(draw_header(store, 80, 1)[0])
     wide = "✓ starting  ✓ importing torch  ◌ loading the model  · reading the data  · first update"
     assert plain(draw_training(store, 100, 12)[0]).rstrip() == wide
-    assert plain(draw_training(store, 60, 12)[0]).rstrip() == "◌ loading the model, 3 of 5"
+    assert plain(draw_training(store, 60, 12)[0]).rstrip() == "◌ loading the model, stage 3 of 5"
     own = store_of(running(gpu(), **starting | {"stage": wire.Stage.LOADING, "settings": None}))
     assert plain(draw_training(own, 60, 12)[0]).rstrip() == "✓ starting  ◌ loading  · first update"
     again = store_of(running(gpu(), **starting | {"updates": 12}))
@@ -359,8 +359,15 @@ def test_the_notice_words_every_state_of_the_link() -> None:
     assert notice(store_of(running(gpu(), warnings=("disk is nearly full",)))) == "! disk is nearly full"
 
 
+def test_the_time_of_an_attempt_is_not_that_of_the_whole_run() -> None:
+    two = {**OVER, "attempt": 2, "started": NOW - 10, "state": wire.Phase.FINISHED}
+    store = store_of(running(gpu(), **two))
+    assert plain(draw_header(store, 160, 1)[0]).rstrip().endswith("this attempt 00:00:10")
+    assert "after 00:03:10 in all" in notice(store)
+
+
 SAVED = wire.Checkpoint(path="/runs/tiny/train_latest_state", updates=20, samples_seen=640, complete=True)
-OVER: dict[str, object] = {"alive": False, "updates": 24, "created": NOW - 190, "ended": NOW, "checkpoint": SAVED}
+OVER: dict[str, object] = {"alive": False, "attempt": 1, "updates": 24, "created": NOW - 190, "ended": NOW, "checkpoint": SAVED}
 
 
 @pytest.mark.parametrize(
@@ -483,3 +490,18 @@ def test_a_rank_shows_its_part_of_the_memory_of_the_run(device: str | None) -> N
     unread = fold(Store(), running(ranks=(rank,), run_memory=(), run_rss_bytes=6 * GIB))
     assert "RSS 5.0 GiB" in text_of(draw_training(unread, 100, 12))
     assert "this run, RSS 6.0" in text_of(draw_host(unread, 100, 12))
+
+
+def test_the_numbers_of_speed_on_one_line_are_of_the_same_updates() -> None:
+    fields = {"samples_per_second": 40.0, "tokens_per_second": 400.0, "step_seconds": 9.0, "pace_seconds": 0.8}
+    text = text_of(draw_training(store_of(running(**fields)), 100, 12))
+    assert re.search(r"40.0 samples/s +400 tok/s +mean step 0.80 s", text)
+    newest = text_of(draw_training(store_of(running(**{**fields, "pace_seconds": None})), 100, 12))
+    assert "mean" not in newest
+    assert "step 9.00 s" in newest
+
+
+def test_why_there_are_no_samples_per_second() -> None:
+    own = {"settings": None, "program": Program(grip="optimizer", why="x"), "samples_per_second": None, "updates": 3}
+    text = text_of(draw_training(store_of(running(**own, effective_batch=None)), 100, 12))
+    assert "– samples/s batch not known" in text

@@ -62,7 +62,7 @@ def _source_lines(run: RunState, width: int) -> list[Line]:
 
 
 _ROWS = (("ETA", "epoch", "samples"), ("loss", "lr", "grad"), ("speed", "tokens", "step"))
-_LESS_IMPORTANT = ("padding", "best", "grad", "samples", "step", "epoch", "tokens", "lr")
+_LESS_IMPORTANT = ("why", "padding", "best", "grad", "samples", "step", "epoch", "tokens", "lr")
 """What is left out where there is no room, the first one first."""
 
 
@@ -85,6 +85,9 @@ def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
         loss = line(*loss, (f" best {_number(run.best_loss, '.3f')}", MUTED))
     if "padding" not in left_out and run.padding_fraction and run.padding_fraction >= _WORTH_A_WORD:
         tokens = line(*tokens, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
+    speed = fact("", f"{units.rate(run.samples_per_second)} samples/s")
+    if "why" not in left_out and run.samples_per_second is None and run.program is not None and run.updates:
+        speed = line(*speed, (" batch not known" if run.effective_batch is None else " not measured yet", MUTED))
     found = {
         "ETA": fact("ETA", units.duration(run.eta_seconds)),
         "epoch": fact("epoch", _number(run.epoch, ".2f")),
@@ -92,9 +95,9 @@ def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
         "loss": loss,
         "lr": fact("lr", _number(run.learning_rate, ".1e")),
         "grad": fact("grad", _number(run.gradient_norm, ".2f")),
-        "speed": fact("", f"{units.rate(run.samples_per_second)} samples/s"),
+        "speed": speed,
         "tokens": tokens,
-        "step": fact("step", _step(run.step_seconds)),
+        "step": _pace(run),
     }
     return {name: item for name, item in found.items() if name not in left_out}
 
@@ -138,7 +141,7 @@ _STAGES_OF_PROGRAMS = (Stage.STARTING, Stage.LOADING, Stage.FIRST_UPDATE)
 
 
 def _stages(run: RunState, stage: Stage, width: int) -> Line:
-    """`✓ starting  ◌ importing torch  · loading the model`, or `importing torch, 2 of 5`."""
+    """`✓ starting  ◌ importing torch  · loading the model`, or `importing torch, stage 2 of 5`."""
     stages = _STAGES if run.settings is not None else _STAGES_OF_PROGRAMS
     at = stages.index(stage) if stage in stages else 0
     sign, role = PHASE_MARKS[Phase.STARTING]
@@ -149,7 +152,7 @@ def _stages(run: RunState, stage: Stage, width: int) -> Line:
     row = join(parts)
     if width_of(row) <= width:
         return row
-    return fit(line((f"{sign} ", role), (stage.value, STRONG), (f", {at + 1} of {len(stages)}", MUTED)), width)
+    return fit(line((f"{sign} ", role), (stage.value, STRONG), (f", stage {at + 1} of {len(stages)}", MUTED)), width)
 
 
 def _progress(run: RunState, width: int) -> Line:
@@ -289,6 +292,13 @@ def draw_loss(store: Store, width: int, height: int) -> list[Line]:
 
 def _losses(store: Store) -> list[Point]:
     return [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
+
+
+def _pace(run: RunState) -> Line:
+    """Of the same updates as samples/s and tok/s; of the newest one where only that is known."""
+    if run.pace_seconds is None:
+        return fact("step", _step(run.step_seconds))
+    return fact("mean step", _step(run.pace_seconds))
 
 
 def _step(seconds: float | None) -> str:

@@ -78,6 +78,13 @@ def x_words(axis: str, value: float) -> str:
     return units.duration(value) if axis == "time" else units.count(round(value))
 
 
+def with_values(kinds: Sequence[MetricKind], runs: Sequence[RunCurves]) -> list[MetricKind]:
+    """Those of which a run has reported a value: on the CPU there is no peak memory, for example.
+    All of them where that leaves none."""
+    known = [kind for kind in kinds if any((track := run.track(kind.name)) is not None and track.is_known for run in runs)]
+    return known or list(kinds)
+
+
 def draw(
     kinds: Sequence[MetricKind], runs: Sequence[RunCurves], view: MetricsView, width: int, height: int
 ) -> tuple[list[Line], int]:

@@ -127,7 +127,8 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     best = "" if state.best_loss is None else f" (best {state.best_loss:.4g})"
     yield "loss", "" if state.loss is None else f"{state.loss:.4g}{best}"
     ends = [attempt.ended for attempt in facts.attempts if attempt.ended is not None]
-    yield "time", units.duration(max(ends) - state.created) if ends and state.state.final else ""
+    whole = units.duration(max(ends) - state.created) if ends and state.state.final else ""
+    yield "time from the first start to the end", whole
     yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
     for source in facts.sources:
         yield f"highest memory of {source.label}, all programs", "" if source.peak is None else units.percent(source.peak)
