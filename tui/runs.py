@@ -40,6 +40,8 @@ _AT_ONCE = 20
 """Runs that are read before the list is drawn again."""
 _MARK = 3
 """Cells for the cursor and the tick."""
+_BEHIND = 2
+"""Cells behind every column."""
 _STATES = {
     Phase.FINISHED: "good",
     Phase.FAILED: "bad",
@@ -184,7 +186,7 @@ class RunsScreen(FullScreen):
 
     def _draw_page(self, width: int) -> ListContent:
         rows, now = self.rows, time.time()
-        columns = placed(rows, now, width - _MARK)
+        columns = placed(rows, now, width - _MARK - _BEHIND)
         head, places = self._heading(columns)
         entries = [
             Entry(row.folder.path, [_line_of(row, columns, now, ticked=row.folder.path in self._ticked)]) for row in rows
@@ -207,7 +209,7 @@ class RunsScreen(FullScreen):
     # --- order and filter -------------------------------------------------------------------------
 
     def action_sort(self, step: int) -> None:
-        shown = [column.id for column, _ in placed(self.rows, time.time(), self.size.width - _MARK)]
+        shown = [column.id for column, _ in placed(self.rows, time.time(), self.size.width - _MARK - _BEHIND)]
         place = shown.index(self._column) if self._column in shown else 0
         self._sort_by(shown[(place + step) % len(shown)])
 

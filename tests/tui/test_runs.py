@@ -193,6 +193,22 @@ async def test_the_list_is_sorted_and_filtered(three: Path, size: tuple[int, int
         assert app.screen is app.dashboard
 
 
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_the_screen_names_the_folder_of_a_run_of_another_one(
+    three: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    far = stored(tmp_path_factory.mktemp("a-folder-with-a-long-name") / "runs", "far-away-" * 4, NOW + 30)
+    monkeypatch.setattr(runs_screen, "living_elsewhere", lambda path: [far])
+    async with listed(three, size=size, wanted=4) as (app, _, screen):
+        rows = [line.rstrip() for line in screen_text(app).splitlines()]
+        (heading,) = (line for line in rows if "age" in line)
+        assert heading.endswith("other folder")
+        marked = [line for line in rows if line.endswith("/runs")]
+        assert len(marked) == 1
+        assert "far-aw" in marked[0]
+        assert [row.elsewhere for row in screen.rows] == [True, False, False, False]
+
+
 async def test_a_killed_run_is_listed_and_found_as_killed(three: Path) -> None:
     stored(three, "gone", NOW + 30, Phase.FAILED, reason="ended by signal 9 (SIGKILL)", ended_by=9)
     async with listed(three, wanted=4) as (app, pilot, screen):
