@@ -22,6 +22,7 @@ from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Program
 from memtop.supervisor.recovery.values import Advice, Peak, Remedy, Trend
+from memtop.supervisor.run_memory import HostMemory, RoleMemory, host_memory, together
 
 
 class Phase(str, Enum):
@@ -79,22 +80,6 @@ class StepSplit(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     optimizer_seconds: float | None = None
-
-
-class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory of a run's processes of one role. Bytes."""
-
-    role: str
-    """launcher | rank | loader worker | other"""
-    processes: int
-    pss_bytes: int | None = None
-    """Each shared page is divided among the processes that map it, so the roles add up to the run's
-    total."""
-    uss_bytes: int | None = None
-    """Private pages: what is freed if these processes end."""
-    shm_bytes: int | None = None
-    """Shared memory (data-loader batches) as part of pss_bytes."""
-    swap_bytes: int | None = None
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,14 +207,18 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     padding_fraction: float | None = None
     """Share of padding among the tokens that the model computed in the newest update, 0-1."""
     step_seconds: float | None = None
+    """Of the newest update."""
+    pace_seconds: float | None = None
+    """From one update to the next, with what is done between them: the mean over the newest 20. The
+    samples and tokens per second are means over the same updates."""
     split: StepSplit = StepSplit()
     eta_seconds: float | None = None
     ranks: tuple[RankMemory, ...] = ()
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together (shared pages counted in each)."""
     run_memory: tuple[RoleMemory, ...] = ()
-    """Memory by role, with shared pages counted once. Read every 10 s, because the kernel must walk
-    all pages."""
+    """Memory by role, with shared pages counted once. Read every second, or less often where that
+    takes long: the kernel must walk all pages."""
     gpu_base_bytes: dict[str, int] = {}
     """By GPU uuid: the least memory that the run held outside torch's allocator in this attempt.
     This is the CUDA contexts and little else."""
@@ -263,6 +252,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def word(self) -> str:
         """The state as people read it: `killed`, or the name of the state."""
         return state_word(self.state.value, self.ended_by)
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """The host memory of its processes together: the sum of `run_memory`, else the resident
+        bytes."""
+        return host_memory(together(self.run_memory), self.run_rss_bytes)
 
     @property
     def saves_when_stopped(self) -> bool:

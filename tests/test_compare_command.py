@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.cli import run
+from memtop.cli.compare import ComparedRun, _table, differences
 from memtop.supervisor import units
 from memtop.supervisor.run.record.folder import RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Ledger
@@ -41,7 +42,8 @@ def test_the_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lines[0] == ["first", "second"]
     assert ["updates", "20", "40"] in lines
     assert ["samples/s", "16.0", "16.0"] in lines
-    assert ["time", "00:01:01", "00:01:01"] in lines
+    assert ["time", "of", "all", "attempts", "00:01:01", "00:01:01"] in lines
+    assert ["mean", "loss", "of", "updates", "11", "to", "20", "1.0669", "2.0669"] in lines
     assert ["learning_rate", "0.001", "0.0005"] in lines
     assert not any(line[:1] == ["batch"] for line in lines), "the same in both"
     assert run(["compare", "first", "second", "--json", "--runs-dir", str(tmp_path)]) == 0
@@ -73,4 +75,51 @@ def test_without_a_gpu_the_peak_is_that_of_the_host_memory(runs: Runs) -> None:
     compared = runs.memtop("compare", "first", "second").stdout
     assert re.search(rf"^peak RAM +{words} ", compared, re.MULTILINE)
     assert re.search("^peak memory +– +–$", compared, re.MULTILINE)
-    assert f"| peak RAM of the run | {words} |" in runs.memtop("report", "first", "--markdown", "-").stdout
+    assert f"| highest host memory of this run | {words} RAM |" in runs.memtop("report", "first", "--markdown", "-").stdout
+
+
+def compared(name: str, **settings: object) -> ComparedRun:
+    return ComparedRun(
+        name=name,
+        state="finished",
+        ended_by=None,
+        attempts=1,
+        updates=4,
+        samples_seen=None,
+        loss=None,
+        best_loss=None,
+        evaluation_loss=None,
+        samples_per_second=None,
+        peak_bytes=None,
+        host_peak_bytes=None,
+        host_measure=None,
+        seconds=None,
+        settings=settings,
+    )
+
+
+def test_many_settings_that_only_one_run_has_are_counted() -> None:
+    """As of a recipe beside a program of your own, of which little is known."""
+    recipe = compared("recipe", batch=8, **{f"setting.{n}": n for n in range(50)})
+    own = compared("own", batch=4, seq_len=16)
+    names = differences([recipe.settings, own.settings])
+    lines = list(_table([recipe, own], 4, names))
+    assert lines[-1] == "50 settings only of recipe: --json lists them"
+    assert not any("setting.7" in line for line in lines)
+    assert [line.split() for line in lines if line.startswith(("batch", "seq_len"))] == [
+        ["batch", "8", "4"],
+        ["seq_len", "–", "16"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("common", "words"),
+    [
+        (40, "mean loss of updates 31 to 40"),
+        (3, "mean loss of updates 1 to 3"),
+        (1, "loss of update 1"),
+        (None, "mean loss of the"),
+    ],
+)
+def test_a_mean_of_updates_says_which(common: int | None, words: str) -> None:
+    assert any(line.startswith(words) for line in _table([compared("a"), compared("b")], common, ()))

@@ -244,3 +244,18 @@ def test_a_full_disk_leaves_the_file_and_nothing_beside_it(place: Path) -> None:
     assert "config.toml: cannot be written: File too large" in done.stderr
     assert path.read_text() == "# mine\n" * 9000
     assert [file.name for file in path.parent.iterdir()] == ["config.toml"]
+
+
+def test_long_values_do_not_move_the_columns(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEMTOP_RUNS_DIR", "/data/" + "a" * 60)
+    user = write(place / "config/memtop/config.toml", 'on-oom = "ask"\n')
+    assert run(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    texts = [KEYS[key].what for key in KEYS]
+    columns = {line.index(what) for line in lines for what in texts if what in line}
+    assert len(columns) == 1, "what a value means is in one column"
+    assert any(line.rstrip().endswith("a" * 60) for line in lines)
+    assert len(str(user)) > 28, "it does not fit into its column"
+    assert any(line.rstrip().endswith(str(user)) for line in lines)

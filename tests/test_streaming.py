@@ -41,8 +41,9 @@ from memtop.supervisor.monitor.values import (
 )
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, write_json
+from memtop.supervisor.run_memory import RoleMemory
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Phase, RoleMemory, RunState
+from memtop.supervisor.wire import Phase, RunState
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.run.brain import spec

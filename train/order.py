@@ -69,9 +69,17 @@ class _Stretch(msgspec.Struct):
     start: int
     end: int
     epoch: int
-    epoch_start: int
     part: int
+    share: float
+    """Of the epoch, before this stretch."""
     table: Table
+
+
+def _share_at(stretch: _Stretch, position: int) -> float:
+    """Of the epoch, before this position. What a cut leaves is cut into more samples, or fewer, but
+    it stays the same share of the epoch."""
+    done = (position - stretch.start) / len(stretch.table)
+    return 1.0 if done == 1.0 else stretch.share + (1.0 - stretch.share) * done
 
 
 class SampleOrder:
@@ -106,11 +114,7 @@ class SampleOrder:
         if position == 0:
             return 0.0
         stretch = self._at(position - 1)
-        # The rest of the epoch counts in samples of the present length, what was used before a cut
-        # in samples of that time.
-        left = len(stretch.table) - (position - stretch.start)
-        done = position - stretch.epoch_start
-        return stretch.epoch + done / (done + left)
+        return stretch.epoch + _share_at(stretch, position)
 
     def end_of(self, epochs: float) -> int:
         """The position after this many epochs."""
@@ -136,15 +140,16 @@ class SampleOrder:
             seq_len = next(cut.seq_len for cut in reversed(self._cuts) if cut.position <= position)
             if seq_len not in tables:
                 tables = {seq_len: self._samples.table(seq_len)}
-            table, part, epoch_start = tables[seq_len], 0, position
+            table, part, share = tables[seq_len], 0, 0.0
             while True:
                 end = position + len(table)
                 cut = next((c for c in self._cuts if position < c.position < end), None)
-                stretch = _Stretch(position, end if cut is None else cut.position, epoch, epoch_start, part, table)
+                stretch = _Stretch(position, end if cut is None else cut.position, epoch, part, share, table)
                 yield stretch
                 position = stretch.end
                 if cut is None:
                     break
+                share = _share_at(stretch, position)
                 rest = self._shuffled(stretch)[stretch.end - stretch.start :]
                 table = self._samples.cut_again(Table(table.ids[rest], table.lengths[rest]), cut.seq_len)
                 part += 1

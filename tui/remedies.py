@@ -137,14 +137,17 @@ class MeasuredMemory:
         there is no forecast. Of the present settings only what was measured.
         """
         what = "VRAM peak" if self.on_gpu else "RAM peak"
-        now = self.current
+        # Before its first update a configuration has not reached its peak.
+        now = self.current if self.current is not None and (self.current.updates or self.current.failed) else None
         if now is not None and not now.failed and now.batch == after.batch and peaks_of(after, [now], on_gpu=self.on_gpu):
             peak = foreseen(now.bytes, self.total_bytes, "")
-            return [fit(line((f"{what} ", MUTED), (f"{units.size(now.bytes)} measured", STRONG), *_share(peak, STRONG)), width)]
+            # The list of runs shows the highest with any settings.
+            words = f"{units.size(now.bytes)} measured with these settings"
+            return [fit(line((f"{what} ", MUTED), (words, STRONG), *_share(peak, STRONG)), width)]
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
             return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
-        before = "" if self.current is None else f"{units.size(self.current.bytes)} measured -> "
+        before = "" if now is None else f"{units.size(now.bytes)} measured -> "
         predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
         head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]

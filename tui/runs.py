@@ -40,6 +40,8 @@ _AT_ONCE = 20
 """Runs that are read before the list is drawn again."""
 _MARK = 3
 """Cells for the cursor and the tick."""
+_BEHIND = 2
+"""Cells behind every column."""
 _STATES = {
     Phase.FINISHED: "good",
     Phase.FAILED: "bad",
@@ -122,7 +124,7 @@ class RunsScreen(FullScreen):
             wanted = [folder for folder in reversed(folders) if _changes(self._rows.get(folder.path))]
             for first in range(0, len(wanted), _AT_ONCE):
                 part = wanted[first : first + _AT_ONCE]
-                rows = await asyncio.to_thread(lambda part: [row_of(folder) for folder in part], part)
+                rows = await asyncio.to_thread(self._rows_of, part)
                 self._rows |= {row.folder.path: row for row in rows}
                 self._show()
             self._is_read = True
@@ -131,6 +133,10 @@ class RunsScreen(FullScreen):
         finally:
             self._reading = False
         self._show()
+
+    def _rows_of(self, folders: Iterable[RunFolder]) -> list[RunRow]:
+        here = self._runs_dir.absolute()
+        return [row_of(folder)._replace(elsewhere=folder.path.parent != here) for folder in folders]
 
     @property
     def rows(self) -> list[RunRow]:
@@ -180,7 +186,7 @@ class RunsScreen(FullScreen):
 
     def _draw_page(self, width: int) -> ListContent:
         rows, now = self.rows, time.time()
-        columns = placed(rows, now, width - _MARK)
+        columns = placed(rows, now, width - _MARK - _BEHIND)
         head, places = self._heading(columns)
         entries = [
             Entry(row.folder.path, [_line_of(row, columns, now, ticked=row.folder.path in self._ticked)]) for row in rows
@@ -203,7 +209,7 @@ class RunsScreen(FullScreen):
     # --- order and filter -------------------------------------------------------------------------
 
     def action_sort(self, step: int) -> None:
-        shown = [column.id for column, _ in placed(self.rows, time.time(), self.size.width - _MARK)]
+        shown = [column.id for column, _ in placed(self.rows, time.time(), self.size.width - _MARK - _BEHIND)]
         place = shown.index(self._column) if self._column in shown else 0
         self._sort_by(shown[(place + step) % len(shown)])
 

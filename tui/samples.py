@@ -120,7 +120,7 @@ def _text(text: str, width: int) -> list[Line]:
     for own in text.expandtabs(4).splitlines():
         indent = min(len(own) - len(own.lstrip(" ")), width // 2)
         lines += [(*line(" " * (_MARGIN + indent)), *part) for part in wrap(Verbatim(own), width - _MARGIN - indent)] or [()]
-    return lines or [line(("  (nothing)", MUTED))]
+    return lines if text.strip() else [line(("  (empty answer)", MUTED))]
 
 
 def _cost(data: dict[str, Any]) -> str:

@@ -78,6 +78,8 @@ class Dashboard(Screen[None]):
     _say_saved: Mapping[str, Callable[[str, str], object]] = MappingProxyType({})
     """What says that a choice was saved, by its key."""
     _until_saved: Timer | None = None
+    told_of_saving = False
+    """A message has said that choices are saved."""
 
     @property
     def only_shown(self) -> bool:
@@ -355,12 +357,16 @@ class FullScreen(ClosingScreen[None]):
         self.show_message()
 
     def choose(self, key: str, value: str) -> None:
-        """Use a choice from now on. A message says it if the next dashboard will not have it."""
+        """Use a choice from now on. A message says once that choices are saved, and each time that
+        one is not."""
         self.dashboard.choose(key, value, self._say_saved)
 
     def _say_saved(self, text: str, kind: str) -> None:
-        if kind != "good":
-            (self if self.is_open else self.dashboard).say(text, kind)
+        # One message is enough for all that are saved.
+        if kind != "good" or not self.dashboard.told_of_saving:
+            self.dashboard.told_of_saving = self.dashboard.told_of_saving or kind == "good"
+            words = f"{text}; later choices are saved, too" if kind == "good" else text
+            (self if self.is_open else self.dashboard).say(words, kind)
 
     def clear_message(self) -> None:
         """Show the hint again."""

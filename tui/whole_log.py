@@ -239,6 +239,8 @@ class WholeLogScreen(FullScreen):
                 known, before = {}, []
             newest = before[-1].id if before else 0
             events = ledger.events(_MOST_EVENTS, after=newest) if ledger is not None and attempts else []
+            # The trainer writes these into its output, too.
+            events = [event for event in events if event.kind != "memory"]
         logs, grown = [], is_another or len(attempts) != len(known) or bool(events)
         for attempt in attempts:
             log = known.get(attempt.number) or AttemptLog(self._folder, attempt)

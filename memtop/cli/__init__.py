@@ -35,7 +35,7 @@ COMMAND_GROUPS = {
     },
     "Watch": {
         "watch": "Open the dashboard on a run or on the machine.",
-        "runs": "List the runs, the newest last.",
+        "runs": "List the runs, the newest first.",
         "show": "Show one run: attempts, settings, progress, saved state.",
         "compare": "Compare runs: results, speed, memory, settings that differ.",
         "report": "Write a run as one HTML page, to keep or to share.",

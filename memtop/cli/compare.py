@@ -21,13 +21,14 @@ from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
+from memtop.supervisor.run_memory import Measure
 from memtop.supervisor.wire import Metric
 
 _AVERAGED = 10
 """Updates whose mean loss is compared: the loss of one update depends on its samples."""
 
 
-_OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes")
+_OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes", "host_measure")
 
 
 class ComparedRun(msgspec.Struct, kw_only=True):
@@ -51,6 +52,7 @@ class ComparedRun(msgspec.Struct, kw_only=True):
     """The highest of the updates, of the first process."""
     host_peak_bytes: int | None
     """The highest host memory of the run's processes together."""
+    host_measure: Measure | None
     seconds: float | None
     """The time of all attempts together."""
     settings: dict[str, Any] = {}
@@ -128,6 +130,7 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         if one.peak_bytes is not None:
             peak = max(peak or 0, one.peak_bytes)
         last = one if one.loss is not None else last
+    host = ledger.host_peak()
     evaluations = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
     return {
         "loss": None if last is None else last.loss,
@@ -135,13 +138,14 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         "evaluation_loss": evaluations[0] if evaluations else None,
         "samples_per_second": samples / seconds if samples and seconds else None,
         "peak_bytes": peak,
-        "host_peak_bytes": ledger.host_peak(),
+        "host_peak_bytes": host.size,
+        "host_measure": host.measure,
     }
 
 
 def _loss_at(folder: RunFolder, update: int) -> float | None:
     with readable_ledger(folder), reading_ledger(folder) as ledger:
-        rows = [] if ledger is None else ledger.final_history(max(0, update - _AVERAGED + 1))
+        rows = [] if ledger is None else ledger.final_history(max(1, update - _AVERAGED + 1))
         losses = [row.loss for row in rows if row.update <= update and row.loss is not None]
     return sum(losses) / len(losses) if losses else None
 
@@ -155,18 +159,54 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("samples", [units.count(run.samples_seen) for run in runs]),
         ("loss", [_number(run.loss) for run in runs]),
         ("best loss", [_number(run.best_loss) for run in runs]),
-        (f"loss at update {common}", [_number(run.loss_at_common_update) for run in runs]),
+        (_mean_words(common), [_number(run.loss_at_common_update) for run in runs]),
         ("evaluation loss", [_number(run.evaluation_loss) for run in runs]),
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
-        ("peak RAM", [units.size(run.host_peak_bytes) for run in runs]),
-        ("time", [units.duration(run.seconds) for run in runs]),
-        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in differing),
+        ("peak RAM", [_host_peak(run) for run in runs]),
+        ("time of all attempts", [units.duration(run.seconds) for run in runs]),
+        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in _listed(runs, differing)),
     ]
     first = max(cell_len(tr(label)) for label, _ in rows)
     widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
     for label, cells in rows:
         yield row((label, first), *((cell, -width) for cell, width in zip(cells, widths, strict=True)), between="  ")
+    for owners, names in _folded(runs, differing).items():
+        yield f"{len(names)} settings only of {', '.join(owners)}: --json lists them"
+
+
+_MOST_LISTED = 3
+"""Settings that only some runs have: more of them are counted, not listed."""
+
+
+def _folded(runs: Sequence[ComparedRun], differing: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+    """Settings that not every run has, as between a recipe and a program of your own, by the names
+    of the runs that have them; only where there are many."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in differing:
+        owners = tuple(run.name for run in runs if name in run.settings)
+        if len(owners) < len(runs):
+            found.setdefault(owners, []).append(name)
+    return {owners: names for owners, names in found.items() if len(names) > _MOST_LISTED}
+
+
+def _listed(runs: Sequence[ComparedRun], differing: Sequence[str]) -> list[str]:
+    folded = {name for names in _folded(runs, differing).values() for name in names}
+    return [name for name in differing if name not in folded]
+
+
+def _mean_words(common: int | None) -> str:
+    """`mean loss of updates 31 to 40`."""
+    if not common:
+        return "mean loss of the same updates"
+    first = max(1, common - _AVERAGED + 1)
+    return f"loss of update {common}" if first == common else f"mean loss of updates {first} to {common}"
+
+
+def _host_peak(run: ComparedRun) -> str:
+    """`2.1 GiB`, and `2.3 GiB RSS` where shared pages count more than once."""
+    words = units.size(run.host_peak_bytes)
+    return f"{words} RSS" if run.host_measure == "RSS" else words
 
 
 def _number(value: float | None) -> str:

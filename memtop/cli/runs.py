@@ -33,7 +33,9 @@ from memtop.supervisor.wire import Phase, RunState
 @json_option
 @runs_dir_option
 def runs(as_json: bool, runs_dir: Path | None) -> int:
-    """List the runs, the newest last.
+    """List the runs, the newest first.
+
+    With --json the newest is the last.
 
     A run that waits gets a new supervisor if its own is gone.
     """
@@ -46,7 +48,8 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
     elif not rows:
         print_message(f"no runs in {where}")
     else:
-        print_lines(*table(rows, time.time(), shutil.get_terminal_size().columns if sys.stdout.isatty() else None), own=False)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print_lines(*table(rows[::-1], time.time(), width), own=False)
     return 0
 
 
@@ -54,7 +57,7 @@ def _document_of(row: RunRow) -> dict[str, Any]:
     if row.run is None:
         return {"name": row.name, "folder": str(row.folder.path), "error": row.error}
     more = {"program": row.program, "created": row.run.created, "ended": row.run.ended}
-    peaks = {"peak_bytes": row.peak_bytes, "host_peak_bytes": row.host_peak_bytes}
+    peaks = {"peak_bytes": row.peak_bytes, "host_peak_bytes": row.host_peak.size, "host_measure": row.host_peak.measure}
     return {**view.summary(row.run), **more, **peaks, "energy_joules": row.energy_joules}
 
 
@@ -139,7 +142,7 @@ def _sample_lines(sampled: dict[str, Any]) -> Iterator[str]:
     yield f"update {sampled['update']}"
     for prompt, text in zip(sampled["prompts"], sampled["texts"], strict=False):
         yield f"  {prompt}"
-        yield from (f"    {part}" for part in text.splitlines() or ("",))
+        yield from (f"    {part}" for part in (text.splitlines() if text.strip() else ("(empty answer)",)))
     if sampled["problem"] is not None:
         yield f"  {sampled['problem']}"
 
@@ -209,9 +212,13 @@ def _configuration_line(row: dict[str, Any]) -> str:
 def _measured(state: RunState) -> dict[str, Any]:
     """What was measured: the memory it uses now (null if it does not run), each rank's newest
     update, and what a search for the batch found."""
-    now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
+    held = state.host_memory
+    now: dict[str, Any] = {"host_bytes": held.size, "host_measure": held.measure, "run_rss_bytes": state.run_rss_bytes}
+    now["run_memory"] = msgspec.to_builtins(state.run_memory)
+    if not state.alive:
+        now = dict.fromkeys(now)
     names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "padding_fraction", "step_seconds", "split", "ranks")
-    more = ("stage", "gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
+    more = ("pace_seconds", "stage", "gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
     rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, *more)}
     return now | rest
 
@@ -219,7 +226,7 @@ def _measured(state: RunState) -> dict[str, Any]:
 def _memory_lines(state: RunState) -> Iterator[str]:
     if state.alive and state.run_memory:
         roles = [f"{role.processes} {role.role} {units.size(role.pss_bytes)}" for role in state.run_memory]
-        yield f"memory      {', '.join(roles)}"
+        yield f"memory      {state.host_memory.words}: {', '.join(roles)}"
     for rank in state.ranks:
         if rank.peak_bytes is not None:
             base = state.gpu_base_bytes.get(rank.device_uuid or "")

@@ -287,7 +287,7 @@ def print_once(options: Options) -> int:
         lines.append(f"pid {pid}: {len(tree)} processes, {rss} resident: {tree[0].command}")
     for seen in observed:
         lines += [line_of(seen)] if tree is None else lines_of(seen)
-    for state in states:
+    for state in reversed(states):
         if isinstance(state, Unreadable):
             lines.append(run_line(state))
         elif options.run_name or state.alive or state.state is Phase.QUEUED:

@@ -19,9 +19,10 @@ HOST = "host"
 GPU_SERIES = ("used_bytes", "used_fraction", "utilization_fraction", "power_watts", "temperature_celsius")
 HOST_SERIES = (
     *("used_bytes", "used_fraction", "swap_used_bytes", "swap_in_bytes_per_second", "pressure_fraction", "cpu_fraction"),
-    "run_rss_bytes",
+    *("run_rss_bytes", "run_pss_bytes"),
 )
-"""Names of the host's series. The ledger stores values in this order."""
+"""Names of the host's series. The ledger stores values in this order; older ledgers lack the
+last."""
 KEPT_SECONDS = 3600.0
 _NAN = math.nan
 # Samples within this many seconds share one value, the larger one.
@@ -59,7 +60,9 @@ def label_of(gpu_index: int | None) -> str:
     return "host" if gpu_index is None else f"GPU {gpu_index}"
 
 
-def values_of(snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> Iterator[tuple[str, int | None, list[float]]]:
+def values_of(
+    snapshot: MachineSnapshot, run_rss_bytes: float | None = None, run_pss_bytes: float | None = None
+) -> Iterator[tuple[str, int | None, list[float]]]:
     """(key, GPU index or None for the host, values in the order of the names) of each source.
 
     Unknown values are NaN.
@@ -69,7 +72,7 @@ def values_of(snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> 
         yield gpu_key(gpu), gpu.index, [_NAN if value is None else value for value in row]
     host = snapshot.host
     memory = (host.used_bytes, host.used_fraction, host.swap_used_bytes, host.swap_in_bytes_per_second)
-    rest = (host.pressure_fraction, host.cpu_fraction, run_rss_bytes)
+    rest = (host.pressure_fraction, host.cpu_fraction, run_rss_bytes, run_pss_bytes)
     yield HOST, None, [_NAN if value is None else value for value in (*memory, *rest)]
 
 
@@ -154,12 +157,12 @@ class History:
         """None for the host."""
         return self._tracks[key].gpu_index
 
-    def append(self, snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> None:
+    def append(self, snapshot: MachineSnapshot, run_rss_bytes: float | None = None, run_pss_bytes: float | None = None) -> None:
         """Add a sample.
 
         The same sample twice counts once. GPUs without samples for an hour are dropped.
         """
-        for key, gpu_index, values in values_of(snapshot, run_rss_bytes):
+        for key, gpu_index, values in values_of(snapshot, run_rss_bytes, run_pss_bytes):
             self._track(key, gpu_index).append(snapshot.time, values)
         if len(self._tracks) > len(snapshot.gpus) + 1:
             horizon = snapshot.time - KEPT_SECONDS

@@ -36,6 +36,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The most reserved during that update. The GPU must provide this in addition to the CUDA
     context."""
     rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    """Host memory with shared pages divided among the processes that map them: the rank's part of
+    the run's memory, when the supervisor last read it."""
     step_seconds: float | None = None
     """Of that update. Ranks that exchange gradients wait for the slowest, so theirs are alike."""
     data_wait_seconds: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.observed.values import Observed
 from memtop.supervisor.program import Program
+from memtop.supervisor.run_memory import host_memory
 from memtop.supervisor.wire import Phase, RunState
 
 NOTE = "not started by memtop"
@@ -63,7 +64,7 @@ def line_of(seen: Observed) -> str:
     else:
         parts.append(f"update {units.count(seen.updates)} / {units.count(seen.total_updates)}")
         parts.append(f"loss {units.UNKNOWN if seen.loss is None else f'{seen.loss:.4g}'}")
-    memory = f"{units.size(seen.rss_bytes)} RAM"
+    memory = host_memory(None, seen.rss_bytes).words
     parts.append(memory if seen.gpu_bytes is None else f"{units.size(seen.gpu_bytes)} GPU, {memory}")
     return "  ".join([*parts, NOTE])
 

@@ -23,6 +23,7 @@ from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Report
+from memtop.supervisor.run_memory import HostMemory, RoleMemory, host_memory, together
 from memtop.supervisor.wire import (
     AcceptSpike,
     Change,
@@ -31,7 +32,6 @@ from memtop.supervisor.wire import (
     Edit,
     FreeCache,
     Restart,
-    RoleMemory,
     Stop,
     Try,
 )
@@ -285,6 +285,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together."""
     run_memory: tuple[RoleMemory, ...] = ()
+    pss_bytes: dict[int, int] = {}
+    """By pid, what each process has of `run_memory`."""
     gpu_base_bytes: dict[str, int] = {}
     """By GPU uuid, the least that the run held outside torch's allocator in this attempt."""
     crossings: tuple[str, ...] = ()
@@ -295,6 +297,15 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """Medians of the newest updates and samples, every few samples."""
     keep: bool = False
     """Whether this sample goes into the ledger."""
+
+    @property
+    def run_pss_bytes(self) -> int | None:
+        return together(self.run_memory)
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """The host memory of the run's processes together."""
+        return host_memory(self.run_pss_bytes, self.run_rss_bytes)
 
 
 class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):

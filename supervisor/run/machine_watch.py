@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, read_host_memory, roles
 from memtop.supervisor.run.view import known_runs
-from memtop.supervisor.wire import RoleMemory
+from memtop.supervisor.run_memory import RoleMemory
 
 SAMPLE_SECONDS = 1.0
 """How often the machine is sampled."""
@@ -83,7 +83,12 @@ class MachineWatch:
     @property
     def run_memory(self) -> tuple[RoleMemory, ...]:
         """Host memory of the run's processes by role. Empty if there are none."""
-        return self._run_memory.roles
+        return self._run_memory.newest.roles
+
+    @property
+    def pss_bytes(self) -> Mapping[int, int]:
+        """By pid, the part of each process in `run_memory`."""
+        return self._run_memory.newest.pss_bytes
 
     @property
     def gpu_base_bytes(self) -> dict[str, int]:

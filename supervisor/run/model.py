@@ -264,7 +264,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     waiters: tuple[Waiter, ...] = ()
     sample: Sampled | None = None
     """The newest sample of the machine."""
-    resident_bytes: int | None = None
+    host_bytes: int | None = None
     """The last known host memory of this attempt's processes, in bytes."""
     trends: tuple[Trend, ...] = ()
     own_trends: tuple[Trend, ...] = ()

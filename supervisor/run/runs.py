@@ -21,6 +21,7 @@ from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
+from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import RunState
 
 _BETWEEN = 2
@@ -86,10 +87,12 @@ class RunRow(NamedTuple):
     """Why it cannot be read, in one line."""
     peak_bytes: int | None = None
     """The highest of all attempts, of the first process."""
-    host_peak_bytes: int | None = None
+    host_peak: HostMemory = HostMemory()
     """The highest host memory of its processes together."""
     energy_joules: float | None = None
     """Of all attempts whose energy is known."""
+    elsewhere: bool = False
+    """It is in another runs folder than the one that is listed."""
 
     @property
     def name(self) -> str:
@@ -127,7 +130,7 @@ def row_of(folder: RunFolder) -> RunRow:
         return RunRow(folder, run, why_unreadable(Path(error.filename or folder.path), error))
     joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
     highest = max((peak for peak in peaks if peak is not None), default=None)
-    return RunRow(folder, run, peak_bytes=highest, host_peak_bytes=host_peak, energy_joules=sum(joules) if joules else None)
+    return RunRow(folder, run, peak_bytes=highest, host_peak=host_peak, energy_joules=sum(joules) if joules else None)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -144,6 +147,8 @@ class RunColumn(NamedTuple):
     right: bool = True
     rank: int = 0
     """Without room the columns with the highest numbers are left out."""
+    most: int = 1000
+    """Cells; what is longer is shortened."""
 
     @property
     def title(self) -> str:
@@ -159,11 +164,25 @@ def _state(row: RunRow) -> str:
     return "unreadable" if row.run is None else row.run.word
 
 
+def _created(row: RunRow) -> float | None:
+    """None if it is not known, as for a run whose record is damaged."""
+    return None if row.run is None or row.run.created <= 0 else row.run.created
+
+
+def _elsewhere(row: RunRow, now: float) -> str:
+    """The folder of a run of another runs folder."""
+    if not row.elsewhere:
+        return ""
+    path, home = row.folder.path.parent, Path.home()
+    return clean(f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path))
+
+
 def _age(row: RunRow, now: float) -> str:
     """`12 s`, `4 min`, `3 h`, `10 days`."""
-    if row.run is None:
+    created = _created(row)
+    if created is None:
         return units.UNKNOWN
-    seconds = max(0.0, now - row.run.created)
+    seconds = max(0.0, now - created)
     for limit, each, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return tr(f"{seconds / each:.0f} {unit}")
@@ -183,20 +202,22 @@ def _loss(row: RunRow, now: float) -> str:
 
 def _peak(row: RunRow, now: float) -> str:
     """Of device memory; without one, as on the CPU, of host memory: `1.2 GiB RAM`."""
-    if row.peak_bytes is None and row.host_peak_bytes is not None:
-        return tr(f"{units.size(row.host_peak_bytes)} RAM")
+    if row.peak_bytes is None and row.host_peak.size is not None:
+        return tr(row.host_peak.words)
     return units.size(row.peak_bytes)
 
 
+ELSEWHERE = RunColumn("other folder", _elsewhere, lambda row: _elsewhere(row, 0.0) or None, right=False, rank=1, most=24)
+"""Only where there is such a run."""
 NAME = RunColumn("name", lambda row, now: clean(row.name), lambda row: row.name.casefold(), right=False)
 COLUMNS = (
     NAME,
     RunColumn("state", lambda row, now: tr(_state(row)), _state, right=False),
     RunColumn("program", lambda row, now: clean(row.program or units.UNKNOWN), lambda row: row.program, right=False, rank=5),
-    RunColumn("age", _age, _of_run("created"), rank=2),
+    RunColumn("age", _age, _created, rank=2),
     RunColumn("update", _progress, _of_run("updates")),
     RunColumn("loss", _loss, _of_run("loss"), rank=1),
-    RunColumn("peak", _peak, lambda row: row.peak_bytes or row.host_peak_bytes, rank=4),
+    RunColumn("peak", _peak, lambda row: row.peak_bytes or row.host_peak.size, rank=4),
     RunColumn(
         "samples/s",
         lambda row, now: units.rate(None if row.run is None else row.run.samples_per_second),
@@ -204,6 +225,7 @@ COLUMNS = (
         rank=3,
     ),
     RunColumn("energy", lambda row, now: units.energy(row.energy_joules), lambda row: row.energy_joules, rank=6),
+    ELSEWHERE,
 )
 _SHORTEST_NAME = 12
 
@@ -227,7 +249,11 @@ class Placed(NamedTuple):
 def placed(rows: Sequence[RunRow], now: float, width: int | None) -> list[Placed]:
     """The columns that fit, and their widths. Names are shortened before a column is left out;
     states are never shortened."""
-    found = [Placed(one, max(map(cell_len, (one.title, *(one.text(row, now) for row in rows))))) for one in COLUMNS]
+    found = [
+        Placed(one, min(one.most, max(map(cell_len, (one.title, *(one.text(row, now) for row in rows))))))
+        for one in COLUMNS
+        if one is not ELSEWHERE or any(row.elsewhere for row in rows)
+    ]
     while width is not None and (excess := sum(one.width + _BETWEEN for one in found) - _BETWEEN - width) > 0:
         name = found[0]
         if name.width > _SHORTEST_NAME:

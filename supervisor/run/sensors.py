@@ -28,7 +28,8 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.reports import Report, SettingsChanged, Step
 from memtop.supervisor.run.rules import prevention, stopping
 from memtop.supervisor.run.trends import Member, TrendWatch
-from memtop.supervisor.wire import Phase, RoleMemory
+from memtop.supervisor.run_memory import RoleMemory
+from memtop.supervisor.wire import Phase
 
 # Samples between two summaries of what a run spends its time on.
 _ADVISE_EVERY = 5
@@ -166,6 +167,7 @@ class Sensors:
             machine=machine,
             run_rss_bytes=watch.run_rss_bytes,
             run_memory=watch.run_memory,
+            pss_bytes=dict(watch.pss_bytes),
             gpu_base_bytes=watch.gpu_base_bytes,
             crossings=tuple(watch.crossings()),
             dangers=tuple(dangers),

@@ -4,11 +4,13 @@ supervisor.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msgspec.structs import replace
 
 from memtop.presets.program_profiles import KNOB_NAMES
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
 from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
@@ -50,13 +52,13 @@ def _reported(model: Model) -> RunState:
         batch_search=progress.batch_search,
         program=None if settings else _program(model),
         effective_batch=_effective_batch(model),
-        total_updates=progress.total_updates,
+        total_updates=_total_updates(model),
         loss=progress.loss,
         best_loss=progress.best_loss,
         gradient_norm=progress.gradient_norm,
         step_seconds=progress.step_seconds,
         split=progress.split(),
-        ranks=progress.rank_memory(model.agents),
+        ranks=_ranks(model),
         **_position(model),
         **(_while_alive(model) if model.alive else {}),
         offers=None if progress.offers is None else tuple(sorted(progress.offers)),
@@ -69,6 +71,25 @@ def _reported(model: Model) -> RunState:
         spike=spikes.proposed(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+def _total_updates(model: Model) -> int | None:
+    """What the program has reported. Before that, what follows from the saved state and the
+    settings."""
+    progress, settings, saved = model.progress, model.settings, model.checkpoint
+    if progress.total_updates is not None or settings is None or not settings.target_samples or settings.leave_out:
+        return progress.total_updates
+    done, seen = 0, 0
+    if saved is not None and saved.complete:
+        if saved.updates is None or saved.samples_seen is None:
+            return None
+        done, seen = saved.updates, saved.samples_seen
+    return done + math.ceil(max(0, settings.target_samples - seen) / settings.effective_batch)
+
+
+def _ranks(model: Model) -> tuple[RankMemory, ...]:
+    held = model.sample.pss_bytes if model.sample is not None and model.alive else {}
+    return tuple(replace(rank, pss_bytes=held.get(rank.pid)) for rank in model.progress.rank_memory(model.agents))
 
 
 _STAGES = {"loading": Stage.LOADING_MODEL, "data": Stage.READING_DATA, "training": Stage.FIRST_UPDATE}
@@ -118,12 +139,16 @@ def _position(model: Model) -> dict[str, Any]:
     target = (plan.target_samples if plan else None) or (settings.target_samples if settings else None)
     left = None if seen is None or target is None else max(0, target - seen)
     samples_rate, tokens_rate = progress.rates()
+    batch, pace = _effective_batch(model), progress.pace
+    if samples_rate is None and batch and pace:
+        samples_rate = batch / pace  # the program counts no samples itself
     return {
         "updates": step.update if step is not None else None if start is None else start.updates,
         "samples_seen": seen,
         "target_samples": target,
         "samples_per_second": samples_rate,
         "tokens_per_second": tokens_rate,
+        "pace_seconds": pace,
         "eta_seconds": _seconds_left(model, left, samples_rate),
         **{name: getattr(step, name) for name in _OF_STEP if step is not None},
     }

@@ -224,8 +224,8 @@ def _sampled(model: Model, event: Sampled) -> Model:
     if attempt is None or model.phase.final:
         return model
     if attempt.stage is AttemptStage.RUNNING:
-        model = replace(model, resident_bytes=event.run_rss_bytes or model.resident_bytes)
-        model = configurations.note_host(model, event.run_rss_bytes)
+        held = event.host_memory.size
+        model = configurations.note_host(replace(model, host_bytes=held or model.host_bytes), held)
     if event.keep:
         model = configurations.keep(model)
     for line in event.dangers:

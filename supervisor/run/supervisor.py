@@ -403,7 +403,7 @@ class Supervisor:
         sample = self._sensors.sampled(keep=keep)
         self.handle(sample)
         recorder = self._outbox.ledger.recorder
-        recorder.add(sample.machine, sample.run_rss_bytes)
+        recorder.add(sample.machine, sample.run_rss_bytes, sample.run_pss_bytes)
         if keep:
             self._outbox.write(lambda: recorder.write(sample.machine, self.model.number))
             if counters := self._sensors.machine_watch.energy_counters:

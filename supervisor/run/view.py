@@ -192,7 +192,9 @@ def _after_the_end(state: RunState, supervised: bool) -> dict[str, Any]:
     """
     changes: dict[str, Any] = {"run_rss_bytes": None, "run_memory": ()}
     changes["ranks"] = tuple(
-        msgspec.structs.replace(rank, connected=False, allocated_bytes=None, reserved_bytes=None, rss_bytes=None)
+        msgspec.structs.replace(
+            rank, connected=False, allocated_bytes=None, reserved_bytes=None, rss_bytes=None, pss_bytes=None
+        )
         for rank in state.ranks
     )
     return changes if supervised else changes | {"supervisor_pid": None}

@@ -8,7 +8,7 @@ from memtop.supervisor.monitor.values import GpuDetails, GpuSample, HostSample, 
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.sensors import Measurements
-from memtop.supervisor.wire import RoleMemory
+from memtop.supervisor.run_memory import RoleMemory
 
 GIB = 1 << 30
 

@@ -23,7 +23,8 @@ from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, recor
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.view import known_runs, read_state, show
-from memtop.supervisor.wire import Phase, RoleMemory, RunState
+from memtop.supervisor.run_memory import RoleMemory
+from memtop.supervisor.wire import Phase, RunState
 from tests.conftest import Runs
 
 

@@ -13,8 +13,15 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
-from memtop.supervisor.run.processes.host_memory import EVERY_SECONDS, RunMemory, process_memory, role_memory, roles
-from memtop.supervisor.wire import RoleMemory
+from memtop.supervisor.run.processes.host_memory import (
+    EVERY_SECONDS,
+    MemoryReading,
+    RunMemory,
+    process_memory,
+    role_memory,
+    roles,
+)
+from memtop.supervisor.run_memory import HostMemory, RoleMemory, host_memory, together
 from tests.monitor.conftest import Clock
 
 MIB = 1024**2
@@ -76,8 +83,8 @@ def identities(pids: Family) -> list[ProcessId]:
     return [process for process in found if process is not None]
 
 
-def by_role(memory: tuple[RoleMemory, ...]) -> dict[str, RoleMemory]:
-    return {part.role: part for part in memory}
+def by_role(memory: MemoryReading) -> dict[str, RoleMemory]:
+    return {part.role: part for part in memory.roles}
 
 
 def test_shared_batches_are_counted_once(family: Callable[..., Family]) -> None:
@@ -130,7 +137,7 @@ def test_a_process_that_is_gone_is_left_out(family: Callable[..., Family]) -> No
         process_memory(first)
     assert by_role(role_memory(known, {rank}))["loader worker"].processes == 1
     used_again = [ProcessId(rank, 1)]
-    assert role_memory(used_again, {rank}) == ()
+    assert role_memory(used_again, {rank}) == MemoryReading()
 
 
 def process_state(pid: int) -> str | None:
@@ -153,21 +160,21 @@ def test_a_process_that_may_not_be_read_makes_its_role_unknown(tmp_path: Path) -
     assert (alone.pss_bytes, alone.uss_bytes, alone.shm_bytes, alone.swap_bytes) == (4096, 1024, 2048, 1024)
 
 
-def test_it_is_read_every_ten_seconds_and_forgotten_with_the_processes() -> None:
+def test_it_is_read_with_every_sample_and_forgotten_with_the_processes() -> None:
     clock, me = Clock(), identify(os.getpid())
     assert me is not None
     memory = RunMemory(clock)
     memory.update([me], {me.pid})
-    first = memory.roles
-    assert [part.role for part in first] == ["rank"]
-    clock.pass_(EVERY_SECONDS - 1)
+    first = memory.newest
+    assert [part.role for part in first.roles] == ["rank"]
+    clock.pass_(EVERY_SECONDS / 2)
     memory.update([me], {me.pid})
-    assert memory.roles is first
-    clock.pass_(1)
+    assert memory.newest is first
+    clock.pass_(EVERY_SECONDS / 2)
     memory.update([me], {me.pid})
-    assert memory.roles is not first
+    assert memory.newest is not first
     memory.update([], ())
-    assert memory.roles == ()
+    assert memory.newest == MemoryReading()
 
 
 def test_processes_that_take_the_kernel_long_are_read_more_rarely() -> None:
@@ -176,8 +183,30 @@ def test_processes_that_take_the_kernel_long_are_read_more_rarely() -> None:
     moments = iter([0.0, 2.0, 50.0, 100.0, 100.0])
     memory = RunMemory(lambda: next(moments))
     memory.update([me], ())
-    first = memory.roles
+    first = memory.newest
     memory.update([me], ())
-    assert memory.roles is first
+    assert memory.newest is first
     memory.update([me], ())
-    assert memory.roles is not first
+    assert memory.newest is not first
+
+
+def test_one_number_for_the_memory_of_a_run() -> None:
+    roles = (
+        RoleMemory(role="launcher", processes=1, pss_bytes=5 * MIB),
+        RoleMemory(role="rank", processes=2, pss_bytes=495 * MIB),
+    )
+    assert together(roles) == 500 * MIB
+    assert host_memory(together(roles), 900 * MIB) == HostMemory(500 * MIB, "PSS")
+    assert host_memory(together(roles), 900 * MIB).words == "500 MiB RAM"
+    # Of one process the kernel tells only the resident bytes.
+    not_all = (*roles, RoleMemory(role="other", processes=1))
+    assert together(not_all) is None
+    assert host_memory(together(not_all), 900 * MIB).words == "900 MiB RSS"
+    assert host_memory(together(()), None) == HostMemory()
+
+
+def test_the_parts_of_the_ranks_are_of_the_same_reading(family: Callable[..., Family]) -> None:
+    pids = family()
+    reading = role_memory(identities(pids), {pids[0]})
+    assert reading.pss_bytes.keys() == set(pids)
+    assert sum(reading.pss_bytes.values()) == together(reading.roles)

@@ -16,13 +16,14 @@ from memtop.supervisor.monitor.processes.proc import has_loaded_torch
 from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Examine, Launch, SaveState, UpdateAttempt
-from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed
+from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed, States
 from memtop.supervisor.run.model import CurrentAttempt, Model, move
 from memtop.supervisor.run.notices import TOPICS, notices
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Change, Outcome, Phase, Stage
+from memtop.supervisor.run_memory import RoleMemory
+from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Stage
 from tests.run.brain import (
     GIB,
     HALF,
@@ -253,9 +254,26 @@ def test_a_failure_on_the_cpu_is_the_peak_and_ends_the_configuration() -> None:
     assert brain.model.settings == HALF
 
 
+def test_a_failure_on_the_cpu_adds_what_has_grown_since_the_newest_sample() -> None:
+    """The rank reports resident bytes, in which shared pages count in full."""
+    roles = (RoleMemory(role="rank", processes=1, pss_bytes=180 * MIB),)
+    machine = MachineSnapshot(time=1.0, host=HostSample())
+    brain = training(progress=Progress(), phase=Phase.STARTING)
+    brain.report({"type": "hello", "time": 990.0, "pid": 2}, PLAN)
+    brain.tell(Sampled(machine=machine, run_rss_bytes=250 * MIB, run_memory=roles, pss_bytes={2: 180 * MIB}))
+    (before,) = brain.model.configurations.rows
+    assert before.peak is not None
+    assert before.peak.bytes == 180 * MIB
+    assert [rank.pss_bytes for rank in run_state(brain.model).ranks] == [180 * MIB]
+    brain.report(OOM, SPLIT)
+    first, _ = brain.model.configurations.rows
+    assert first.peak is not None
+    assert first.peak.bytes == (180 + 300 - 250) * MIB
+
+
 def test_the_plan_shows_that_what_was_sampled_is_the_peak() -> None:
     """On the CPU. The failure may come before the next sample."""
-    brain = training(progress=Progress(), resident_bytes=250 * MIB)
+    brain = training(progress=Progress(), host_bytes=250 * MIB)
     brain.report(PLAN)
     (row,) = brain.model.configurations.rows
     assert row.peak is not None
@@ -268,6 +286,32 @@ def test_a_failure_of_a_gpu_is_one_although_its_rank_is_read_later() -> None:
     brain.report({**OOM, "device_uuid": "GPU-1"}, rank=1)
     first, _ = brain.model.configurations.rows
     assert (first.outcome, first.peak) == ("gpu_oom", None)
+
+
+def test_samples_per_second_of_a_loop_that_counts_no_samples() -> None:
+    brain = training(settings=None, progress=Progress())
+    for update in range(1, 4):
+        brain.report({"type": "step", "update": update, "step_seconds": 0.1, "time": 100.0 + 2 * update})
+    assert run_state(brain.model).samples_per_second is None, "its batch is not known"
+    brain.report({"type": "loop", "framework": "torch", "effective_batch": 12})
+    state = run_state(brain.model)
+    # Two seconds from one update to the next, whatever the step itself took.
+    assert (state.pace_seconds, state.samples_per_second) == (2.0, 6.0)
+
+
+def test_the_total_is_known_before_the_program_reports_it() -> None:
+    """While torch is imported, from the saved state and the settings."""
+    each = SETTINGS.effective_batch
+    settings = replace(SETTINGS, target_samples=40 * each)
+    begun = training(settings=settings, progress=Progress(), phase=Phase.STARTING, states=States())
+    assert run_state(begun.model).total_updates == 40
+    saved = Checkpoint(path="/x", updates=10, samples_seen=10 * each, complete=True)
+    half = replace(settings, batch=SETTINGS.batch // 2)
+    again = training(settings=half, progress=Progress(), phase=Phase.STARTING, states=States(newest=saved))
+    assert run_state(again.model).total_updates == 10 + 60, "30 updates are left, each in two"
+    for unknown in (replace(settings, target_samples=0, epochs=1.0), replace(settings, leave_out=((0, each),))):
+        model = training(settings=unknown, progress=Progress(), phase=Phase.STARTING, states=States()).model
+        assert run_state(model).total_updates is None
 
 
 def test_settings_that_are_not_possible_are_a_warning() -> None:

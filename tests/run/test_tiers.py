@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
+from array import array
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnaps
 from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.server import ControlServer, Publisher
+from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import HistoryRows, Phase, RunState
 from tests.conftest import no_file_grows
 
@@ -61,6 +63,37 @@ def test_least_mean_and_most_of_every_stretch(tmp_path: Path) -> None:
     assert {b.mean for b in host["run_rss_bytes"]} == {7}
     assert host["cpu_fraction"] == []
     assert ledger.sources() == {HOST: None, "GPU-a": 0}
+
+
+def test_a_ledger_from_before_the_last_series_is_read_and_goes_on(tmp_path: Path) -> None:
+    """An older memtop recorded only the resident bytes."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    record(ledger, *(snapshot(START + s) for s in range(5)))
+    ledger.recorder.flush()
+    assert ledger.host_peak() == HostMemory(7, "RSS")
+    ledger.close()
+    with closing(sqlite3.connect(path)) as database:
+        source = "(SELECT id FROM sources WHERE key = 'host')"
+        for seconds, moment, numbers in database.execute(
+            f"SELECT seconds, time, numbers FROM history WHERE source = {source}"
+        ).fetchall():
+            values = array("f", numbers)
+            each = len(values) // 4
+            older = array("f", [value for n, value in enumerate(values) if n % each != each - 1])
+            database.execute(
+                f"UPDATE history SET numbers = ? WHERE seconds = ? AND time = ? AND source = {source}",
+                (older.tobytes(), seconds, moment),
+            )
+        database.commit()
+    ledger = Ledger(path)
+    assert ledger.host_peak() == HostMemory(7, "RSS")
+    for second in range(5, 25):
+        ledger.recorder.add(snapshot(START + second), 9, 4 + (second == 9))
+    ledger.recorder.flush()
+    assert ledger.host_peak() == HostMemory(5, "PSS")
+    host = ledger.history(HOST, START, START + 30)
+    assert [[b.high for b in host[f"run_{name}_bytes"]] for name in ("pss", "rss")] == [[5, 4, 4], [9, 9, 9]]
 
 
 def test_the_next_supervisor_adds_to_the_stretch_that_was_not_over(tmp_path: Path) -> None:

@@ -147,6 +147,16 @@ def test_the_same_cuts_give_the_same_order_and_keep_earlier_samples() -> None:
     assert SampleOrder(text, 7, cuts).take(23, 40) == SampleOrder(text, 7, cuts).take(0, 63)[23:]
 
 
+def test_the_epoch_does_not_fall_when_the_rest_is_cut_into_more_samples() -> None:
+    text = packed([bytes(range(200))] * 4)
+    half = SampleOrder(text, 7, [Cut(0, 16)]).end_of(1.0) // 2
+    before, after = SampleOrder(text, 7, [Cut(0, 16)]), SampleOrder(text, 7, [Cut(0, 16), Cut(half, 8)])
+    assert after.epoch_at(half) == before.epoch_at(half)
+    # A sample of half the length is half as much of the epoch.
+    growth = [order.epoch_at(half + 10) - order.epoch_at(half) for order in (before, after)]
+    assert 0 < growth[1] == pytest.approx(growth[0] / 2, rel=0.2)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
@@ -163,7 +173,11 @@ def test_no_token_of_an_epoch_is_repeated_or_left_out_when_seq_len_changes(
     order = SampleOrder(text, 3, cuts)
     used = np.zeros(sum(lengths) + 2 * len(lengths), np.int64)
     position = 0
+    before = 0.0
     while order.epoch_at(position) < 1.0:
+        # Also where a shorter sequence makes more samples of the rest.
+        assert order.epoch_at(position) >= before
+        before = order.epoch_at(position)
         ((start, length),) = order.take(position, 1)
         longest = next(cut.seq_len for cut in reversed(cuts) if cut.position <= position)
         assert 2 <= length <= longest

@@ -85,6 +85,19 @@ async def chosen(pilot: Pilot[DashboardResult]) -> list[object]:
     return found
 
 
+async def test_a_message_says_once_that_choices_are_saved(file: Path, tmp_path: Path) -> None:
+    app = dashboard(tmp_path, Choices(remembered(), remember))
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        await press(pilot, "v", "x")
+        await told(pilot, f"metrics-axis samples: saved in {file}; later choices are saved, too")
+        await press(pilot, "o")
+        while "smoothing" not in file.read_text():
+            await pilot.pause(0.05)
+        await settle(pilot)
+        assert "metrics-smoothing 8: saved" not in screen_text(app)
+
+
 async def test_the_next_dashboard_begins_with_what_was_chosen(file: Path, tmp_path: Path) -> None:
     write(file, '# mine\non-oom = "ask"\n')
     await pressed(dashboard(tmp_path, Choices(remembered(), remember)), ONE_BY_ONE)

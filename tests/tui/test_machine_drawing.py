@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, Job, MigInstance
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run_memory import RoleMemory
 from memtop.tui.dashboard.overview import draw_compact_machine, draw_processes
 from memtop.tui.line import plain
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
@@ -96,7 +97,7 @@ def test_host_memory_shows_limit_swap_and_pressure() -> None:
     assert "Swap" in text
     assert "0.5 / 4.0 GiB" in text
     assert "memory pressure 0.0 %" in text
-    assert "this run 9.0" in text
+    assert "this run, RSS 9.0" in text
 
 
 def test_a_machine_without_swap_says_none() -> None:
@@ -237,8 +238,8 @@ def test_the_title_says_what_cuda_calls_a_gpu_where_that_differs() -> None:
 
 def test_the_run_by_role_adds_up_with_shared_memory_apart() -> None:
     roles = (
-        wire.RoleMemory(role="rank", processes=1, pss_bytes=int(9.8 * GIB)),
-        wire.RoleMemory(role="loader worker", processes=6, pss_bytes=int(11.6 * GIB), shm_bytes=int(0.4 * GIB)),
+        RoleMemory(role="rank", processes=1, pss_bytes=int(9.8 * GIB)),
+        RoleMemory(role="loader worker", processes=6, pss_bytes=int(11.6 * GIB), shm_bytes=int(0.4 * GIB)),
     )
     store = store_of(running(run_memory=roles))
     text = text_of(draw_host(store, 60, 12))

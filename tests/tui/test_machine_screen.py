@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, HostSample, MigInstance
-from memtop.supervisor.wire import RoleMemory, StateUpdate
+from memtop.supervisor.run_memory import RoleMemory
+from memtop.supervisor.wire import StateUpdate
 from memtop.tui.line import Line, plain
 from memtop.tui.machine.gpu_details import draw_gpu_details
 from memtop.tui.machine.host import draw_host_details

@@ -20,7 +20,7 @@ from memtop.supervisor.run.reports import Step
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.metrics.curves import Range, RunCurves, Track
-from memtop.tui.metrics.drawing import METRICS, MetricsView, draw, smoothed
+from memtop.tui.metrics.drawing import METRICS, MetricsView, draw, smoothed, with_values
 from memtop.tui.metrics.screen import MetricsScreen
 from tests.tui.support import NOW, SETTINGS, RecordingFeed, gpu, opened, press, resize, running, screen_text, settle, text_of
 
@@ -101,7 +101,7 @@ def test_evaluations_that_were_taken_back_are_left_out_and_memory_is_placed_by_t
         for update, loss in ((10, 3.0), (20, 2.5), (30, 2.0), (20, 2.4))
     )
     run.take_memory([Bucket(NOW + 5, 1.0, 7.0, 8.0, 9.0), Bucket(NOW + 900, 1.0, 1.0, 1.0, 1.0)])
-    evaluation, memory = run.track("evaluation_loss"), run.track("run_rss_bytes")
+    evaluation, memory = run.track("evaluation_loss"), run.track("run_bytes")
     assert evaluation is not None
     assert memory is not None
     assert evaluation.ys.tolist() == [3.0, 2.4]
@@ -110,6 +110,27 @@ def test_evaluations_that_were_taken_back_are_left_out_and_memory_is_placed_by_t
 
 def view(**values: object) -> MetricsView:
     return MetricsView(**{"axis": "update", "start": 1.0, "end": 40.5, **values})  # type: ignore[arg-type]
+
+
+def test_a_metric_without_a_value_takes_no_room_from_the_others() -> None:
+    """The peak of device memory on the CPU."""
+    kinds = [kind for kind in METRICS if kind.name in ("loss", "learning_rate", "samples_per_second", "peak_bytes")]
+    cpu, gpu_run = curves(row(1, learning_rate=1e-3), row(2)), curves(row(1, peak_bytes=5), row(2))
+    assert [kind.name for kind in with_values(kinds, [cpu])] == ["loss", "learning_rate", "samples_per_second"]
+    assert with_values(kinds, [cpu, gpu_run]) == kinds
+    only = [kind for kind in kinds if kind.name == "peak_bytes"]
+    assert with_values(only, [cpu]) == only, "then its chart says that it is not reported"
+
+
+async def test_an_axis_that_the_run_does_not_report_offers_updates() -> None:
+    rows = tuple(wire.Metric(update=n, attempt=1, loss=1.0 / n, time=NOW + n) for n in range(1, 9))
+    feed = RecordingFeed(running(gpu()), wire.MetricRows(rows=rows))
+    async with opened(feed, "v", "x", size=(80, 24)) as (app, pilot):
+        await settle(pilot)
+        assert "this run does not report the samples of its updates: u draws over updates" in screen_text(app)
+        await press(pilot, "u")
+        assert "by update" in screen_text(app)
+        assert "does not report" not in screen_text(app)
 
 
 def test_a_chart_has_a_fitted_scale_the_value_at_the_cursor_and_the_numbers_of_the_runs() -> None:

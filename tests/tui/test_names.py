@@ -79,9 +79,9 @@ def test_the_banner_of_an_ended_run_keeps_its_end_and_the_next_step() -> None:
     assert notice(finished, 79).startswith("✓ finished at update 60; memtop export qwen2-5-7")
     assert notice(finished, 79).endswith("-no-4 DIR writes the model")
     assert cell_len(notice(finished, 79)) <= 79
-    assert notice(finished, 160).startswith(f"✓ finished at update 60 after 00:34:20; memtop export {LONG} DIR")
+    assert notice(finished, 160).startswith(f"✓ finished at update 60 after 00:34:20 in all; memtop export {LONG} DIR")
     failed = store_of(running(gpu(), name=LONG, state=Phase.FAILED, reason="a reason " * 20, **ended))
-    assert notice(failed, 79).startswith("✗ failed at update 60 after 00:34:20: a reason")
+    assert notice(failed, 79).startswith("✗ failed at update 60 after 00:34:20 in all: a re")
     assert notice(failed, 79).endswith("…; r resumes at update 20")
 
 

@@ -13,6 +13,7 @@ from textual.widgets import Button, DataTable, Input
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
@@ -109,7 +110,7 @@ async def test_the_form_shows_the_expected_peak() -> None:
             await resize(pilot, *size)
             app.screen.query_one("#batch", Input).value = "8"
             await settle(pilot)
-            assert "VRAM peak 10.0 GiB measured 50.0 % · safe" in screen_text(app)
+            assert "VRAM peak 10.0 GiB measured with these settings 50.0 % · safe" in screen_text(app)
             assert "predicted" not in screen_text(app), "nothing is changed"
             # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
             for batch, expected, basis in (
@@ -138,6 +139,19 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
     (line,) = MeasuredMemory(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
+
+
+def test_before_its_first_update_a_configuration_has_no_peak() -> None:
+    """Its program may just have begun to load the model."""
+    settings = replace(SETTINGS, device="cpu")
+    key = settings_key(settings, on_gpu=False)
+    begun = Peak(batch=settings.batch, bytes=GIB, updates=0, settings_key=key)
+    larger = Peak(batch=2 * settings.batch, bytes=4 * GIB, updates=3, settings_key=key)
+    rows = MeasuredMemory((larger, begun), begun, 32 * GIB, on_gpu=False).lines(settings, 200)
+    assert "1.0 GiB" not in " ".join(map(plain, rows))
+    done = replace(begun, updates=1)
+    (row,) = MeasuredMemory((larger, done), done, 32 * GIB, on_gpu=False).lines(settings, 200)
+    assert plain(row).startswith("RAM peak 1.0 GiB measured with these settings")
 
 
 def died_at(settings: object, present: object) -> wire.ConfigurationRows:

@@ -20,7 +20,7 @@ from memtop.supervisor.names import shortened
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
-from memtop.supervisor.run.runs import living_elsewhere, placed, row_of, table
+from memtop.supervisor.run.runs import COLUMNS, living_elsewhere, placed, row_of, table
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui import run_feed
@@ -76,6 +76,26 @@ def test_what_is_not_known_is_a_dash_and_an_unreadable_run_says_why(tmp_path: Pa
     lines = list(table([new, row_of(RunFolder(tmp_path / "bad"))], NOW + 5))
     assert " ".join(lines[1].split()) == "new created first-run 5 s – – – – –"
     assert lines[2].startswith("bad   unreadable: ")
+
+
+def test_a_time_that_is_not_known_has_no_age_and_is_the_last(tmp_path: Path) -> None:
+    """A record may be damaged. 0 is no date."""
+    row = row_of(stored(tmp_path, "old", 0.0))
+    age = next(column for column in COLUMNS if column.id == "age")
+    assert (age.text(row, NOW), age.key(row)) == ("–", None)
+
+
+def test_a_run_of_another_folder_is_marked_with_it(tmp_path: Path) -> None:
+    here, there = tmp_path / "runs", tmp_path / "a-project-with-a-long-name" / "runs"
+    rows = [row_of(stored(here, "mine", NOW)), row_of(stored(there, "far", NOW))]
+    assert not any("folder" in line for line in table(rows, NOW)), "they are of one folder"
+    rows[1] = rows[1]._replace(elsewhere=True)
+    for width in (200, 80, 70):
+        head, mine, far = table(rows, NOW, width)
+        assert head.endswith("other folder")
+        assert far.endswith("/runs")
+        assert not mine.endswith("/runs")
+        assert max(map(cell_len, (head, mine, far))) <= width
 
 
 @pytest.mark.parametrize(
@@ -171,6 +191,22 @@ async def test_the_list_is_sorted_and_filtered(three: Path, size: tuple[int, int
         assert len(names(screen)) == 3
         await press(pilot, "escape")
         assert app.screen is app.dashboard
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_the_screen_names_the_folder_of_a_run_of_another_one(
+    three: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    far = stored(tmp_path_factory.mktemp("a-folder-with-a-long-name") / "runs", "far-away-" * 4, NOW + 30)
+    monkeypatch.setattr(runs_screen, "living_elsewhere", lambda path: [far])
+    async with listed(three, size=size, wanted=4) as (app, _, screen):
+        rows = [line.rstrip() for line in screen_text(app).splitlines()]
+        (heading,) = (line for line in rows if "age" in line)
+        assert heading.endswith("other folder")
+        marked = [line for line in rows if line.endswith("/runs")]
+        assert len(marked) == 1
+        assert "far-aw" in marked[0]
+        assert [row.elsewhere for row in screen.rows] == [True, False, False, False]
 
 
 async def test_a_killed_run_is_listed_and_found_as_killed(three: Path) -> None:

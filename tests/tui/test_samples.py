@@ -44,6 +44,12 @@ def test_the_newest_update_comes_first_with_its_cost_and_the_lines_of_the_text()
     assert "memory ran out while samples were written; no samples any more" in text
 
 
+@pytest.mark.parametrize("text", ["", "\n\n", "  \n"])
+def test_an_empty_answer_is_named(text: str) -> None:
+    for draw in (lines_by_update, lines_by_prompt):
+        assert "  (empty answer)" in text_of(draw([sampled(10, text, "a")], 80))
+
+
 def test_each_prompt_has_its_texts_over_the_updates() -> None:
     text = text_of(lines_by_prompt(samplings(EVENTS), 80))
     assert text.count("def main(") == text.count("Ärger") == 1

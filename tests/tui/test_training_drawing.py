@@ -14,6 +14,7 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.supervisor.run_memory import HostMemory, RoleMemory
 from memtop.tui.dashboard.events import draw_events
 from memtop.tui.dashboard.header import PHASE_MARKS, draw_header
 from memtop.tui.dashboard.layout import plan
@@ -22,6 +23,7 @@ from memtop.tui.dashboard.training import draw_compact_training, draw_loss, draw
 from memtop.tui.feed import Connected, Disconnected, Followed, Others, ReplayPosition
 from memtop.tui.keymap import ACTIONS, BY_ID, label_of, offered
 from memtop.tui.line import beginning, plain, width_of, wrap_within
+from memtop.tui.machine.host import draw_host
 from memtop.tui.store import Store, fold
 from tests.tui.support import (
     GIB,
@@ -255,6 +257,7 @@ def test_ranks_that_differ_are_named() -> None:
 
     both = told((3, 0.02), (7.5, 0.02), (4, 0.4))
     assert "ranks differ  peak 3.0 GiB (rank 0) to 7.5 GiB (rank 1)  data 2 % (rank 0) to 40 % (rank 2)" in both
+    assert "ranks differ  RAM 1.0 GiB (rank 0) to 2.0 GiB (rank 1)" in told((1, 0), (2, 0), name="pss_bytes")
     assert "ranks differ  RSS 1.0 GiB (rank 0) to 2.0 GiB (rank 1)" in told((1, 0), (2, 0), name="rss_bytes")
     for alike in (told((3, 0.1), (3.5, 0.1)), told((0.1, 0.1), (0.2, 0.1)), told((3, 0.5))):
         assert "ranks differ" not in alike
@@ -275,7 +278,7 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     store = store_of(running(gpu(), state=phase, total_updates=None))
     text = plain(draw_header(store, 160, 1)[0])
     assert f"{PHASE_MARKS[phase][0]} {phase.value}" in text
-    assert "preset standard  8 x 4 x 1 = 32  T 128  00:22:10" in text
+    assert "preset standard  8 x 4 x 1 = 32  T 128  this attempt 00:22:10" in text
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
@@ -285,7 +288,7 @@ def test_a_run_that_starts_says_in_which_stage_it_is() -> None:
     assert "◌ loading the model" in plain(draw_header(store, 80, 1)[0])
     wide = "✓ starting  ✓ importing torch  ◌ loading the model  · reading the data  · first update"
     assert plain(draw_training(store, 100, 12)[0]).rstrip() == wide
-    assert plain(draw_training(store, 60, 12)[0]).rstrip() == "◌ loading the model, 3 of 5"
+    assert plain(draw_training(store, 60, 12)[0]).rstrip() == "◌ loading the model, stage 3 of 5"
     own = store_of(running(gpu(), **starting | {"stage": wire.Stage.LOADING, "settings": None}))
     assert plain(draw_training(own, 60, 12)[0]).rstrip() == "✓ starting  ◌ loading  · first update"
     again = store_of(running(gpu(), **starting | {"updates": 12}))
@@ -356,8 +359,15 @@ def test_the_notice_words_every_state_of_the_link() -> None:
     assert notice(store_of(running(gpu(), warnings=("disk is nearly full",)))) == "! disk is nearly full"
 
 
+def test_the_time_of_an_attempt_is_not_that_of_the_whole_run() -> None:
+    two = {**OVER, "attempt": 2, "started": NOW - 10, "state": wire.Phase.FINISHED}
+    store = store_of(running(gpu(), **two))
+    assert plain(draw_header(store, 160, 1)[0]).rstrip().endswith("this attempt 00:00:10")
+    assert "after 00:03:10 in all" in notice(store)
+
+
 SAVED = wire.Checkpoint(path="/runs/tiny/train_latest_state", updates=20, samples_seen=640, complete=True)
-OVER: dict[str, object] = {"alive": False, "updates": 24, "created": NOW - 190, "ended": NOW, "checkpoint": SAVED}
+OVER: dict[str, object] = {"alive": False, "attempt": 1, "updates": 24, "created": NOW - 190, "ended": NOW, "checkpoint": SAVED}
 
 
 @pytest.mark.parametrize(
@@ -459,3 +469,39 @@ def test_the_source_of_the_numbers_uses_the_line_of_parts_that_nobody_knows() ->
     assert "forward" not in text
     assert "`step 2\nloss 1.0`; updates: counted" in text
     assert "train.py" in text_of(draw_header(store, 120, 1))
+
+
+@pytest.mark.parametrize("device", [None, "GPU-0"])
+def test_a_rank_shows_its_part_of_the_memory_of_the_run(device: str | None) -> None:
+    """What it reports itself counts shared pages in full and is of another moment: more than the
+    run."""
+    rank = RankMemory(rank=0, pid=7, connected=True, device_uuid=device, rss_bytes=5 * GIB)
+    held = (
+        RoleMemory(role="launcher", processes=1, pss_bytes=GIB // 2),
+        RoleMemory(role="rank", processes=1, pss_bytes=4 * GIB),
+    )
+    read = (msgspec.structs.replace(rank, pss_bytes=4 * GIB),)
+    store = fold(Store(), running(ranks=read, run_memory=held, run_rss_bytes=6 * GIB))
+    text = text_of(draw_training(store, 100, 12))
+    assert "RAM 4.0 GiB" in text
+    assert "RSS" not in text
+    assert store.run is not None
+    assert store.run.host_memory == HostMemory(int(4.5 * GIB), "PSS")
+    unread = fold(Store(), running(ranks=(rank,), run_memory=(), run_rss_bytes=6 * GIB))
+    assert "RSS 5.0 GiB" in text_of(draw_training(unread, 100, 12))
+    assert "this run, RSS 6.0" in text_of(draw_host(unread, 100, 12))
+
+
+def test_the_numbers_of_speed_on_one_line_are_of_the_same_updates() -> None:
+    fields = {"samples_per_second": 40.0, "tokens_per_second": 400.0, "step_seconds": 9.0, "pace_seconds": 0.8}
+    text = text_of(draw_training(store_of(running(**fields)), 100, 12))
+    assert re.search(r"40.0 samples/s +400 tok/s +mean step 0.80 s", text)
+    newest = text_of(draw_training(store_of(running(**{**fields, "pace_seconds": None})), 100, 12))
+    assert "mean" not in newest
+    assert "step 9.00 s" in newest
+
+
+def test_why_there_are_no_samples_per_second() -> None:
+    own = {"settings": None, "program": Program(grip="optimizer", why="x"), "samples_per_second": None, "updates": 3}
+    text = text_of(draw_training(store_of(running(**own, effective_batch=None)), 100, 12))
+    assert "– samples/s batch not known" in text

@@ -40,9 +40,12 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
         )
     )
     clock = line((units.duration(run_seconds(store)), STRONG), " ")
+    # In the first attempt it is the time of the run.
+    named = line(*fact("this attempt", units.duration(run_seconds(store))), " ") if run.attempt > 1 else clock
     label, short = _label(store), _short_label(store)
     # The longest right side that fits. The note that values are not live is dropped last.
-    settings = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
+    forms = ((True, named), (False, named), (False, clock))
+    settings = [join((label, _settings_words(run, wide), time)) for wide, time in forms]
     choices = [one for one in settings if width_of(left) + 2 + width_of(one) <= width]
     # For these the name is shortened.
     choices += [join((label, clock)), label, join((short, clock)), short]

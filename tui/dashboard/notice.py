@@ -64,7 +64,11 @@ def _end(run: RunState, width: int) -> str:
     """How the run has ended, after how long, and what goes on from there: `■ stopped at update 40
     after 00:03:10; r resumes at update 40`."""
     state = f"{PHASE_MARKS[run.state][0]} {run.word}"
-    lasted = "" if run.ended is None else f" after {units.duration(run.ended - run.created)}"
+    lasted = ""
+    if run.ended is not None:
+        time = units.duration(run.ended - run.created)
+        # The time at the top is that of the newest attempt.
+        lasted = f" after {time} in all" if run.attempt > 1 else f" after {time}"
     why = f": {tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
     brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
     step = _next_step(run, run.name)

@@ -28,6 +28,7 @@ from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.run_memory import together
 from memtop.tui.compositor import ChangesCompositor
 from memtop.tui.dashboard import overview as machine_drawing
 from memtop.tui.dashboard import training as training_drawing
@@ -189,7 +190,7 @@ class DashboardScreen(Dashboard):
         if isinstance(content, wire.HistoryRows):
             self.history.load(content.key, content.gpu_index, content.times, content.columns)
         elif isinstance(content, wire.StateUpdate) and content.machine is not None:
-            self.history.append(content.machine, content.run.run_rss_bytes)
+            self.history.append(content.machine, content.run.run_rss_bytes, together(content.run.run_memory))
         elif isinstance(content, MachineSnapshot):
             self.history.append(content)
         elif isinstance(content, ReplayPosition) and content.rewound:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run_memory import host_memory
 from memtop.supervisor.wire import Phase, RunState, Stage
 from memtop.tui.bars import progress_bar
 from memtop.tui.charts import Point, curve, curve_spark
@@ -61,7 +62,7 @@ def _source_lines(run: RunState, width: int) -> list[Line]:
 
 
 _ROWS = (("ETA", "epoch", "samples"), ("loss", "lr", "grad"), ("speed", "tokens", "step"))
-_LESS_IMPORTANT = ("padding", "best", "grad", "samples", "step", "epoch", "tokens", "lr")
+_LESS_IMPORTANT = ("why", "padding", "best", "grad", "samples", "step", "epoch", "tokens", "lr")
 """What is left out where there is no room, the first one first."""
 
 
@@ -84,6 +85,9 @@ def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
         loss = line(*loss, (f" best {_number(run.best_loss, '.3f')}", MUTED))
     if "padding" not in left_out and run.padding_fraction and run.padding_fraction >= _WORTH_A_WORD:
         tokens = line(*tokens, (f" {units.percent(run.padding_fraction, 0)} padding", MUTED))
+    speed = fact("", f"{units.rate(run.samples_per_second)} samples/s")
+    if "why" not in left_out and run.samples_per_second is None and run.program is not None and run.updates:
+        speed = line(*speed, (" batch not known" if run.effective_batch is None else " not measured yet", MUTED))
     found = {
         "ETA": fact("ETA", units.duration(run.eta_seconds)),
         "epoch": fact("epoch", _number(run.epoch, ".2f")),
@@ -91,9 +95,9 @@ def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
         "loss": loss,
         "lr": fact("lr", _number(run.learning_rate, ".1e")),
         "grad": fact("grad", _number(run.gradient_norm, ".2f")),
-        "speed": fact("", f"{units.rate(run.samples_per_second)} samples/s"),
+        "speed": speed,
         "tokens": tokens,
-        "step": fact("step", _step(run.step_seconds)),
+        "step": _pace(run),
     }
     return {name: item for name, item in found.items() if name not in left_out}
 
@@ -137,7 +141,7 @@ _STAGES_OF_PROGRAMS = (Stage.STARTING, Stage.LOADING, Stage.FIRST_UPDATE)
 
 
 def _stages(run: RunState, stage: Stage, width: int) -> Line:
-    """`✓ starting  ◌ importing torch  · loading the model`, or `importing torch, 2 of 5`."""
+    """`✓ starting  ◌ importing torch  · loading the model`, or `importing torch, stage 2 of 5`."""
     stages = _STAGES if run.settings is not None else _STAGES_OF_PROGRAMS
     at = stages.index(stage) if stage in stages else 0
     sign, role = PHASE_MARKS[Phase.STARTING]
@@ -148,7 +152,7 @@ def _stages(run: RunState, stage: Stage, width: int) -> Line:
     row = join(parts)
     if width_of(row) <= width:
         return row
-    return fit(line((f"{sign} ", role), (stage.value, STRONG), (f", {at + 1} of {len(stages)}", MUTED)), width)
+    return fit(line((f"{sign} ", role), (stage.value, STRONG), (f", stage {at + 1} of {len(stages)}", MUTED)), width)
 
 
 def _progress(run: RunState, width: int) -> Line:
@@ -239,7 +243,7 @@ def _unlike_ranks(ranks: Sequence[RankMemory]) -> list[Line]:
     """By how much the ranks differ in memory, and in the share of an update that they wait for
     data; empty if they do not."""
     found = []
-    for word, name in (("peak", "peak_bytes"), ("RSS", "rss_bytes")):
+    for word, name in (("peak", "peak_bytes"), ("RAM", "pss_bytes"), ("RSS", "rss_bytes")):
         sizes = [(value, one.rank) for one in ranks if (value := getattr(one, name)) is not None]
         if sizes and max(sizes)[0] > max(_UNLIKE * min(sizes)[0], min(sizes)[0] + _UNLIKE_BYTES):
             found.append(_from_to(word, *(f"{units.size(size)} (rank {n})" for size, n in (min(sizes), max(sizes)))))
@@ -264,15 +268,21 @@ def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
     if not rank.connected:
         parts.append(line(("! its agent does not answer", "edge")))
     elif rank.device_uuid is None:
-        parts += [fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))]
+        parts += [_host_memory(rank), fact("pid", str(rank.pid))]
     else:
         parts += [
             fact("alloc", units.gib(rank.allocated_bytes)),
             fact("reserved", units.gib(rank.reserved_bytes)),
             fact("peak", f"{units.gib(rank.peak_bytes)} GiB"),
-            fact("RSS", units.size(rank.rss_bytes)),
+            _host_memory(rank),
         ]
     return join_fitting(parts, width)
+
+
+def _host_memory(rank: RankMemory) -> Line:
+    """The rank's part of the run's memory; else what it has reported itself."""
+    size, measure = host_memory(rank.pss_bytes, rank.rss_bytes)
+    return fact("RSS" if measure == "RSS" else "RAM", units.size(size))
 
 
 def draw_loss(store: Store, width: int, height: int) -> list[Line]:
@@ -282,6 +292,13 @@ def draw_loss(store: Store, width: int, height: int) -> list[Line]:
 
 def _losses(store: Store) -> list[Point]:
     return [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
+
+
+def _pace(run: RunState) -> Line:
+    """Of the same updates as samples/s and tok/s; of the newest one where only that is known."""
+    if run.pace_seconds is None:
+        return fact("step", _step(run.step_seconds))
+    return fact("mean step", _step(run.pace_seconds))
 
 
 def _step(seconds: float | None) -> str:

@@ -33,7 +33,7 @@ _CHOICES = {
     "s": ("swap", "swap_used_bytes", "bytes", "host"),
     "u": ("use", "utilization_fraction", "fraction", "gpu"),
     "w": ("power", "power_watts", "watts", "gpu"),
-    "r": ("run RSS", "run_rss_bytes", "bytes", "host"),
+    "r": ("run RAM", "run_pss_bytes", "bytes", "host"),
     "l": ("loss", "loss", "number", "update"),
     "p": ("peak memory", "peak_bytes", "bytes", "update"),
     "t": ("tokens/s", "tokens_per_second", "rate", "update"),
@@ -169,6 +169,8 @@ class HistoryScreen(FullScreen):
                 found += self._update_curve(words, unit, name)
                 continue
             if of == "host":
+                if letter == "r" and not self._buckets(HOST, name):
+                    words, name = "run RSS", "run_rss_bytes"  # the kernel does not tell more
                 found.append(Curve(words, unit, self._buckets(HOST, name)))
                 continue
             each = [Curve(f"{tr(words)} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]

@@ -10,6 +10,7 @@ from memtop.supervisor import units, wire
 from memtop.supervisor.language import verbatim
 from memtop.supervisor.monitor.values import EDGE_FROM, HostSample
 from memtop.supervisor.recovery.values import Trend
+from memtop.supervisor.run_memory import RoleMemory, together
 from memtop.tui import trends
 from memtop.tui.bars import ROLES, Share, banded, memory_bar, padded_tag
 from memtop.tui.charts import history
@@ -88,21 +89,13 @@ def ram_bar(store: Store, width: int) -> Line:
     cached = Share(min(1 - used, (host.cached_bytes or 0) / whole), "·", "pagecache") if whole and used < 1 else None
     if store.run is None:
         return memory_bar(width, [Share(used, "█", "alloc")], peak=store.host_peak_fraction, after=cached)
-    rss = run_bytes(store.run)
-    own = min(used, rss / whole) if rss and whole else 0.0
+    held = store.run.host_memory.size
+    own = min(used, held / whole) if held and whole else 0.0
     shares = [Share(own, "█", "alloc"), Share(used - own, "░", "other")]
     return memory_bar(width, shares, peak=store.host_peak_fraction, after=cached)
 
 
-def run_bytes(run: wire.RunState) -> int | None:
-    """The run's memory: shared pages counted once if that is known, else resident bytes."""
-    known = [role.pss_bytes for role in run.run_memory]
-    if known and all(value is not None for value in known):
-        return sum(value or 0 for value in known)
-    return run.run_rss_bytes
-
-
-def roles_line(roles: Sequence[wire.RoleMemory], width: int) -> Line:
+def roles_line(roles: Sequence[RoleMemory], width: int) -> Line:
     """`run 21.4: main 9.8  6 workers 11.2  shm 0.4`; shared memory is listed separately, so that
     the parts add up.
     """
@@ -117,11 +110,10 @@ def roles_line(roles: Sequence[wire.RoleMemory], width: int) -> Line:
     shared = [role.shm_bytes for role in roles if role.shm_bytes is not None]
     if shared:
         parts.insert(2, fact("shm", units.gib(sum(shared))))
-    known = [role.pss_bytes for role in roles if role.pss_bytes is not None]
     swapped = sum(role.swap_bytes or 0 for role in roles)
     if swapped:
         parts.append(line(("! swapped ", "edge"), (units.gib(swapped), "edge")))
-    total = units.gib(sum(known)) if len(known) == len(roles) else units.UNKNOWN
+    total = units.gib(together(roles))
     return join_fitting([line(("run ", MUTED), (f"{total}:", STRONG)), *parts], width)
 
 
@@ -148,10 +140,10 @@ def _holders(store: Store, width: int) -> Line:
     )
     if store.run is None:
         return spread(cached, cpu, width) if cached else fit(cpu, width)
-    own = run_bytes(store.run)
+    own, measure = store.run.host_memory
     others = None if own is None or host.used_bytes is None else max(0, host.used_bytes - own)
     parts = [
-        line(("█", "alloc"), " ", *fact("this run", units.gib(own))),
+        line(("█", "alloc"), " ", *fact("this run, RSS" if measure == "RSS" else "this run", units.gib(own))),
         line(("░", "other"), " ", *fact("others", units.gib(others))),
         cached,
     ]
@@ -270,7 +262,8 @@ def _memory(store: Store, width: int) -> Group:
 
 def _roles(run: wire.RunState, width: int) -> Group:
     facts = FactGroup(f"The run {run.name}", width)
-    facts.add("resident, together", size(run.run_rss_bytes))
+    whole, measure = run.host_memory
+    facts.add("together, RSS" if measure == "RSS" else "together", size(whole))
     if not run.run_memory:
         facts.add_text("its memory by role has not been read yet", MUTED)
     for role in run.run_memory:

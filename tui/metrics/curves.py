@@ -249,7 +249,7 @@ class RunCurves:
     def take_memory(self, buckets: Iterable[Bucket]) -> None:
         """The memory of the run's processes over time, bytes."""
         places = [(bisect_left(self.times, bucket.time), bucket.high) for bucket in buckets]
-        self._tracks["run_rss_bytes"] = self._at([(n, value) for n, value in places if n < len(self.times)])
+        self._tracks["run_bytes"] = self._at([(n, value) for n, value in places if n < len(self.times)])
 
     def _at(self, points: Sequence[tuple[int, float]]) -> Track:
         """A track of values that were measured at these places."""

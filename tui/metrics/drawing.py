@@ -53,7 +53,7 @@ METRICS = (
     MetricKind("s", "samples_per_second", "samples/s", units.rate),
     MetricKind("t", "tokens_per_second", "tokens/s", units.rate),
     MetricKind("p", "peak_bytes", "peak memory", units.size),
-    MetricKind("m", "run_rss_bytes", "RAM", units.size),
+    MetricKind("m", "run_bytes", "RAM", units.size),
 )
 
 
@@ -76,6 +76,13 @@ class MetricsView:
 def x_words(axis: str, value: float) -> str:
     """A value of an axis as text."""
     return units.duration(value) if axis == "time" else units.count(round(value))
+
+
+def with_values(kinds: Sequence[MetricKind], runs: Sequence[RunCurves]) -> list[MetricKind]:
+    """Those of which a run has reported a value: on the CPU there is no peak memory, for example.
+    All of them where that leaves none."""
+    known = [kind for kind in kinds if any((track := run.track(kind.name)) is not None and track.is_known for run in runs)]
+    return known or list(kinds)
 
 
 def draw(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.wire import Event, Metric
 from memtop.tui.metrics.curves import RunCurves
+
+if TYPE_CHECKING:
+    from memtop.supervisor.run.record.ledger import Ledger
 
 _EVALUATIONS = 10_000
 """The newest, that are read."""
@@ -33,14 +36,20 @@ def new_in(folder: Path, after: Metric | None) -> NewRecords:
     with reading_ledger(RunFolder(folder)) as ledger:
         if ledger is None:
             return NewRecords([], RunCurves(folder.name), [], [], [])
-        extent = ledger.extent()
-        memory = [] if extent is None else ledger.history(HOST, *extent).get("run_rss_bytes", [])
         rows = [] if after is None else list(ledger.final_history(after.update))
         fresh = None
         if after is None or not rows or _identity(rows[0]) != _identity(after):
             rows, fresh = [], RunCurves(folder.name)
             fresh.take(ledger.final_history())
-        return NewRecords(rows[1:], fresh, ledger.events(), ledger.events(_EVALUATIONS, kind="evaluation"), memory)
+        return NewRecords(rows[1:], fresh, ledger.events(), ledger.events(_EVALUATIONS, kind="evaluation"), _run_memory(ledger))
+
+
+def _run_memory(ledger: Ledger) -> list[Bucket]:
+    """The host memory of the run's processes over time: PSS, or RSS where the kernel does not tell
+    it."""
+    extent = ledger.extent()
+    series = {} if extent is None else ledger.history(HOST, *extent)
+    return series.get("run_pss_bytes") or series.get("run_rss_bytes") or []
 
 
 def _identity(row: Metric) -> tuple[int, int, float | None]:

@@ -24,7 +24,17 @@ from memtop.supervisor.wire import Event
 from memtop.tui.choices import SCALES
 from memtop.tui.line import MUTED, Line, line
 from memtop.tui.metrics.curves import AXES, RunCurves
-from memtop.tui.metrics.drawing import METRICS, RUN_ROLES, SMOOTHINGS, MetricsView, cell_at, chart_width, draw
+from memtop.tui.metrics.drawing import (
+    METRICS,
+    RUN_ROLES,
+    SMOOTHINGS,
+    MetricKind,
+    MetricsView,
+    cell_at,
+    chart_width,
+    draw,
+    with_values,
+)
 from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
 from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, T, Words, named
@@ -45,6 +55,7 @@ class MetricsScreen(FullScreen):
         Binding("q,v", "leave", "Back", show=False),
         *(Binding(key, f"choose('{name}')", words, show=False) for key, name, words, _ in METRICS),
         Binding("x", "axis", "X axis", tooltip="Updates, samples, tokens or time"),
+        Binding("u", "updates", "Over updates", show=False),
         Binding("plus,equals_sign", "zoom(0.5)", "Zoom", key_display="+ -", tooltip="Half or twice the range, at the cursor"),
         Binding("minus,underscore", "zoom(2)", "Further", show=False),
         Binding("left", "move(-1)", "Cursor", key_display="← →", tooltip="Reads values; or click; PgUp and PgDn leap"),
@@ -163,6 +174,11 @@ class MetricsScreen(FullScreen):
         wanted = [self._own_folder, *self._folders]
         return [self._runs[folder] for folder in wanted if folder in self._runs]
 
+    @property
+    def _kinds(self) -> list[MetricKind]:
+        """The chosen metrics that are drawn."""
+        return with_values([kind for kind in METRICS if kind.name in self._chosen], self._curves)
+
     def _extent(self) -> tuple[float, float] | None:
         """The first and the last value of the axis in any run."""
         found = [extent for run in self._curves if (extent := run.extent(self._axis)) is not None]
@@ -191,10 +207,10 @@ class MetricsScreen(FullScreen):
             return [line(("reading the record of the run", MUTED))]
         if span is None:
             why = "no update is reported yet"
-            if self._axis != "update":
-                why = f"this run does not report the {self._axis} of its updates: x changes the axis"
+            if self._axis != "update" and any(run.extent("update") is not None for run in runs):
+                why = f"this run does not report the {self._axis} of its updates: u draws over updates"
             return [line((why, MUTED))]
-        kinds = [kind for kind in METRICS if kind.name in self._chosen]
+        kinds = self._kinds
         self._first = min(self._first, max(0, len(kinds) - 1))
         view = MetricsView(
             axis=self._axis,
@@ -215,7 +231,13 @@ class MetricsScreen(FullScreen):
         self._show()
 
     def action_axis(self) -> None:
-        self._axis = _after(AXES, self._axis)
+        self._over(_after(AXES, self._axis))
+
+    def action_updates(self) -> None:
+        self._over("update")
+
+    def _over(self, axis: str) -> None:
+        self._axis = axis
         self._part = self._cursor = None
         self.choose("metrics-axis", self._axis)
         self._show()
@@ -265,12 +287,12 @@ class MetricsScreen(FullScreen):
     @property
     def _cells(self) -> int:
         panel = self.query_one("#metrics", LinePanel)
-        return chart_width(panel.size.width, len(self._chosen))
+        return chart_width(panel.size.width, len(self._kinds))
 
     def on_click(self, event: Click) -> None:
         panel, span = self.query_one("#metrics", LinePanel), self._span()
         inside = event.get_content_offset_capture(panel)
-        place = cell_at(inside.x, panel.size.width, len(self._chosen))
+        place = cell_at(inside.x, panel.size.width, len(self._kinds))
         if span is not None and place is not None and 0 <= inside.y < panel.size.height - 2:
             each = (span[1] - span[0]) / self._cells
             self._point_at(span[0] + (place + 0.5) * each, each)
@@ -282,7 +304,8 @@ class MetricsScreen(FullScreen):
         self.action_scroll_charts(-1)
 
     def action_scroll_charts(self, step: int) -> None:
-        most = max(0, len(self._chosen) - self._shown) if step > 0 else len(self._chosen)
+        count = len(self._kinds)
+        most = max(0, count - self._shown) if step > 0 else count
         self._first = max(0, min(self._first + step, max(self._first, most)))
         self._show()
 

@@ -47,6 +47,8 @@ def with_output(
     if state.alive and state.eta_seconds is None and total and updates is not None and seconds:
         since = max(0.0, now - seen.time) if own else 0.0
         changes["eta_seconds"] = max(0.0, (total - updates) * seconds - since)
+    if state.samples_per_second is None and state.effective_batch and seconds:
+        changes["samples_per_second"] = state.effective_batch / seconds
     if seen.log is not None and state.alive:
         changes["log_path"] = seen.log
     if not taken:

@@ -6,15 +6,17 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from memtop.supervisor.monitor.processes.proc import PROC, ProcessId, identify, parent_of
 from memtop.supervisor.run.post_mortem.evidence import address_room
-from memtop.supervisor.wire import RoleMemory
+from memtop.supervisor.run_memory import RoleMemory
 
 ROLES = ("launcher", "rank", "loader worker", "other")
-EVERY_SECONDS = 10.0
+EVERY_SECONDS = 0.9
+"""With every sample, which come once a second."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # The kernel walks every page of a process for this. Readings take at most a fiftieth of one core,
 # however large the processes are.
@@ -60,17 +62,30 @@ def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
     )
 
 
-def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc_root: Path = PROC) -> tuple[RoleMemory, ...]:
-    """Memory of these processes by role, in the order of ROLES; roles without a process are left
-    out. If a value cannot be read for one process, it is None for its whole role."""
+class MemoryReading(NamedTuple):
+    """One reading of all processes of a run."""
+
+    roles: tuple[RoleMemory, ...] = ()
+    """In the order of ROLES; roles without a process are left out. If a value cannot be read for
+    one process, it is None for its whole role."""
+    pss_bytes: Mapping[int, int] = {}
+    """By pid; a process that could not be read is left out."""
+
+
+def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc_root: Path = PROC) -> MemoryReading:
+    """The memory of these processes."""
     alive = [process.pid for process in processes if identify(process.pid, proc_root) == process]
     found: dict[str, list[ProcessMemory | None]] = {}
+    pss = {}
     for pid, role in roles(alive, rank_pids, proc_root).items():
         try:
-            found.setdefault(role, []).append(process_memory(pid, proc_root))
+            memory = process_memory(pid, proc_root)
         except ProcessLookupError:
             continue  # it has ended in the meantime
-    return tuple(_together(role, found[role]) for role in ROLES if found.get(role))
+        found.setdefault(role, []).append(memory)
+        if memory is not None:
+            pss[pid] = memory.pss_bytes
+    return MemoryReading(tuple(_together(role, found[role]) for role in ROLES if found.get(role)), pss)
 
 
 def _together(role: str, members: list[ProcessMemory | None]) -> RoleMemory:
@@ -179,21 +194,21 @@ def anonymous_bytes(pids: Iterable[int], proc_root: Path = PROC) -> dict[int, in
 
 
 class RunMemory:
-    """The newest reading. It is repeated every ten seconds, or less often if it takes long."""
+    """The newest reading. It is repeated every second, or less often if it takes long."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.roles: tuple[RoleMemory, ...] = ()
+        self.newest = MemoryReading()
         self._monotonic = monotonic
         self._due = float("-inf")
 
     def update(self, processes: Collection[ProcessId], rank_pids: Collection[int]) -> None:
         """Read if it is due. Without processes the result is empty at once."""
         if not processes:
-            self.roles, self._due = (), float("-inf")
+            self.newest, self._due = MemoryReading(), float("-inf")
             return
         started = self._monotonic()
         if started < self._due:
             return
-        self.roles = role_memory(processes, rank_pids)
+        self.newest = role_memory(processes, rank_pids)
         ended = self._monotonic()
         self._due = started + max(EVERY_SECONDS, _SHARE * (ended - started))

@@ -223,9 +223,9 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
 
-    def note_host(self, resident_bytes: int | None, key: str, batch: int | None) -> Configurations:
+    def note_host(self, host_bytes: int | None, key: str, batch: int | None) -> Configurations:
         """Host memory of the run's processes, which is the peak of a run without a GPU."""
-        return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key, batch)
+        return self if host_bytes is None or self.on_gpu else self._note_peak(host_bytes, key, batch)
 
     def _note_peak(self, taken: int, key: str, batch: int | None) -> Configurations:
         last = self.present

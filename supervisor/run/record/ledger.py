@@ -24,6 +24,7 @@ from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record import configurations, energy, metrics, tiers
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.reports import Hello, Report, Step, Unknown, decode
+from memtop.supervisor.run_memory import HostMemory, host_memory
 from memtop.supervisor.wire import Change, Event, Metric
 
 _SCHEMA = """
@@ -451,11 +452,9 @@ class Ledger:
         """All series of a source by name, in time steps that suit the length of the time range."""
         return tiers.read(self._db, key, since, until)
 
-    def host_peak(self) -> int | None:
-        """The highest host memory of the run's processes together, bytes, of the samples. Pages
-        that they share count in each."""
-        found = tiers.highest(self._db, HOST, "run_rss_bytes")
-        return None if found is None else int(found)
+    def host_peak(self) -> HostMemory:
+        """The highest host memory of the run's processes together, of the samples."""
+        return host_memory(*(tiers.highest(self._db, HOST, name) for name in ("run_pss_bytes", "run_rss_bytes")))
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
         """The newest full snapshot between the two moments.

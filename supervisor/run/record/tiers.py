@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS history (
 # Intervals that wait while the ledger cannot be written: one hour.
 _WAITING = 360
 _FINEST = TIERS[0][0]
+# Of a series that an older ledger does not have.
+_NO_SAMPLES = (0.0, 0.0, 0.0, 0.0)
 
 
 class Interval:
@@ -81,13 +83,17 @@ class Recorder:
         self._waiting: deque[tuple[int, dict[str, Interval]]] = deque(maxlen=_WAITING)
         refill(db, self.history, now)
 
-    def add(self, snapshot: MachineSnapshot, run_rss_bytes: float | None) -> None:
+    def add(self, snapshot: MachineSnapshot, run_rss_bytes: float | None, run_pss_bytes: float | None = None) -> None:
         """Add a sample. Nothing is written yet."""
-        self.history.append(snapshot, run_rss_bytes)
+        self.history.append(snapshot, run_rss_bytes, run_pss_bytes)
         start = int(snapshot.time // _FINEST) * _FINEST
         if not self._waiting or self._waiting[-1][0] != start:
             self._waiting.append((start, {}))
-        _gather(self._waiting[-1][1], snapshot, run_rss_bytes)
+        for key, gpu_index, values in values_of(snapshot, run_rss_bytes, run_pss_bytes):
+            intervals = self._waiting[-1][1]
+            if key not in intervals:
+                intervals[key] = Interval(key, gpu_index, len(values))
+            intervals[key].add(values)
 
     def write(self, snapshot: MachineSnapshot, attempt: int) -> None:
         """Write this snapshot in full and the intervals that are over, in one transaction.
@@ -117,13 +123,6 @@ class Recorder:
             for start, intervals in self._waiting:
                 _merge(self._db, start, intervals)
         self._waiting.clear()
-
-
-def _gather(intervals: dict[str, Interval], snapshot: MachineSnapshot, run_rss_bytes: float | None) -> None:
-    for key, gpu_index, values in values_of(snapshot, run_rss_bytes):
-        if key not in intervals:
-            intervals[key] = Interval(key, gpu_index, len(values))
-        intervals[key].add(values)
 
 
 def _merge(db: sqlite3.Connection, start: int, intervals: dict[str, Interval]) -> None:
@@ -194,7 +193,7 @@ def read(db: sqlite3.Connection, key: str, since: float, until: float, *, most: 
             (seconds, since - seconds, min(until, end - seconds), key),
         )
         for time, numbers in rows:
-            for name, (low, mean, high, count) in zip(series_of(key), _unpacked(numbers), strict=True):
+            for name, (low, mean, high, count) in zip(series_of(key), _unpacked(numbers), strict=False):
                 if count:
                     found[name].append(Bucket(float(time), float(seconds), low, mean, high))
     return found
@@ -207,7 +206,7 @@ def highest(db: sqlite3.Connection, key: str, series: str) -> float | None:
     rows = db.execute(
         "SELECT numbers FROM history JOIN sources ON source = id WHERE seconds = ? AND key = ?", (TIERS[-1][0], key)
     )
-    found = (next(islice(_unpacked(numbers), place, None), (0.0, 0.0, 0.0, 0.0)) for (numbers,) in rows)
+    found = (next(islice(_unpacked(numbers), place, None), _NO_SAMPLES) for (numbers,) in rows)
     return max((high for _, _, high, count in found if count), default=None)
 
 
@@ -228,6 +227,7 @@ def refill(db: sqlite3.Connection, history: History, now: float) -> None:
         )
         for time, numbers in rows:
             values = list(_unpacked(numbers))
+            values += [_NO_SAMPLES] * (len(series_of(key)) - len(values))
             history.add(key, gpu_index, time, [low if count else math.nan for low, _, _, count in values])
             history.add(key, gpu_index, time + half, [high if count else math.nan for _, _, high, count in values])
 

@@ -16,6 +16,7 @@ from memtop.supervisor.monitor.history import HOST, Bucket, label_of
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, reading_ledger
+from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import Configuration, Event, Metric, RunState
 
 POINTS = 800
@@ -64,7 +65,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     gpus: tuple[str, ...] = ()
     price: Price | None = None
-    host_peak_bytes: int | None = None
+    host_peak: HostMemory = HostMemory()
     """The highest host memory of the run's processes together."""
 
     @property
@@ -89,7 +90,7 @@ def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
             cwd=spec.cwd,
             gpus=() if ledger is None else _gpu_names(ledger, now),
             price=price,
-            host_peak_bytes=None if ledger is None else ledger.host_peak(),
+            host_peak=HostMemory() if ledger is None else ledger.host_peak(),
         )
 
 
@@ -126,11 +127,12 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     best = "" if state.best_loss is None else f" (best {state.best_loss:.4g})"
     yield "loss", "" if state.loss is None else f"{state.loss:.4g}{best}"
     ends = [attempt.ended for attempt in facts.attempts if attempt.ended is not None]
-    yield "time", units.duration(max(ends) - state.created) if ends and state.state.final else ""
+    whole = units.duration(max(ends) - state.created) if ends and state.state.final else ""
+    yield "time from the first start to the end", whole
     yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
     for source in facts.sources:
-        yield f"highest memory, {source.label}", "" if source.peak is None else units.percent(source.peak)
-    yield "peak RAM of the run", "" if facts.host_peak_bytes is None else units.size(facts.host_peak_bytes)
+        yield f"highest memory of {source.label}, all programs", "" if source.peak is None else units.percent(source.peak)
+    yield "highest host memory of this run", "" if facts.host_peak.size is None else facts.host_peak.words
     yield "energy of the GPUs", _energy(facts)
     if state.settings is not None:
         s = state.settings

@@ -150,7 +150,7 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         allocator=launching.allocator,
         knobs=launching.knobs,
         asked=None,
-        resident_bytes=None,
+        host_bytes=None,
         trends=(),
         own_trends=(),
         leak_handled=False,

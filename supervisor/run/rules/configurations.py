@@ -10,6 +10,7 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import NotifyConfigurations, SaveConfigurations
+from memtop.supervisor.run.events import Sampled
 from memtop.supervisor.run.grip import shape_key
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.record.configurations import Configurations, same
@@ -52,7 +53,7 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             model = put(model, model.configurations.resumed(report.updates))
             # The first allocation after this may be the one that fails, long before the next
             # sample.
-            return note_host(model, model.resident_bytes)
+            return note_host(model, model.host_bytes)
     return model
 
 
@@ -63,12 +64,12 @@ def announce(model: Model, kind: str, text: str, report: Report) -> Model:
     return note(model, kind, text, values(report))
 
 
-def note_host(model: Model, resident_bytes: int | None) -> Model:
+def note_host(model: Model, host_bytes: int | None) -> Model:
     """On the CPU, the peak is the host memory of the run's processes."""
     if not _trains_on_the_cpu(model):
         return model
     model = _with_key(model)
-    return replace(model, configurations=model.configurations.note_host(resident_bytes, model.shape_key[-1], _batch(model)))
+    return replace(model, configurations=model.configurations.note_host(host_bytes, model.shape_key[-1], _batch(model)))
 
 
 def _trains_on_the_cpu(model: Model) -> bool:
@@ -107,7 +108,15 @@ def _note_failure(model: Model, rank: int, report: Oom) -> Model:
     if (report.time or 0.0) < present.configuration.started:
         return model  # an earlier one's, which an earlier supervisor has dealt with
     others = sum(other.rss_bytes or 0 for other in model.progress.rank_memory() if other.rank != rank)
-    return note_host(model, report.rss_bytes + others)
+    return note_host(model, _at_failure(model.sample, report.rss_bytes + others))
+
+
+def _at_failure(sample: Sampled | None, resident_bytes: int) -> int:
+    """The host memory when an allocation failed. The ranks report resident bytes: what they have
+    more of than at the newest sample is their own."""
+    if sample is None or sample.host_memory.size is None or sample.run_rss_bytes is None:
+        return resident_bytes
+    return sample.host_memory.size + max(0, resident_bytes - sample.run_rss_bytes)
 
 
 def _settings_changed(model: Model, report: SettingsChanged) -> Model:

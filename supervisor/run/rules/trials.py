@@ -167,7 +167,7 @@ def _facts(model: Model) -> RunFacts:
         connected=0 in model.agents,
         saves_on_request=model.progress.offers is not None and is_connected(model, "checkpoint"),
         died_of=_died_of(model),
-        host_bytes=model.sample.run_rss_bytes if model.sample is not None else None,
+        host_bytes=model.sample.host_memory.size if model.sample is not None else None,
         swap_bytes=model.sample.machine.host.swap_used_bytes if model.sample is not None else None,
         monotonic=model.now.monotonic,
     )
