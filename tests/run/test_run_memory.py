@@ -180,7 +180,7 @@ def test_it_is_read_with_every_sample_and_forgotten_with_the_processes() -> None
 def test_processes_that_take_the_kernel_long_are_read_more_rarely() -> None:
     me = identify(os.getpid())
     assert me is not None
-    moments = iter([0.0, 2.0, 50.0, 100.0, 100.0])
+    moments = iter([0.0, 2.0, 100.0, 200.0, 200.0])
     memory = RunMemory(lambda: next(moments))
     memory.update([me], ())
     first = memory.newest

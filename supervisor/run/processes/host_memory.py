@@ -18,9 +18,9 @@ ROLES = ("launcher", "rank", "loader worker", "other")
 EVERY_SECONDS = 0.9
 """With every sample, which come once a second."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# The kernel walks every page of a process for this. Readings take at most a fiftieth of one core,
-# however large the processes are.
-_SHARE = 50
+# The kernel walks every page of a process for this, and the process cannot map memory meanwhile.
+# Readings take at most a hundredth of the time, however large the processes are.
+_SHARE = 100
 _LAUNCHERS = (
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate-launch"),
     *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
