@@ -29,6 +29,9 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
 
     output_dir: str = ""
     """Where the Trainer saves; an absolute path."""
+    made_in: tuple[str, int] | None = None
+    """The folder of its arguments before the program changed it, and which of the objects made with
+    it they are."""
     profile: ProgramProfile | None = None
     """None: the program is built on Hugging Face's Trainer."""
     cwd: str = ""

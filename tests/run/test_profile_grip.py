@@ -97,8 +97,8 @@ def test_the_effective_batch_follows_from_what_the_program_divides() -> None:
 def test_what_a_restart_means_is_said_before() -> None:
     assert consequences(grip(), HALF, SAVED, 25) == (
         "; 5 updates since update 20 are done again, unless the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the "
-        "effective batch stays 16; its samples are drawn at random, so none is repeated or left out; the learning rate there "
-        "is the same before and after"
+        "effective batch stays 16; its samples are drawn at random; with a fixed seed the program draws those of its "
+        "beginning again; the learning rate there is the same before and after"
     )
     unknown = replace(SAVED, updates=None, step=8, epoch=1)
     text = consequences(grip("minimind"), HALF, unknown, 25)
