@@ -286,5 +286,9 @@ def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
     saved = (at.updates or 0) if at is not None and at.complete else 0
     if not reached or reached <= saved:
         return ""
-    text = f"; {reached - saved} updates since update {saved} are done again"
+    many = reached - saved
+    again = (
+        f"{many} updates since update {saved} are done again" if many > 1 else f"1 update since update {saved} is done again"
+    )
+    text = f"; {again}"
     return text if ended else f"{text}, unless the program saves when it is stopped"

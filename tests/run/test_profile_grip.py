@@ -148,6 +148,20 @@ def test_a_program_that_begins_from_zero_is_stopped_if_its_lines_are_known() -> 
     assert brain.asked(Signal) == []
 
 
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (141, "the program has resumed: its output begins with step 41"),
+        (101, "the program may not have resumed: its output begins with step 1 instead of 40"),
+    ],
+)
+def test_a_program_that_begins_its_epoch_again_has_not_resumed(first: int, says: str) -> None:
+    """Its counter begins again in each epoch; what memtop reads from the output does not."""
+    brain = restarted(grip("minimind"), replace(SAVED, updates=None, step=40, epoch=1))
+    prints(brain, first, steps_of_epoch=100)
+    assert brain.messages("resume" if first == 141 else "warning")[-1].startswith(says)
+
+
 def test_settings_with_which_it_does_not_start_are_taken_back() -> None:
     brain = restarted(grip())
     end(brain, 1)

@@ -45,7 +45,7 @@ class DeadWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-_OF_LAUNCHER = "subprocess.CalledProcessError: Command "
+_OF_LAUNCHER = "subprocess.CalledProcessError:"
 _ERROR = re.compile(r"^(?:\[rank(\d+)\]: ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*)$", re.M)
 
 
