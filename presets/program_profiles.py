@@ -135,9 +135,9 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     per_epoch: bool = False
     """The steps begin again with each epoch; the checkpoint then has an epoch, too."""
     order: Literal["random", "skipped", "reshuffled", "lost"] = "random"
-    """Samples after a resume. random: drawn anew for each batch, so none is repeated or left out.
-    skipped: those before the position are left out. reshuffled: as many are left out, but the order
-    of the epoch is another one. lost: the epoch begins again."""
+    """Samples after a resume. random: drawn anew for each batch; with a fixed seed, those
+    of the beginning again. skipped: those before the position are left out. reshuffled: as many are
+    left out, but the order of the epoch is another one. lost: the epoch begins again."""
     length: Literal["updates", "epochs"] = "updates"
     """In what the length of the training, and so the learning rate's schedule, is given."""
 

@@ -111,7 +111,8 @@ def _read(folder: RunFolder) -> ComparedRun:
         state=document["state"],
         ended_by=document["ended_by"],
         attempts=len(attempts),
-        updates=document["updates"],
+        # The newest attempt may have had nothing left to do.
+        updates=document["updates"] if document["updates"] is not None else known.get("updates"),
         samples_seen=document["samples_seen"],
         seconds=sum(times) if times else None,
         settings=dict(flat(document["settings"] or {})),
@@ -122,6 +123,7 @@ def _read(folder: RunFolder) -> ComparedRun:
 def _of_record(ledger: Ledger) -> dict[str, Any]:
     """The values of the whole history."""
     last: Metric | None = None
+    updates: int | None = None
     before, peak, samples, seconds = 0, None, 0, 0.0
     for one in ledger.final_history():
         if one.samples_seen is not None and one.step_seconds is not None:
@@ -130,9 +132,11 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         if one.peak_bytes is not None:
             peak = max(peak or 0, one.peak_bytes)
         last = one if one.loss is not None else last
+        updates = one.update + one.updates - 1
     host = ledger.host_peak()
     evaluations = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
     return {
+        "updates": updates,
         "loss": None if last is None else last.loss,
         "best_loss": ledger.best_loss(),
         "evaluation_loss": evaluations[0] if evaluations else None,
@@ -159,7 +163,7 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("samples", [units.count(run.samples_seen) for run in runs]),
         ("loss", [_number(run.loss) for run in runs]),
         ("best loss", [_number(run.best_loss) for run in runs]),
-        (_mean_words(common), [_number(run.loss_at_common_update) for run in runs]),
+        *([] if not common else [(_mean_words(common), [_number(run.loss_at_common_update) for run in runs])]),
         ("evaluation loss", [_number(run.evaluation_loss) for run in runs]),
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
@@ -195,10 +199,8 @@ def _listed(runs: Sequence[ComparedRun], differing: Sequence[str]) -> list[str]:
     return [name for name in differing if name not in folded]
 
 
-def _mean_words(common: int | None) -> str:
+def _mean_words(common: int) -> str:
     """`mean loss of updates 31 to 40`."""
-    if not common:
-        return "mean loss of the same updates"
     first = max(1, common - _AVERAGED + 1)
     return f"loss of update {common}" if first == common else f"mean loss of updates {first} to {common}"
 

@@ -55,7 +55,7 @@ def outcome(
         message = message if end_rank == rank else None
         lines = log.rank_lines or lines
     elif not message and status is not None and status >= 0 and lines:
-        message = lines[-1]
+        message = log.own_error or lines[-1]
     summary = f"{summary}: {message}" if message else summary
     return Phase.FAILED, summary, {"summary": summary, "evidence": list(lines)}
 

@@ -30,6 +30,9 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
 
     output_dir: str = ""
     """Where the Trainer saves; an absolute path."""
+    made_in: tuple[str, int] | None = None
+    """The folder of its arguments before the program changed it, and which of the objects made with
+    it they are."""
     profile: ProgramProfile | None = None
     """None: the program is built on Hugging Face's Trainer."""
     cwd: str = ""
@@ -308,5 +311,9 @@ def _lost(at: Checkpoint | None, reached: int | None, *, ended: bool) -> str:
     saved = (at.updates or 0) if at is not None and at.complete else 0
     if not reached or reached <= saved:
         return ""
-    text = f"; {reached - saved} updates since update {saved} are done again"
+    many = reached - saved
+    again = (
+        f"{many} updates since update {saved} are done again" if many > 1 else f"1 update since update {saved} is done again"
+    )
+    text = f"; {again}"
     return text if ended else f"{text}, unless the program saves when it is stopped"

@@ -286,7 +286,7 @@ class Performer:
         resumed, given, grip = own.resumed, own.given, own.grip
         # An external command counts its updates from its start, unless memtop makes it resume; the
         # built-in trainer reports where it resumes.
-        start = ((resumed.updates if resumed is not None else None) or 0) if effect.settings is None else None
+        start = (0 if resumed is None else resumed.updates) if effect.settings is None else None
         try:
             self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start, effect.change)
         except sqlite3.Error as error:

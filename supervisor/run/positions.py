@@ -62,7 +62,7 @@ def moved(
 def _samples(rule: CheckpointRule, position: Position, step: int, before: Split, after: Split) -> str:
     seen = step * samples_of_step(position, before)
     if position.order == "random":
-        return "its samples are drawn at random, so none is repeated or left out"
+        return "its samples are drawn at random; with a fixed seed the program draws those of its beginning again"
     if position.order == "reshuffled":
         return "! the program draws the order of its epoch again, so some samples come twice and others not"
     if position.order == "lost":

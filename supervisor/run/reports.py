@@ -97,6 +97,9 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
 
     output_dir: Text
     """Where it saves; an absolute path."""
+    made_in: tuple[Text, Count] | None = None
+    """The folder of its arguments before the program changed it, and which of the objects made with
+    it they are."""
     batch: Count | None = None
     """Of one device."""
     accumulation: Count | None = None

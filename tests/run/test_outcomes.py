@@ -94,6 +94,27 @@ def test_how_an_attempt_ended(
         assert "loss is NaN" in reason
 
 
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (
+            "Traceback (most recent call last):\n  raise X\nmy.DataError: row 3 is empty\n",
+            "exit status 1: my.DataError: row 3 is empty",
+        ),
+        (
+            "step 1\n",
+            "exit status 1: subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.",
+        ),
+    ],
+)
+def test_the_error_of_the_program_comes_before_that_of_its_launcher(tmp_path: Path, before: str, reason: str) -> None:
+    """As `accelerate launch` prints it, and `trl sft`, which calls that."""
+    log = tmp_path / "output.log"
+    command = "Command '['python', 'train.py']' returned non-zero exit status 1."
+    log.write_text(f"{before}Traceback (most recent call last):\n  raise Y\nsubprocess.CalledProcessError: {command}\n")
+    assert explain.outcome(read_log_end(log), None, 1, Phase.TRAINING, external=True)[1] == reason
+
+
 def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
     words = "stopped at update 7, not saved: 16 MiB needed, 7 MiB free in /runs/a; nothing saved yet"
     end = End(outcome="stopped", saved=False, message=words)
@@ -211,7 +232,7 @@ def test_a_killed_run_says_so_to_people_and_keeps_its_state_for_programs(
         assert run([*arguments, "--runs-dir", str(tmp_path)]) == 0
         shown[place] = capsys.readouterr().out
     shown["html"] = html(read_facts(RunFolder(tmp_path / "a")))
-    assert [line.split()[:2] for line in shown["runs"].splitlines()[1:]] == [["a", "killed"], ["b", "failed"]]
+    assert [line.split()[:2] for line in shown["runs"].splitlines()[1:]] == [["b", "failed"], ["a", "killed"]]
     assert shown["show"].split()[:2] == ["a", "killed"]
     assert "start: killed, exit status -9" in shown["show"]
     assert shown["show"].count("killed (start)") == 2, "its configurations"

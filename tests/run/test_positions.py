@@ -64,7 +64,9 @@ def test_what_a_restart_means_is_said_before() -> None:
     assert "! 960 samples are skipped" in moved(KEPT, MICRO, at(120), Split(8, 4), Split(16, 2))
     assert moved(KEPT, UPDATES, at(5), *half).startswith("; no sample is repeated or left out")
     words = moved(KEPT, RANDOM, at(5), Split(8, 4), Split(4, 4))
-    assert words.startswith("; its samples are drawn at random, so none is repeated or left out; the learning rate there is")
+    assert words.startswith(
+        "; its samples are drawn at random; with a fixed seed the program draws those of its beginning again; "
+    )
     fewer = moved(KEPT, Position(counts="updates", order="skipped", length="epochs"), at(5), Split(8, 4), Split(4, 4), 0.1)
     assert fewer == (
         "; ! 80 samples are repeated; ! the learning rate there (about 0.1) changes: its schedule has 2 times as many updates"

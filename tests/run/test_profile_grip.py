@@ -97,8 +97,8 @@ def test_the_effective_batch_follows_from_what_the_program_divides() -> None:
 def test_what_a_restart_means_is_said_before() -> None:
     assert consequences(grip(), HALF, SAVED, 25) == (
         "; 5 updates since update 20 are done again, unless the program saves when it is stopped; batch 8 x 2 -> 4 x 4: the "
-        "effective batch stays 16; its samples are drawn at random, so none is repeated or left out; the learning rate there "
-        "is the same before and after"
+        "effective batch stays 16; its samples are drawn at random; with a fixed seed the program draws those of its "
+        "beginning again; the learning rate there is the same before and after"
     )
     unknown = replace(SAVED, updates=None, step=8, epoch=1)
     text = consequences(grip("minimind"), HALF, unknown, 25)
@@ -146,6 +146,20 @@ def test_a_program_that_begins_from_zero_is_stopped_if_its_lines_are_known() -> 
     )
     brain.tick()
     assert brain.asked(Signal) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (141, "the program has resumed: its output begins with step 41"),
+        (101, "the program may not have resumed: its output begins with step 1 instead of 40"),
+    ],
+)
+def test_a_program_that_begins_its_epoch_again_has_not_resumed(first: int, says: str) -> None:
+    """Its counter begins again in each epoch; what memtop reads from the output does not."""
+    brain = restarted(grip("minimind"), replace(SAVED, updates=None, step=40, epoch=1))
+    prints(brain, first, steps_of_epoch=100)
+    assert brain.messages("resume" if first == 141 else "warning")[-1].startswith(says)
 
 
 def test_settings_with_which_it_does_not_start_are_taken_back() -> None:

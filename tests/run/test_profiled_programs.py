@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
 from tests.run.profiled_programs import ASKS, EMPTY, MICRO, PROFILES
 
@@ -27,6 +28,14 @@ def saved(document: dict[str, Any]) -> Any:
     return document["program"]["checkpoint"]
 
 
+def curve(runs: Runs) -> list[int]:
+    ledger = Ledger(runs.path / "a/ledger.sqlite", read_only=True)
+    try:
+        return [metric.update for metric in ledger.final_history()]
+    finally:
+        ledger.close()
+
+
 def test_micro_batches_are_converted_and_no_sample_is_left_out(runs: Runs) -> None:
     start(runs, "micro", MICRO)
     live = runs.wait("a", lambda d: saved(d) is not None and saved(d)["update"] == 6)
@@ -43,6 +52,14 @@ def test_micro_batches_are_converted_and_no_sample_is_left_out(runs: Runs) -> No
     assert sorted(samples) == [(epoch, sample) for epoch in (0, 1) for sample in range(96)]
     assert runs.events("a", "knob") == []
     assert torch.load(runs.path / "a/program_checkpoint/state.pth")["step"] > 0
+    updates = curve(runs)
+    assert updates[-1] == 24
+    # Once more, when nothing is left to do: its last checkpoint does not say after which update it
+    # was saved. What was trained before still counts.
+    runs.memtop("restart", "a", "--detach")
+    document = runs.wait("a", lambda d: len(d["attempts"]) == 3 and d["state"] == "finished")
+    assert document["attempts"][2]["start_updates"] is None
+    assert curve(runs) == updates
 
 
 def test_a_checkpoint_that_was_cut_is_replaced_by_the_copy(runs: Runs) -> None:

@@ -169,6 +169,7 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     assert "about 80 samples are skipped" in consequences(GRIP, {"accumulation": "4"}, SAVED, None, None)
     assert consequences(GRIP, {}, SAVED, 5, None) == ""
     assert consequences(GRIP, {}, SAVED, 7, None, ended=True) == "; 2 updates since update 5 are done again"
+    assert consequences(GRIP, {}, SAVED, 6, None, ended=True) == "; 1 update since update 5 is done again"
     assert consequences(replace(GRIP, seq_len=64), {"seq_len": "32"}, SAVED, 5, None).startswith("; ! seq_len 64 -> 32")
 
 

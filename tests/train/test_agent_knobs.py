@@ -166,6 +166,41 @@ def test_a_subclass_gets_its_own_fields_too_and_other_trainers_nothing(tmp_path:
     assert rows(tmp_path / "arguments.jsonl")[1] == [4, 8, 1024, 8, False, "adamw_torch_fused", 4]
 
 
+# As many scripts do; the first arguments object stays where it was made.
+MOVES = """
+import time
+
+def Arguments(**given):
+    TrainingArguments(**given)
+    made = TrainingArguments(**given)
+    made.output_dir = os.path.join(made.output_dir, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    return made
+"""
+
+
+def test_a_program_that_changes_its_folder_afterwards_gets_its_settings_too(tmp_path: Path) -> None:
+    more = "max_steps=2, save_strategy='no'"
+    before = json.loads(train(tmp_path, MOVES, more))
+    folder = str(tmp_path / "out")
+    assert (before["made_in"], before["batch"], str(Path(before["output_dir"]).parent)) == ([folder, 2], 4, folder)
+    wanted = {"output_dir": before["output_dir"], "made_in": before["made_in"], "knobs": {"batch": 2, "accumulation": 2}}
+    given = {"MEMTOP_TRAINER": json.dumps({**wanted, "resume": None, "update": None})}
+    after = json.loads(train(tmp_path, MOVES, more, **given))
+    assert (after["made_in"], after["batch"], after["accumulation"]) == ([folder, 2], 2, 2)
+    # The same folder, but another one of its arguments objects.
+    other = json.loads(train(tmp_path, MOVES.replace("    TrainingArguments(**given)\n", ""), more, **given))
+    assert (other["made_in"], other["batch"]) == ([folder, 1], 4)
+
+
+def test_a_program_without_a_folder_gets_its_settings_too(tmp_path: Path) -> None:
+    """transformers 5 then chooses one."""
+    more, nowhere = "max_steps=2, save_strategy='no'", "Arguments = lambda output_dir, **given: TrainingArguments(**given)"
+    before = json.loads(train(tmp_path, nowhere, more))
+    wanted = {name: before[name] for name in ("output_dir", "made_in")}
+    given = {"MEMTOP_TRAINER": json.dumps({**wanted, "knobs": {"batch": 2}, "resume": None, "update": None})}
+    assert json.loads(train(tmp_path, nowhere, more, **given))["batch"] == 2
+
+
 WRITE = """
 class Recording(Recording):
     def train(self, *given):

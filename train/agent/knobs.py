@@ -5,6 +5,8 @@ MEMTOP_TRAINER, a JSON object:
 
 * `output_dir`: the folder into which the Trainer saves. Other Trainers of the program are not
   changed.
+* `made_in`: if the program changed that folder after it made the arguments object: the folder
+  before, and which of the objects made with it this is, from 1; null otherwise.
 * `knobs`: new values by memtop's names, see `FIELDS`.
 * `resume`: the checkpoint to resume from, memtop's own copy; null if there is none.
 * `update`: the update that this checkpoint was saved after. If the program begins to train before
@@ -23,6 +25,7 @@ import json
 import os
 import re
 import sys
+import weakref
 from types import ModuleType
 from typing import Any, Callable, Iterator
 
@@ -57,12 +60,13 @@ class Knobs:
         self._output_dir = _place(wanted.get("output_dir", os.devnull))
         self._values = {name: value for name, value in wanted.get("knobs", {}).items() if name in FIELDS}
         self._resume: str | None = wanted.get("resume")
+        self._made_in: list[Any] | None = wanted.get("made_in")
+        self._made = Made()
         self._report = report
 
     def install(self) -> None:
         """Change the classes of transformers now, or when the program imports them."""
-        if self._values:
-            when_imported("transformers.training_args", self._change_arguments)
+        when_imported("transformers.training_args", self._change_arguments)
         when_imported("transformers.trainer", self._change_trainer)
 
     def _change_arguments(self, module: ModuleType) -> None:
@@ -79,13 +83,14 @@ class Knobs:
         @functools.wraps(post_init)
         def set_first(arguments: Any, *others: Any, **named: Any) -> Any:
             with _told("its settings could not be changed"):
+                self._made.add(arguments)
                 self._set(arguments)
             return post_init(arguments, *others, **named)
 
         return set_first
 
     def _set(self, arguments: Any) -> None:
-        if not self._is_meant(arguments):
+        if not (self._is_meant(arguments) or self._becomes_meant(arguments)):
             return
         for name, value in self._values.items():
             for field in FIELDS[name]:
@@ -99,6 +104,15 @@ class Knobs:
         folder = getattr(arguments, "output_dir", None)
         return folder is not None and _place(folder) == self._output_dir
 
+    def _becomes_meant(self, arguments: Any) -> bool:
+        """Whether the program is about to change the folder of these arguments to the one that is
+        meant."""
+        found = self._made.of(arguments)
+        if self._made_in is None or found is None:
+            return False
+        folder, number = self._made_in
+        return (_place(found[0]), found[1]) == (_place(folder), number)
+
     def _resuming(self, train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def resume(trainer: Any, *given: Any, **named: Any) -> Any:
@@ -106,7 +120,7 @@ class Knobs:
             with _told("it could not be resumed"):
                 checkpoint = self._checkpoint_for(trainer)
             with _told("its settings are not known"):
-                self._report("trainer", **_described(trainer.args))
+                self._report("trainer", **_described(trainer.args), made_in=self._made.before(trainer.args))
             if checkpoint is not None:
                 # A path that the program gives was right at its first start; the run is further
                 # now.
@@ -131,6 +145,29 @@ class Knobs:
             with _told("its newest checkpoint is not known"):
                 checkpoint = saved_since(checkpoint, trainer.args.output_dir)
         return checkpoint
+
+
+class Made:
+    """The folders with which the program made its arguments objects. It may change them later."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Any], str, int]] = []
+
+    def add(self, arguments: Any) -> None:
+        """The folder is None where transformers is to choose one."""
+        if self.of(arguments) is None:
+            folder = os.path.realpath(os.path.expanduser(getattr(arguments, "output_dir", None) or ""))
+            number = 1 + sum(_place(other) == _place(folder) for _, other, _ in self._known)
+            self._known.append((weakref.ref(arguments), folder, number))
+
+    def of(self, arguments: Any) -> tuple[str, int] | None:
+        """The folder, and which of the objects made with it this is; None if that was not seen."""
+        return next(((folder, number) for made, folder, number in self._known if made() is arguments), None)
+
+    def before(self, arguments: Any) -> tuple[str, int] | None:
+        """The same; None also if these arguments still have their folder."""
+        found = self.of(arguments)
+        return None if found is None or _place(found[0]) == _place(arguments.output_dir) else found
 
 
 def saved_since(checkpoint: str, folder: str) -> str:

@@ -248,9 +248,11 @@ class OutputIntake:
         total = row.total
         if total is not None:
             total = relation.total(total) if related else total // steps
+        shape = learner.shapes.get(learner.counts or "")
         return Seen(
             attempt=self.number,
             first=self._state.first or 0,
+            steps_of_epoch=shape.total if shape is not None and shape.per_epoch else None,
             step=row.step,
             update=relation.update(row.step) if related else row.step // steps,
             total_updates=total,

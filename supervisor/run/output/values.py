@@ -11,6 +11,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     first: int
     """The first step that the attempt has printed."""
+    steps_of_epoch: int | None = None
+    """If the program's counter begins again in each epoch, which `first` and `step` do not."""
     step: int
     """As the program counts."""
     update: int

@@ -29,6 +29,9 @@ class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that ended first of several and its exit status, as torchrun reports it."""
     rank_lines: tuple[str, ...] = ()
     """torchrun's lines about that rank."""
+    own_error: str | None = None
+    """The error of the program itself, if the last line is that of a launcher (`accelerate launch`)
+    about its exit status."""
 
 
 class DeadWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,7 @@ class DeadWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_OF_LAUNCHER = "subprocess.CalledProcessError:"
 _ERROR = re.compile(r"^(?:\[rank(\d+)\]: ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*)$", re.M)
 
 
@@ -61,7 +65,17 @@ def dead_worker(log: Path) -> DeadWorker | None:
 def read_log_end(log: Path) -> LogEnd:
     text = _tail(log)
     lines = [line for line in (line.strip() for line in text.splitlines()) if line]
-    return LogEnd(lines=tuple(lines[-_LINES:]), first_dead_rank=_first_dead_rank(text), rank_lines=tuple(_rank_lines(text)))
+    return LogEnd(
+        lines=tuple(lines[-_LINES:]),
+        first_dead_rank=_first_dead_rank(text),
+        rank_lines=tuple(_rank_lines(text)),
+        own_error=_own_error(text) if lines and lines[-1].startswith(_OF_LAUNCHER) else None,
+    )
+
+
+def _own_error(text: str) -> str | None:
+    errors = [error for match in _ERROR.finditer(text) if not (error := match[2].strip()).startswith(_OF_LAUNCHER)]
+    return errors[-1] if errors else None
 
 
 def first_dead_rank(log: Path) -> tuple[int, int] | None:

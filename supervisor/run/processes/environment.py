@@ -114,7 +114,8 @@ def changes_for_trainer(grip: Grip | None, knobs: Mapping[str, Any], resumed: Ch
     """The variable with these changes; none if nothing is to change."""
     if grip is None or not (knobs or resumed):
         return {}
-    changes: dict[str, Any] = {"output_dir": grip.output_dir, "knobs": knobs, "resume": None, "update": None}
+    where = {"output_dir": grip.output_dir, "made_in": grip.made_in}
+    changes: dict[str, Any] = {**where, "knobs": knobs, "resume": None, "update": None}
     if resumed is not None:
         changes |= {"resume": resumed.path, "update": resumed.updates}
     return {TRAINER_VARIABLE: msgspec.json.encode(changes).decode()}

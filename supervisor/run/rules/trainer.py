@@ -82,6 +82,7 @@ def found(model: Model, report: TrainerFound, *, replayed: bool) -> Model:
     known = model.grip if model.grip is not None and model.grip.output_dir == report.output_dir else None
     grip = Grip(
         output_dir=report.output_dir,
+        made_in=report.made_in,
         batch=report.batch,
         accumulation=report.accumulation,
         processes=report.processes or 1,

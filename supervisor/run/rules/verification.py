@@ -121,14 +121,17 @@ def after_output(model: Model, seen: Seen) -> Model:
     expected = None if at is None else at.step if at.step is not None else at.updates
     if expected is None:
         return model
-    if seen.first >= expected - _SLACK:
+    first = seen.first
+    if at is not None and at.epoch and grip.profile.position.per_epoch and seen.steps_of_epoch is not None:
+        first -= at.epoch * seen.steps_of_epoch
+    if first >= expected - _SLACK:
         model = replace(model, grip=replace(grip, resumes=True))
-        return note(model, "resume", f"the program has resumed: its output begins with step {seen.first}")
+        return note(model, "resume", f"the program has resumed: its output begins with step {first}")
     model = replace(model, grip=replace(grip, resumes=False))
     if grip.profile.output.step is None:
-        text = f"the program may not have resumed: its output begins with step {seen.first} instead of {expected}"
+        text = f"the program may not have resumed: its output begins with step {first} instead of {expected}"
         return note(model, "warning", text)
-    return _stopped(model, f"its output begins with step {seen.first} instead of {expected}", f"of step {expected}")
+    return _stopped(model, f"its output begins with step {first} instead of {expected}", f"of step {expected}")
 
 
 def _stopped(model: Model, why: str, which: str) -> Model:
