@@ -49,6 +49,8 @@ class Stage(str, Enum):
     STARTING = "starting"
     IMPORTING = "importing torch"
     LOADING_MODEL = "loading the model"
+    COMPILING = "compiling parts of DeepSpeed"
+    """Only at their first use; meanwhile the model is not there or only half ready."""
     READING_DATA = "reading the data"
     LOADING = "loading"
     """Of a program that does not report it: torch, the model or the data."""

@@ -71,7 +71,12 @@ def _reported(model: Model) -> RunState:
     )
 
 
-_STAGES = {"loading": Stage.LOADING_MODEL, "data": Stage.READING_DATA, "training": Stage.FIRST_UPDATE}
+_STAGES = {
+    "loading": Stage.LOADING_MODEL,
+    "compiling": Stage.COMPILING,
+    "data": Stage.READING_DATA,
+    "training": Stage.FIRST_UPDATE,
+}
 
 
 def _stage(model: Model) -> Stage:
