@@ -76,6 +76,7 @@ def _train(
 
     Only the first rank knows the exact reason.
     """
+
     def enter(phase: str) -> None:
         channel.report("phase", phase=phase)
 
@@ -259,7 +260,8 @@ def open_accelerator(
 ) -> Accelerator:
     """Accelerate, with DeepSpeed for ZeRO; BadInputError if this machine cannot do it.
 
-    `tracking` are the Accelerator's arguments for trackers. `enter` gets the phases that a report shows.
+    `tracking` are the Accelerator's arguments for trackers. `enter` gets the phases that a report
+    shows.
     """
     tracking = tracking or {}
     on_gpu = choose_device(settings).on_gpu

@@ -135,7 +135,9 @@ def open_deepspeed(
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
     # DeepSpeed's CPU ranks communicate through an extension.
-    extension: Any = contextlib.nullcontext() if on_gpu else compiling("deepspeed_shm_comm", what="DeepSpeed on the CPU", enter=enter)
+    extension: Any = (
+        contextlib.nullcontext() if on_gpu else compiling("deepspeed_shm_comm", what="DeepSpeed on the CPU", enter=enter)
+    )
     with extension:
         accelerator = Accelerator(
             mixed_precision=accelerate_name(precision),

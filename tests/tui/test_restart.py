@@ -13,13 +13,14 @@ from textual.widgets import Button, DataTable, Input
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
-from memtop.tui.remedies import MeasuredMemory, outlook_of
+from memtop.tui.remedies import outlook_lines
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.tui.support import (
@@ -127,16 +128,17 @@ def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
     store = fold(Store(), running(*cards, ranks=ranks))
-    outlook = outlook_of(store)
+    outlook = outlook_of(store.run, (), store.gpus, store.host)
     assert (outlook.on_gpu, outlook.total_bytes) == (True, 12 * GIB)
 
 
 def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     settings = replace(SETTINGS, device="cpu")
-    outlook = outlook_of(fold(Store(), running(settings=settings)))
+    store = fold(Store(), running(settings=settings))
+    outlook = outlook_of(store.run, (), store.gpus, store.host)
     assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
-    (line,) = MeasuredMemory(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
+    (line,) = outlook_lines(Outlook(peaks=peaks, total_bytes=32 * GIB), settings, 200)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
 
 
