@@ -285,7 +285,7 @@ class KeysDialog(Dialog[None]):
     AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
 
-    def __init__(self, of: Screen[None]) -> None:
+    def __init__(self, of: Screen[Any]) -> None:
         super().__init__()
         self._of = of
 
