@@ -13,6 +13,8 @@ from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.presets.schema import Zero
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
+from memtop.tui import screen
+from memtop.tui.dashboard import footer
 from memtop.tui.dashboard.footer import ActionButton
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.help import HelpDialog
@@ -374,6 +376,33 @@ async def test_a_message_takes_the_lines_that_it_needs_and_no_toast() -> None:
             app.dashboard.flash.fold()
             await settle(pilot)
             assert panel.size.height == 1
+
+
+async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (footer, screen):
+        monkeypatch.setattr(module, "MESSAGE_SECONDS", 0.2)
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
+    async with opened(feed, "c") as (app, pilot):
+        flash = app.dashboard.flash
+        while flash.has_message:
+            await pilot.pause(0.05)
+        assert "is not training yet" not in screen_text(app)
+        feed.answers = ((wire.Outcome.FAILED, "the disk is full"),)
+        feed.send(running(gpu()))
+        await settle(pilot)
+        await press(pilot, "f")
+        assert "✗ the disk is full" in screen_text(app)
+        await pilot.pause(0.4)
+        assert "✗ the disk is full" in screen_text(app), "nobody may have read it yet"
+        feed.send(running(gpu(), state=wire.Phase.STOPPED, alive=False))
+        await settle(pilot)
+        assert "the disk is full" not in screen_text(app), "it was about an earlier state"
+        await press(pilot, "o")
+        assert isinstance(app.screen, ProcessesScreen)
+        app.screen.say("read-only", "bad")
+        await settle(pilot)
+        while "read-only" in screen_text(app):
+            await pilot.pause(0.05)
 
 
 async def test_a_message_under_another_screen_is_a_toast() -> None:

@@ -216,7 +216,7 @@ class DashboardScreen(Dashboard):
         try:
             self._presets = load_presets()
         except PresetFileError as error:
-            self.say(str(error), "bad")
+            self.say(str(error), "failed")
 
     def _preset_keys(self, store: Store) -> tuple[int, ...]:
         recipe = store.run.settings.recipe if store.run is not None and store.run.settings is not None else ""
@@ -411,7 +411,7 @@ class DashboardScreen(Dashboard):
         kinds = {wire.Outcome.ACCEPTED: "busy", wire.Outcome.DONE: "good"}
         answers: AsyncIterator[wire.Answer] = self.feed.request(make)
         async for answer in answers:
-            self.say(answer.message, kinds.get(answer.outcome, "bad"))
+            self.say(answer.message, kinds.get(answer.outcome, "failed"))
 
     @work(group="actions")
     async def call_off(self) -> None:
