@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from memtop.supervisor import wire
+from memtop.supervisor import language, wire
 from memtop.supervisor.names import shortened
 from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
@@ -241,6 +241,19 @@ async def test_a_read_only_list_resumes_nothing(three: Path) -> None:
             await pilot.pause(0.02)
         await press(pilot, "r")
         assert "read-only" in screen_text(app)
+
+
+async def test_a_name_is_not_translated_under_the_cursor_either(three: Path) -> None:
+    stored(three, "killed", NOW + 60)
+    language.use("zh")
+    try:
+        async with listed(three, wanted=4) as (app, pilot, screen):
+            for key in ("home", "down"):
+                await press(pilot, key)
+                assert any(row.split()[:1] in (["killed"], ["▸"]) and "killed" in row for row in screen_text(app).splitlines())
+                assert names(screen)[0] == "killed"
+    finally:
+        language.use("en")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
