@@ -225,7 +225,7 @@ def wrap_within(text: str, width: int, most: int, role: str = TEXT) -> list[Line
 
 def beginning(text: str, width: int) -> str:
     """The first words of a text, with an ellipsis if there are more, in so many cells. No number is
-    cut, and no word that leaves most of the room filled."""
+    cut, and of the words only long ones, such as paths."""
     text = clean(text)
     if cell_len(text) <= width:
         return text
@@ -233,14 +233,17 @@ def beginning(text: str, width: int) -> str:
     # A wide character that is cut becomes a blank.
     while end and cell_len(text[:end]) > width - 2:
         end -= 1
-    if not has_wide(text) and (last := text.rfind(" ", 0, end + 1)) >= width * _FILLED:
-        end = last
+    if not has_wide(text):
+        last = text.rfind(" ", 0, end + 1)
+        word = text[last + 1 :].partition(" ")[0]
+        # A path that would leave a third of the room empty is cut.
+        end = last if last > 0 and len(word) <= max(_LONG_WORD, width // 3) else end
     end = next((found.start() for found in _NUMBER.finditer(text) if found.start() < end < found.end()), end)
     return f"{text[:end].rstrip()} …" if width > 1 else "…" * width
 
 
-_FILLED = 2 / 3
-"""A longer word is cut, such as a path."""
+_LONG_WORD = 16
+"""Cells. In a narrow room no shorter word is cut."""
 
 
 def cut(of: Line, width: int) -> Line:
