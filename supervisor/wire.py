@@ -50,6 +50,7 @@ class Stage(str, Enum):
     STARTING = "starting"
     IMPORTING = "importing torch"
     LOADING_MODEL = "loading the model"
+    COMPILING = "compiling parts of DeepSpeed"
     READING_DATA = "reading the data"
     LOADING = "loading"
     """Of a program that does not report it: torch, the model or the data."""
@@ -171,8 +172,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     alive: bool = False
     """A training process of this run exists."""
     observed: bool = False
-    """A program that memtop did not start and only reads: it has no supervisor and no folder of a
-    run."""
+    """A program that memtop did not start and only reads. It has no supervisor and no folder."""
     adopted: bool = False
     """The present supervisor has taken over a trainer that another supervisor had started."""
     supervisor_pid: int | None = None

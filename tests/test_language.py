@@ -11,8 +11,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import click
+import msgspec
 import pytest
 from rich.cells import cell_len
 
@@ -63,10 +65,24 @@ def test_every_entry_translates_a_text_of_memtop() -> None:
     for path in (*(ROOT / "presets").rglob("*.toml"), ROOT / "supervisor/recovery/advice.toml"):
         texts |= {" ".join(text.split()) for text in strings_of(tomllib.loads(path.read_text(encoding="utf-8")))}
     texts |= {os.strerror(number) for number in errno.errorcode}
-    texts |= {"Usage: ", "Options", "Options:", "Commands", "plain -> plain"}
+    texts |= {"Usage: ", "Options", "Options:", "Commands", "plain -> plain", *texts_of_msgspec()}
     known = "\n".join(text for text in texts if _WORDS.search(text))
     pieces = {piece for entry in read_catalogue("zh") for piece in literals(entry)} - texts
     assert [piece for piece in pieces if not is_put_together(piece, known)] == []
+
+
+def texts_of_msgspec() -> Iterator[str]:
+    """What it says of wrong values."""
+
+    class Given(msgspec.Struct, forbid_unknown_fields=True):
+        number: int
+        word: Literal["a"] = "a"
+        way: Literal["b"] | int = 0
+
+    for value in ({}, {"number": 1, "x": 1}, {"number": "x"}, {"number": 1, "word": "x"}, {"number": 1, "way": "x"}):
+        with pytest.raises(msgspec.ValidationError) as caught:
+            msgspec.convert(value, Given)
+        yield str(caught.value)
 
 
 def is_put_together(text: str, known: str, *, parts: int = 3) -> bool:

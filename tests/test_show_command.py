@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -17,12 +18,13 @@ from msgspec.structs import replace
 
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
-from memtop.cli.requests import before_spike_of, change_to, risk_of
+from memtop.cli.requests import before_spike_of, change_to, peak_after, risk_of
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
@@ -322,6 +324,29 @@ def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: R
     assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
     # The supervisor refuses invalid settings.
     assert risk_of(dead, Change(assignments={"batch": "0"})) is None
+
+
+def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder) -> None:
+    on_cpu = replace(SETTINGS, device="cpu")
+    state = RunState(name="a", folder=str(dead.path), state=Phase.FAILED, attempt=1, created=1.0, settings=on_cpu)
+    write_json(dead.state_path, StateFile(run=state, socket="none"))
+    smaller = Change(assignments={"batch": "2"})
+    assert peak_after(dead, smaller) == "RAM peak cannot be predicted: nothing was measured with these settings yet"
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        for number, batch in ((4, 4), (5, 8)):
+            settings = replace(on_cpu, batch=batch, accumulation=64 // batch)
+            peak = Peak(batch=batch, bytes=batch << 30, updates=9, settings_key=settings_key(settings))
+            row = replace(configuration(number, settings, "restart", "replaced"), peak=peak)
+            ledger.save_configuration(ConfigurationRecord(configuration=row, starts=()))
+    foreseen = peak_after(dead, smaller)
+    assert foreseen is not None
+    assert re.fullmatch(
+        r"predicted RAM peak 2\.0 GiB of \S+ [GT]iB \(\S+ %, (safe|edge|danger)\): line through peaks at B 4 and B 8", foreseen
+    )
+    assert peak_after(dead, Change()) is None, "nothing changes"
+    assert peak_after(dead, Change(assignments={"batch": "0"})) is None, "the supervisor refuses it"
+    write_json(dead.state_path, StateFile(run=replace(state, settings=None), socket="none"))
+    assert peak_after(dead, smaller) is None, "a program of the user's own"
 
 
 def test_rollback_before_a_spike_names_the_state_and_the_samples(dead: RunFolder) -> None:

@@ -159,6 +159,35 @@ def test_an_address_space_limit_is_survived_in_the_process(runs: Runs, needs: Ne
     assert "allocation failure at update" in done.stderr
 
 
+def test_what_the_documentation_lets_a_newcomer_try(runs: Runs) -> None:
+    """Real processes: the limit of the shell is theirs."""
+    page = (Path(__file__).resolve().parents[1] / "docs/surviving.md").read_text()
+    commands = page.split("## Try it")[1].split("```sh\n")[1].split("```")[0]
+    # A script for each command, as an environment that is active has them.
+    place = runs.root / "bin"
+    place.mkdir()
+    for name, words in (("python", ""), ("memtop", "-m memtop ")):
+        (place / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
+        (place / name).chmod(0o755)
+    environment = {**runs.environment, "PATH": f"{place}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-ec", commands],
+        cwd=runs.root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "memtop: out of memory (rank 0, update 1, in the " in done.stderr
+    assert "memtop: allocation failure at update 1: batch 512 -> 256, accumulation 1 -> 2" in done.stderr
+    document = runs.show("try", metrics=True)
+    assert_whole(document, 3, 512)
+    assert len(document["attempts"]) == 1
+    assert document["configurations"][0]["outcome"] == "host_oom_alloc"
+
+
 def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, group: MemoryGroup) -> None:
     # The supervisor and the command itself live in the group as well.
     group.limit(needs.memory_between + 100 * MIB)

@@ -212,6 +212,21 @@ def test_every_sentence_has_a_translation() -> None:
     assert left == []
 
 
+def test_a_wrong_setting_is_refused_in_chinese_as_a_whole() -> None:
+    """The field and its value stand before the sentence, which may have several clauses."""
+    texts = []
+    for path in sorted((ROOT / "presets").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "SettingsError" and len(node.args) == 3:
+                texts += [text for _, text in list(_texts(node.args[2]))[:1] if is_sentence(text)]
+    assert len(texts) > 30
+    shown = [CHINESE.translate(f"zero.stage 'x': {with_values(text)}") for text in texts]
+    assert [text for text in shown if untranslated(text)] == []
+    assert CHINESE.translate("precision 'b16': Invalid enum value 'b16'; there are auto, bf16 (did you mean bf16?)") == (
+        "precision 'b16'：无效的值 'b16'；可用 auto, bf16（是不是 bf16？）"
+    )
+
+
 def test_the_sentences_are_found() -> None:
     """The collector itself: it sees f-strings, parts of conditions, help and advice."""
     found = {text for _, text in sentences()}

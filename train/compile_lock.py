@@ -1,4 +1,5 @@
-"""Waits for processes that compile an extension of torch; removes the lock of a killed one.
+"""Waits for processes that compile an extension of torch; removes the lock of a killed one; reports
+that this process compiles.
 
 During a compilation torch keeps a file `lock` in the extension's folder, and it waits silently and
 forever while such a file exists (`torch.utils.file_baton`). The owner has the file open, and the
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,29 @@ def extension_folder(name: str) -> Path:
 
     where: Any = cpp_extension._get_build_directory
     return Path(where(name, verbose=False))
+
+
+def is_compiled(name: str) -> bool:
+    """Whether the extension of this name was compiled before."""
+    folder = extension_folder(name)
+    return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
+
+
+Enter = Callable[[str], None]
+"""Reports the phase that begins: what the training process does before its first update."""
+
+
+@contextlib.contextmanager
+def compiling(name: str, *, what: str, enter: Enter | None) -> Iterator[None]:
+    """Around a block that loads the extension: wait as `await_compiled` does, and report the phase
+    `compiling` if the extension is not compiled yet."""
+    told = None if is_compiled(name) else enter
+    if told is not None:
+        told("compiling")
+    await_compiled(name, what=what)
+    yield
+    if told is not None:
+        told("loading")
 
 
 def _find_ninja() -> None:

@@ -23,7 +23,7 @@ import torch
 from memtop.presets import Settings
 from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_allocation_failure
-from memtop.train.compile_lock import await_compiled
+from memtop.train.compile_lock import Enter, compiling
 
 
 def learning_rate(settings: Settings, samples_seen: int, target_samples: int) -> float:
@@ -43,8 +43,13 @@ Moments = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that the settings name; BadInputError if it cannot run here."""
+def build_optimizer(
+    settings: Settings, parameters: Iterable[torch.nn.Parameter], enter: Enter | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that the settings name; BadInputError if it cannot run here.
+
+    `enter` is told if it must be compiled first.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":
@@ -57,7 +62,7 @@ def build_optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]
 
         return Adafactor(trained, lr=rate, weight_decay=decay, scale_parameter=False, relative_step=False, warmup_init=False)  # type: ignore[no-any-return]
     if settings.optimizer == "cpu_adam":
-        return _cpu_adam(trained, rate, decay)
+        return _cpu_adam(trained, rate, decay, enter)
     try:
         import bitsandbytes
     except ImportError as error:
@@ -70,12 +75,12 @@ def build_optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]
     return optimizer
 
 
-def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> torch.optim.Optimizer:
+def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float, enter: Enter | None) -> torch.optim.Optimizer:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        await_compiled("cpu_adam", what="optimizer cpu_adam")
-        return DeepSpeedCPUAdam(trained, lr=rate, weight_decay=decay, adamw_mode=True)  # type: ignore[no-any-return]
+        with compiling("cpu_adam", what="optimizer cpu_adam", enter=enter):
+            return DeepSpeedCPUAdam(trained, lr=rate, weight_decay=decay, adamw_mode=True)  # type: ignore[no-any-return]
     # DeepSpeed compiles it at its first use. Its own errors (a CUDA that is missing or of another
     # version) are derived from Exception only.
     except Exception as error:

@@ -21,6 +21,7 @@ from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import keep_freed_memory
 from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options, warn_from_first
 from memtop.train.checkpoint import load_weights
+from memtop.train.compile_lock import Enter
 from memtop.train.data import OpenedData, open_data
 from memtop.train.devices import (
     allocate_first,
@@ -75,13 +76,17 @@ def _train(
 
     Only the first rank knows the exact reason.
     """
-    channel.report("phase", phase="loading")
+
+    def enter(phase: str) -> None:
+        channel.report("phase", phase=phase)
+
+    enter("loading")
     chosen = choose_device(settings)
     if chosen.problem is not None:
         settings = msgspec.structs.replace(settings, device="cpu")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
-    accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
+    accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers), enter=enter)
     notify = _Notifier(channel, accelerator)
     for warning in filter(None, (chosen.warning, allocate_first(accelerator.device))):
         notify(warning)
@@ -91,10 +96,10 @@ def _train(
     control.catch_signals()
     found = find_state(state_dir, accelerator) if resume else None
     check_resumed(chosen, was_on_gpu=found is not None and found[1].on_gpu)
-    engine, position = open_engine(settings, accelerator, config, found, tell=partial(notify, warning=False))
+    engine, position = open_engine(settings, accelerator, config, found, tell=partial(notify, warning=False), enter=enter)
     record("after model load")
     host = agree_on_host_plan(settings, accelerator)
-    channel.report("phase", phase="data")
+    enter("data")
     data = open_data(settings, tokens, level=host.level)
     record("after data load")
     for note in (*data.notes, *_host_notes(settings, host), *_evaluation_notes(settings, data)):
@@ -118,7 +123,7 @@ def _train(
     _report_plan(channel, trainer, engine, host, epoch_samples=epoch_samples, resumed=found is not None)
     tracking = Tracking(accelerator)
     tracking.start(settings, folder)
-    channel.report("phase", phase="training")
+    enter("training")
     return _run(trainer, control, accelerator, tracking), trainer.unsaved
 
 
@@ -195,10 +200,11 @@ def open_engine(
     found: tuple[Path, Manifest] | None,
     *,
     tell: Callable[[str], None] = lambda text: None,
+    enter: Enter | None = None,
 ) -> tuple[Engine, Position]:
     """Model and optimizer under the settings' strategy, resumed from a state if there is one.
 
-    `tell` gets notes for the user.
+    `tell` gets notes for the user, and `enter` the phases that a report shows.
     """
     model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
@@ -217,7 +223,7 @@ def open_engine(
         objective.to(accelerator.device)
     if settings.packing and (reason := use_packing(settings, model, accelerator)) is not None:
         tell(f"packing: {reason}; samples of similar length share a micro-batch instead")
-    optimizer = build_optimizer(settings, model.parameters())
+    optimizer = build_optimizer(settings, model.parameters(), enter)
     # The engine communicates at once, and the ranks read the model at different speeds.
     Ranks(accelerator).wait()
     engine: Engine = kind(accelerator, objective, optimizer, settings)
@@ -249,10 +255,13 @@ def read_settings(path: Path) -> Settings:
         raise BadInputError(f"{path}: {error}") from None
 
 
-def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] | None = None) -> Accelerator:
+def open_accelerator(
+    settings: Settings, config: Any, tracking: dict[str, Any] | None = None, *, enter: Enter | None = None
+) -> Accelerator:
     """Accelerate, with DeepSpeed for ZeRO; BadInputError if this machine cannot do it.
 
-    `tracking` are the Accelerator's arguments for trackers.
+    `tracking` are the Accelerator's arguments for trackers. `enter` gets the phases that a report
+    shows.
     """
     tracking = tracking or {}
     on_gpu = choose_device(settings).on_gpu
@@ -265,7 +274,7 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     else:
         keep_freed_memory()
     if settings.zero.stage:
-        accelerator = open_deepspeed(settings, config, precision, on_gpu, tracking)
+        accelerator = open_deepspeed(settings, config, precision, on_gpu, tracking, enter)
     else:
         accelerator = Accelerator(mixed_precision=accelerate_name(precision), cpu=not on_gpu, **tracking)
     give_index(accelerator)

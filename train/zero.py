@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.parameters import LIVE_PARAMETERS, TRAINED_BYTES, model_size
 from memtop.presets.schema import Zero
-from memtop.train.compile_lock import await_compiled
+from memtop.train.compile_lock import Enter, compiling
 from memtop.train.engine import ReadSaved, count_parameters, trained_parameters
 from memtop.train.host_memory import agree_on_host_plan
 from memtop.train.model import COMPUTE, accelerate_name
@@ -104,14 +105,22 @@ def ask_cuda_for_free_memory() -> None:
     accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
-def open_deepspeed(settings: Settings, config: Any, precision: str, on_gpu: bool, tracking: dict[str, Any]) -> Accelerator:
-    """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16."""
+def open_deepspeed(
+    settings: Settings,
+    config: Any,
+    precision: str,
+    on_gpu: bool,
+    tracking: dict[str, Any],
+    enter: Enter | None = None,
+) -> Accelerator:
+    """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16.
+
+    `enter` is told if DeepSpeed must be compiled first.
+    """
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         # `Accelerator(cpu=True)` would leave DeepSpeed out.
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        # The extension that DeepSpeed's CPU ranks communicate through.
-        await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
     else:
         ask_cuda_for_free_memory()
     # DeepSpeed uses deprecated names of torch; the user cannot do anything about it.
@@ -125,13 +134,18 @@ def open_deepspeed(settings: Settings, config: Any, precision: str, on_gpu: bool
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
-    accelerator = Accelerator(
-        mixed_precision=accelerate_name(precision),
-        deepspeed_plugin=plugin,
-        gradient_accumulation_steps=settings.accumulation,
-        kwargs_handlers=[group],
-        **tracking,
+    # DeepSpeed's CPU ranks communicate through an extension.
+    extension: Any = (
+        contextlib.nullcontext() if on_gpu else compiling("deepspeed_shm_comm", what="DeepSpeed on the CPU", enter=enter)
     )
+    with extension:
+        accelerator = Accelerator(
+            mixed_precision=accelerate_name(precision),
+            deepspeed_plugin=plugin,
+            gradient_accumulation_steps=settings.accumulation,
+            kwargs_handlers=[group],
+            **tracking,
+        )
     if settings.zero.offload_parameters:
         # Before the model is read: the parameters are moved to these buffers meanwhile.
         opened: Any = accelerator.state.deepspeed_plugin

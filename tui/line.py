@@ -225,7 +225,7 @@ def wrap_within(text: str, width: int, most: int, role: str = TEXT) -> list[Line
 
 def beginning(text: str, width: int) -> str:
     """The first words of a text, with an ellipsis if there are more, in so many cells. No number is
-    cut."""
+    cut, and of the words only long ones, such as paths."""
     text = clean(text)
     if cell_len(text) <= width:
         return text
@@ -234,9 +234,43 @@ def beginning(text: str, width: int) -> str:
     while end and cell_len(text[:end]) > width - 2:
         end -= 1
     if not has_wide(text):
-        end = max(text.rfind(" ", 0, end + 1), 0) or end
+        last = text.rfind(" ", 0, end + 1)
+        word = text[last + 1 :].partition(" ")[0]
+        # A path that would leave a third of the room empty is cut.
+        end = last if last > 0 and len(word) <= max(_LONG_WORD, width // 3) else end
     end = next((found.start() for found in _NUMBER.finditer(text) if found.start() < end < found.end()), end)
     return f"{text[:end].rstrip()} …" if width > 1 else "…" * width
+
+
+_LONG_WORD = 16
+"""Cells. In a narrow room no shorter word is cut."""
+
+
+def cut(of: Line, width: int) -> Line:
+    """The line, or its first words as `beginning` has them."""
+    if width_of(of) <= width:
+        return of
+    left = len(beginning(plain(of), width)) - 2
+    kept: list[Span] = []
+    for text, role in of:
+        kept.append((text[: max(0, left)], role))
+        left -= len(text)
+    return (*(span for span in kept if span[0]), (" …", MUTED))
+
+
+def from_cell(of: Line, start: int) -> Line:
+    """The line from this cell on; its first one has an ellipsis for those before it."""
+    if start <= 0:
+        return of
+    kept: list[Span] = []
+    hidden = start + 1
+    for text, role in of:
+        while text and hidden > 0:
+            hidden -= cell_len(text[0])
+            text = text[1:]
+        kept.append((text, role))
+    # A wide character that is cut becomes a blank.
+    return (("…", MUTED), (" " * -hidden, TEXT), *(span for span in kept if span[0])) if hidden <= 0 else ()
 
 
 _NUMBER = re.compile(r"\d(?:[\d .,:/]*\d)?")

@@ -14,7 +14,7 @@ from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
 
-from memtop.tui.line import MUTED, Heading, Line, fit, line, plain
+from memtop.tui.line import MUTED, Heading, Line, fit, foreign, line, plain
 from memtop.tui.panel import RoleStyles
 
 _WHEEL_LINES = 3
@@ -199,7 +199,7 @@ class LineList(RoleStyles, can_focus=True):
             return fit(row, width)
         # The cursor is a mark as well as a colour, so that it can be seen without colours.
         if number == 0 or self._rows[number - 1][0] != key:
-            return line((f"▸{plain(fit(row, width))[1:]}", "cursor"))
+            return foreign((f"▸{plain(fit(row, width))[1:]}", "cursor"))
         (first, role), *rest = row
         return fit((("▎", "accent"), (first[1:], role), *rest), width)
 

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from textual import on
 from textual.binding import Binding
 from textual.command import Command, CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider, SearchIcon
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.style import Style
 from textual.widgets import Input
 from textual.widgets.option_list import Option
 
 from memtop.supervisor.language import tr
 from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, label_of, offered
-from memtop.tui.screen import FullScreen, WholeRows, keys_of
+from memtop.tui.screen import Dialog, FullScreen, KeysDialog, WholeRows, keys_of
 from memtop.tui.themes import NAMES
 
 
@@ -54,25 +55,42 @@ class Commands(Provider):
                 yield Hit(score, matcher.highlight(title), run, text=title, help=words)
 
     def _entries(self) -> Iterator[Entry]:
-        yield from self._of_screen()
+        screen = self._read_of
+        yield from self._of_screen(screen)
         # A question must be answered first: it would hide what an action shows.
-        if not isinstance(self.screen, ModalScreen):
+        if not isinstance(screen, ModalScreen):
             yield from self._of_dashboard()
         yield from self._themes()
 
-    def _of_screen(self) -> Iterator[Entry]:
-        """The keys that another screen than the dashboard shows."""
-        if isinstance(self.screen, DashboardScreen):
-            return
-        bindings = {one.key: one for one in type(self.screen).BINDINGS if isinstance(one, Binding)}
-        for key, shown, words in keys_of(self.screen):
-            yield Entry(words.rstrip("…"), _help(shown, bindings[key].tooltip), self._action(bindings[key].action))
-        if isinstance(self.screen, FullScreen):
-            yield Entry(tr("Keys of this screen"), "?", self._action("keys"))
-            yield Entry(tr("Back"), "Esc", self._action("leave"))
+    @property
+    def _read_of(self) -> Screen[Any]:
+        """The screen whose actions are listed: that below a list of keys."""
+        stack = self.app.screen_stack
+        place = stack.index(self.screen)
+        while isinstance(stack[place], HelpDialog | KeysDialog):
+            place -= 1
+        return stack[place]
 
-    def _action(self, action: str) -> Callable[[], object]:
-        return partial(self.app.run_action, action, self.screen)
+    def _of_screen(self, screen: Screen[Any]) -> Iterator[Entry]:
+        """The keys that another screen than the dashboard shows."""
+        if isinstance(screen, DashboardScreen):
+            return
+        bindings = {one.key: one for one in type(screen).BINDINGS if isinstance(one, Binding)}
+        for key, shown, words in keys_of(screen):
+            yield Entry(words.rstrip("…"), _help(shown, bindings[key].tooltip), self._on(screen, bindings[key].action))
+        if isinstance(screen, FullScreen):
+            yield Entry(tr("Keys of this screen"), "?", self._on(screen, "keys"))
+            yield Entry(tr("Back"), "Esc", self._on(screen, "leave"))
+
+    def _on(self, screen: Screen[Any], action: str) -> Callable[[], object]:
+        """Do an action of the screen, once a list of keys above it has closed."""
+
+        async def do() -> None:
+            if self.screen is not screen and isinstance(self.screen, Dialog):
+                await self.screen.dismiss()
+            await self.app.run_action(action, screen)
+
+        return do
 
     def _of_dashboard(self) -> Iterator[Entry]:
         dashboard = self.app.screen_stack[0]
@@ -88,7 +106,7 @@ class Commands(Provider):
     def _themes(self) -> Iterator[Entry]:
         for name in NAMES:
             words = "the present theme" if name == self.app.theme else "use these colours, now and in later dashboards"
-            yield Entry(tr(f"Theme: {name}"), tr(words), self._action(f"app.choose_theme('{name}')"))
+            yield Entry(tr(f"Theme: {name}"), tr(words), partial(self.app.run_action, f"app.choose_theme('{name}')"))
 
 
 def _help(key: str, description: str) -> str:

@@ -8,28 +8,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from rich.text import Text
+from rich.cells import cell_len
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, DataTable
+from textual.widgets import Button
 
 from memtop.presets import Preset
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.schema import Settings
 from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.wire import RunState
+from memtop.tui.line import STRONG, TEXT, Line, cropped, foreign
+from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.restart_plan import where_it_resumes
-from memtop.tui.screen import Dialog, Words
+from memtop.tui.screen import Dialog, KeysDialog, Words
 
 
 class PresetDialog(Dialog[str]):
     """Closes with the name of the preset to apply, or None."""
 
-    AUTO_FOCUS = "DataTable"
+    AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(str(digit), f"point({digit})", f"Preset {digit}", show=False) for digit in range(10)
+        *(Binding(str(digit), f"point({digit})", f"Preset {digit}", show=False) for digit in range(2, 10)),
+        Binding("0", "point(0)", "Preset 0", show=False),
+        Binding("1", "point(1)", "Select", key_display="1-0", tooltip="Select the preset with this key; ● is the present one"),
+        Binding(
+            "enter",
+            "apply",
+            "Apply",
+            key_display="Enter",
+            tooltip="Restart with the memory strategy of the selected preset",
+        ),
+        Binding("question_mark", "keys", "Help", show=False),
     ]
 
     def __init__(
@@ -49,7 +61,7 @@ class PresetDialog(Dialog[str]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog presets") as box:
             box.border_title = tr(f"Preset for {self._run.name}")
-            yield DataTable(cursor_type="row", zebra_stripes=False)
+            yield LineList(self._draw)
             yield Words(id="description", classes="muted")
             yield Words(tr(where_it_resumes(self._run)), classes="muted")
             with Horizontal(classes="buttons"):
@@ -57,56 +69,99 @@ class PresetDialog(Dialog[str]):
                 yield Button(tr("Apply"), id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        table = self.query_one(DataTable)
-        for label in ("", "key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes"):
-            table.add_column(tr(label))
-        for look in self._outlooks.values():
-            table.add_row(*self._row(look), key=look.preset.name)
+        # The heading and a line for each.
+        self.query_one(LineList).styles.height = len(self._outlooks) + 1
         wanted = int(self._chosen_key) if self._chosen_key else self._present_key()
         if wanted is not None:
             self.action_point(wanted)
+        self._pointed()
 
     def action_point(self, key: int) -> None:
         """Move the cursor to the preset of a digit key."""
-        for row, look in enumerate(self._outlooks.values()):
+        for name, look in self._outlooks.items():
             if look.preset.key == key:
-                self.query_one(DataTable).move_cursor(row=row)
+                self.query_one(LineList).move_to(name)
 
-    @on(DataTable.RowHighlighted)
-    def _pointed(self, message: DataTable.RowHighlighted) -> None:
-        self.query_one("#description", Words).say(_description(self._outlooks[str(message.row_key.value)]))
+    @on(LineList.Moved)
+    def _pointed(self) -> None:
+        chosen = self._chosen()
+        if chosen is not None:
+            self.query_one("#description", Words).say(_description(self._outlooks[chosen]))
 
-    @on(DataTable.RowSelected)
-    def _entered(self, message: DataTable.RowSelected) -> None:
-        self.dismiss(str(message.row_key.value))
-
+    @on(LineList.Chosen)
     @on(Button.Pressed, "#confirm")
-    def _confirmed(self) -> None:
-        table = self.query_one(DataTable)
-        self.dismiss(list(self._outlooks)[table.cursor_row])
+    def action_apply(self) -> None:
+        self.dismiss(self._chosen())
+
+    def action_keys(self) -> None:
+        self.app.push_screen(KeysDialog(self))
+
+    def _chosen(self) -> str | None:
+        """The name of the preset under the cursor."""
+        cursor = self.query_one(LineList).cursor
+        return None if cursor is None else str(cursor)
+
+    def _draw(self, width: int) -> ListContent:
+        return preset_table(list(self._outlooks.values()), self._settings, width)
 
     def _present_key(self) -> int | None:
         present = self._outlooks.get(self._settings.preset)
         return present.preset.key if present else None
 
-    def _row(self, look: Outlook) -> list[Text]:
-        after, preset = look.kept, look.preset
-        chosen = preset.name == self._settings.preset
-        # An edit may have changed the preset's split: then the preset can be applied again.
-        now = after == self._settings
-        cells = (
-            "▸" if chosen else " ",
-            "–" if preset.key is None else str(preset.key),
-            Verbatim(preset.name),
-            after.split_text,
-            str(after.effective_batch),
-            "is on now" if now else look.switch,
-            str(after.seq_len),
-            after.zero.short,
-            # The split and ZeRO have their own columns.
-            _listed(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
-        )
-        return [Text(tr(cell), style="bold" if chosen else "") for cell in cells]
+
+_TITLES = ("key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes")
+_LEAST_OF_LAST = 20
+"""Cells that the last column needs; without it, the text below the table says what changes."""
+_LESS_IMPORTANT = (3, 5, 2)
+"""The columns that a narrow table leaves out: a switch keeps the first two, and the text below the
+table names the new split."""
+_GAP = 2
+
+
+def preset_table(looks: Sequence[Outlook], settings: Settings, width: int) -> ListContent:
+    """A row for each preset; ● is the present one. No column is cut but the last one."""
+    rows = [[tr(cell) for cell in _cells(look, settings)] for look in looks]
+    titles = [tr(title) for title in _TITLES]
+    wide = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+    shown = list(range(len(titles) - 1))
+    for column in _LESS_IMPORTANT:
+        if _MARGIN + sum(wide[one] + _GAP for one in shown) - _GAP > width:
+            shown.remove(column)
+    left = width - _MARGIN - sum(wide[one] + _GAP for one in shown)
+    if left >= _LEAST_OF_LAST:
+        shown.append(len(titles) - 1)
+        wide[-1] = left
+
+    def drawn(cells: Sequence[str], mark: str, role: str) -> Line:
+        words = (" " * _GAP).join(cropped(cells[one], wide[one]) for one in shown)
+        return foreign((f" {mark} ", "good"), (words, role))
+
+    entries = []
+    for look, cells in zip(looks, rows, strict=True):
+        chosen = look.preset.name == settings.preset
+        entries.append(Entry(look.preset.name, [drawn(cells, "●" if chosen else " ", STRONG if chosen else TEXT)]))
+    return ListContent(entries, drawn(titles, " ", "heading"))
+
+
+_MARGIN = 3
+"""Cells of the cursor and of the mark of the present preset."""
+
+
+def _cells(look: Outlook, settings: Settings) -> tuple[str, ...]:
+    after, preset = look.kept, look.preset
+    # An edit may have changed the preset's split: then the preset can be applied again.
+    now = after == settings
+    return (
+        "–" if preset.key is None else str(preset.key),
+        Verbatim(preset.name),
+        after.split_text,
+        str(after.effective_batch),
+        "is on now" if now else look.switch,
+        str(after.seq_len),
+        after.zero.short,
+        # The split and ZeRO have their own columns.
+        _listed(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
+    )
 
 
 def _description(look: Outlook) -> str:

@@ -4,7 +4,7 @@ after a run or when the GPUs are free."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, data_consequence
 from memtop.tui.screen import TITLE_NAME, Words
 
 _WHEN_FREE = "when no other run and no program uses its GPUs"
+_LONGEST_COMMAND = 60
+"""Cells of a command that are shown."""
 _WHEN_FREE_ON_CPU = "when no other run goes on"
 
 
@@ -41,9 +43,11 @@ class QueueDialog(FormDialog[QueueRequest]):
 
     AUTO_FOCUS = "#confirm"
 
-    def __init__(self, run: RunState, name: str, others: Sequence[RunState]) -> None:
-        """`name`: a name that is free. `others`: the runs that it can wait for, the best first."""
+    def __init__(self, run: RunState, name: str, others: Sequence[RunState], *, then: str | None, told: int) -> None:
+        """`name`: a name that is free. `others`: the runs that it can wait for, the best first.
+        `then`: the run's command for the very end. `told`: how many targets it notifies."""
         super().__init__()
+        self._then, self._told = then, told
         self._run = run
         self._free_name = name
         self._others = others
@@ -93,7 +97,16 @@ class QueueDialog(FormDialog[QueueRequest]):
         if taken or not name:
             problem = f"{clean(name)}: a run has this name already" if taken else "a run needs a name"
         self.query_one("#name", Input).set_class(taken or not name, "-wrong")
-        self.show_judgement(problem, lines)
+        self.show_judgement(problem, (*lines, *self._taken_over()))
+
+    def _taken_over(self) -> Iterator[str]:
+        """What the new run does as the old one, apart from the training."""
+        if self._told:
+            yield f"--notify: the same targets are told ({self._told})"
+        if self._then is not None:
+            yield f"--then: at its end it runs {shortened(self._then, _LONGEST_COMMAND)}"
+            if not self._run.state.final:
+                yield f"! {shortened(self._run.name, TITLE_NAME)} runs that, too, when it ends: before this run begins"
 
     def _judge_settings(self, before: Settings | None) -> tuple[str | None, tuple[str, ...]]:
         """What is wrong with the numbers, and what they change."""

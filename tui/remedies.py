@@ -4,17 +4,14 @@ edited settings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import mark
-from memtop.supervisor.recovery.forecast import forecast, foreseen, peaks_of
-from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
+from memtop.supervisor.recovery.forecast import Outlook
+from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.tui.bars import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
-from memtop.tui.store import Store
 
 PREDICTED_GLYPH = "╍"
 _BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
@@ -123,34 +120,22 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
     return lines
 
 
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """The measured peaks of this run, and the total memory."""
-
-    peaks: tuple[Peak, ...] = ()
-    current: Peak | None = None
-    total_bytes: int | None = None
-    on_gpu: bool = False
-
-    def lines(self, after: Settings, width: int) -> list[Line]:
-        """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
-        there is no forecast. Of the present settings only what was measured.
-        """
-        what = "VRAM peak" if self.on_gpu else "RAM peak"
-        # Before its first update a configuration has not reached its peak.
-        now = self.current if self.current is not None and (self.current.updates or self.current.failed) else None
-        if now is not None and not now.failed and now.batch == after.batch and peaks_of(after, [now], on_gpu=self.on_gpu):
-            peak = foreseen(now.bytes, self.total_bytes, "")
-            # The list of runs shows the highest with any settings.
-            words = f"{units.size(now.bytes)} measured with these settings"
-            return [fit(line((f"{what} ", MUTED), (words, STRONG), *_share(peak, STRONG)), width)]
-        found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
-        if isinstance(found, str):
-            return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
-        before = "" if now is None else f"{units.size(now.bytes)} measured -> "
-        predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
-        head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
-        return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
+def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
+    """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
+    there is no forecast. Of the present settings only what was measured.
+    """
+    what, now = outlook.what, outlook.current
+    if (peak := outlook.measured(after)) is not None:
+        # The list of runs shows the highest with any settings.
+        measured = f"{units.size(peak.peak_bytes)} measured with these settings"
+        return [fit(line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG)), width)]
+    found = outlook.predicted(after)
+    if isinstance(found, str):
+        return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
+    before = "" if now is None else f"{units.size(now.bytes)} measured -> "
+    predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
+    head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
+    return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
 
 
 def _share(peak: Forecast, role: str) -> Line:
@@ -158,18 +143,3 @@ def _share(peak: Forecast, role: str) -> Line:
     if peak.fraction is None:
         return ()
     return line((f" {units.percent(peak.fraction)} ", role), (f"{mark(peak.band)} {peak.band.value}", ROLES[peak.band]))
-
-
-def outlook_of(store: Store) -> MeasuredMemory:
-    """From the run's configurations; of several cards the smallest counts."""
-    run, rows = store.run, store.configurations
-    used = {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
-    wants_gpu = run is not None and run.settings is not None and run.settings.device != "cpu"
-    on_gpu = bool(used) or (wants_gpu and bool(store.gpus))
-    if on_gpu:
-        totals = [gpu.total_bytes for gpu in store.gpus if gpu.total_bytes and (not used or gpu.uuid in used)]
-        total = min(totals, default=None)
-    else:
-        total = store.host.limit_bytes or store.host.total_bytes
-    peaks = tuple(row.peak for row in rows if row.peak is not None)
-    return MeasuredMemory(peaks, rows[-1].peak if rows else None, total, on_gpu)

@@ -20,11 +20,12 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.recovery.forecast import outlook_of
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import outlook_of
+from memtop.tui.remedies import outlook_lines
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, number_text, restart_plan, where_it_resumes
 from memtop.tui.screen import TITLE_NAME, Dashboard, Words
 from memtop.tui.store import Store
@@ -104,7 +105,10 @@ class RestartDialog(FormDialog[RestartRequest]):
 
     def _draw_outlook(self, store: Store, width: int, height: int) -> list[Line]:
         after = self._plan.after if self._plan is not None else None
-        return [] if after is None else outlook_of(store).lines(after, width)[:height]
+        if after is None:
+            return []
+        outlook = outlook_of(store.run, store.configurations, store.gpus, store.host)
+        return outlook_lines(outlook, after, width)[:height]
 
     def _failed(self) -> tuple[Settings, ...]:
         return failed_settings(self._dashboard.store.configurations)

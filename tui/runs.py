@@ -21,6 +21,7 @@ from memtop.supervisor import units, wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
+from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.queue import REVIVE_SECONDS, begin_next, revive_queued, spec_like
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import why_not_own
@@ -342,7 +343,7 @@ class RunsScreen(FullScreen):
 
         async for answer in resume(row.folder.path, wire.Restart(id=1, change=Change())):
             kinds = {wire.Outcome.ACCEPTED: "busy", wire.Outcome.DONE: "good"}
-            self.say(f"{row.name}: {answer.message}", kinds.get(answer.outcome, "bad"))
+            self.say(f"{row.name}: {answer.message}", kinds.get(answer.outcome, "failed"))
         self._rows.pop(row.folder.path, None)
         self._read()
 
@@ -356,12 +357,17 @@ class RunsScreen(FullScreen):
         living.sort(key=lambda run: (run.folder != str(row.folder.path), -run.created))
         runs_dir = row.folder.path.parent
         name = await asyncio.to_thread(free_name, runs_dir, _stem(row.folder.path))
-        wanted = await self.app.push_screen_wait(QueueDialog(row.run, name, living))
+        try:
+            then, told = row.folder.spec().then, targets_of(row.folder)
+        except MemtopError as error:
+            self.say(str(error), "bad")
+            return
+        wanted = await self.app.push_screen_wait(QueueDialog(row.run, name, living, then=then, told=len(told)))
         if wanted is None:
             return
         try:
             spec = spec_like(row.folder, wanted.name, wanted.settings, wanted.after)
-            await asyncio.to_thread(start_run, runs_dir, spec)
+            await asyncio.to_thread(start_run, runs_dir, spec, notify=told)
         except MemtopError as error:
             self.say(f"{wanted.name}: {error}", "bad")
             return
@@ -406,7 +412,7 @@ class RunsScreen(FullScreen):
         command = [sys.executable, "-m", "memtop", *map(str, arguments)]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         words = (done.stdout + done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
-        self.say(words[-1].removeprefix("memtop: "), "bad" if done.returncode else "good")
+        self.say(words[-1].removeprefix("memtop: "), "failed" if done.returncode else "good")
 
 
 def _stem(path: Path) -> str:

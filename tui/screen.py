@@ -43,7 +43,7 @@ from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
 from memtop.tui.store import Store
-from memtop.tui.words import report_lines
+from memtop.tui.words import LASTING, MESSAGE_SECONDS, report_lines
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -287,7 +287,7 @@ class KeysDialog(Dialog[None]):
     AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
 
-    def __init__(self, of: Screen[None]) -> None:
+    def __init__(self, of: Screen[Any]) -> None:
         super().__init__()
         self._of = of
 
@@ -325,6 +325,8 @@ class FullScreen(ClosingScreen[None]):
         self.dashboard = dashboard
         self._message: tuple[str, str] | None = None
         """The text and its kind."""
+        self._going: Timer | None = None
+        """What clears the message."""
 
     def title_panel(self) -> LinePanel:
         return LinePanel(self._draw_title, classes="title")
@@ -354,6 +356,9 @@ class FullScreen(ClosingScreen[None]):
     def say(self, text: str, kind: str = "note") -> None:
         """Show a message on the lines above the keys."""
         self._message = (text, kind)
+        if self._going is not None:
+            self._going.stop()
+        self._going = None if kind in LASTING else self.set_timer(MESSAGE_SECONDS, self.clear_message)
         self.show_message()
 
     def choose(self, key: str, value: str) -> None:

@@ -33,7 +33,7 @@ from memtop.supervisor.wire import Event
 from memtop.tui.attempt_log import AttemptLog, Section
 from memtop.tui.dashboard.events import event_look
 from memtop.tui.dashboard.log import mark_log_line, marked
-from memtop.tui.line import MUTED, Line, foreign, line, plain
+from memtop.tui.line import MUTED, Line, cut, foreign, from_cell, line, plain, width_of
 from memtop.tui.panel import RoleStyles
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
@@ -78,6 +78,8 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         self._rows = 0
         self._follows = True
         """The page is at its end, and stays there."""
+        self._aside = 0
+        """How many cells the lines are scrolled sideways."""
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -120,6 +122,22 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         """Scroll; a page leaves one line of the page before."""
         self.to_row(self.scroll_offset.y + lines + pages * self.scrollable_content_region.height)
 
+    def sideways(self, direction: int) -> None:
+        """Scroll the lines by half the width: 1 to their ends, as far as one on the screen goes, -1
+        back."""
+        width = self.scrollable_content_region.width
+        step = max(1, width // 2)
+        longest = max((width_of(self.text_of(number)) for number in self._visible()), default=0)
+        if direction < 0 or longest - self._aside > width:
+            # Less than what `cut` leaves of a line.
+            self._aside = max(0, self._aside + direction * step)
+            self.refresh()
+
+    def _visible(self) -> range:
+        """The rows on the screen."""
+        top = self.scroll_offset.y
+        return range(top, min(self._rows, top + self.scrollable_content_region.height))
+
     def text_of(self, number: int, *, with_time: bool = True) -> Line:
         """What a row shows."""
         place = bisect_right(self.firsts, number) - 1
@@ -149,8 +167,9 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         number = y + offset.y
         if number >= self._rows:
             return Strip.blank(width, blank)
-        strip = Strip([Segment(text, self.role_style(role)) for text, role in self.text_of(number)])
-        return strip.crop_extend(0, width, blank).apply_offsets(0, number)
+        spans = cut(from_cell(self.text_of(number), self._aside), width)
+        strip = Strip([Segment(text, self.role_style(role)) for text, role in spans])
+        return strip.crop_extend(0, width, blank).apply_offsets(self._aside, number)
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         """The text that the mouse has marked."""
@@ -169,9 +188,7 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
 
     def visible_text(self) -> str:
         """The lines on the screen, without their times."""
-        top = self.scroll_offset.y
-        rows = range(top, min(self._rows, top + self.scrollable_content_region.height))
-        return "\n".join(plain(self.text_of(number, with_time=False)) for number in rows)
+        return "\n".join(plain(self.text_of(number, with_time=False)) for number in self._visible())
 
 
 class WholeLogScreen(FullScreen):
@@ -186,6 +203,8 @@ class WholeLogScreen(FullScreen):
         Binding("y", "copy", "Copy", tooltip="Copy what the mouse has marked, or else the lines on the screen"),
         Binding("left", "attempt(-1)", "Attempt", key_display="←→", tooltip="To the beginning of an attempt"),
         Binding("right", "attempt(1)", "Next attempt", show=False),
+        Binding("less_than_sign", "sideways(-1)", "Sideways", key_display="<>", tooltip="Scroll lines that are too long"),
+        Binding("greater_than_sign", "sideways(1)", "To the ends", show=False),
     ]
 
     def __init__(self, dashboard: Dashboard, folder: Path) -> None:
@@ -257,6 +276,9 @@ class WholeLogScreen(FullScreen):
 
     def action_attempt(self, direction: int) -> None:
         self.page.to_attempt(direction)
+
+    def action_sideways(self, direction: int) -> None:
+        self.page.sideways(direction)
 
     def action_copy(self) -> None:
         chosen = self.get_selected_text()

@@ -51,6 +51,10 @@ def age(seconds: float) -> str:
 
 REPORTS = ("busy", "good", "failed")
 """Kinds of messages about an ending: they stay when the cursor moves."""
+LASTING = ("busy", "failed")
+"""Kinds of messages that stay until another one comes; others are gone after MESSAGE_SECONDS,
+because they need not be true any more."""
+MESSAGE_SECONDS = 60.0
 _MARKS = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted"), "bad": ("✗", "bad"), "failed": ("✗", "bad")}
 
 

@@ -7,14 +7,17 @@ completes to nothing: a message would land in the line that the user types.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem, ShellComplete
 
+from memtop.cli.language import LANGUAGE_OPTION, without_language
 from memtop.cli.shells import SHELLS
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.language import LANGUAGES
 
 if TYPE_CHECKING:
     from memtop.supervisor.run.record.folder import RunFolder
@@ -45,10 +48,16 @@ def _found(shell: ShellComplete, words: list[str], incomplete: str) -> Iterator[
         # The words of the user's own program are files.
         yield CompletionItem(incomplete, type="file", head="")
         return
+    with suppress(UsageError):  # the command itself says it
+        words, _ = without_language(words)
     option, sign, value = incomplete.partition("=")
     before = ""
     if sign and option.startswith("--"):
         words, incomplete, before = [*words, option], value, f"{option}="
+    if words[-1:] == [LANGUAGE_OPTION]:
+        # It may stand behind every command.
+        yield from (CompletionItem(before + one, head=before) for one in LANGUAGES if one.startswith(incomplete))
+        return
     shell.ctx_args["obj"] = words
     for item in shell.get_completions(words, incomplete):
         yield CompletionItem(before + item.value, type=item.type, help=item.help, head=before + (item.head or ""))
@@ -148,6 +157,23 @@ def presets(context: click.Context, parameter: click.Parameter, incomplete: str)
         return _fitting({one.name: one.title for one in load_presets().values()}, incomplete)
     except PresetFileError:
         return []
+
+
+def profiles(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """The profiles of programs, the user's own included, with their titles; `auto` and `none`."""
+    from memtop.presets import PresetFileError
+    from memtop.presets.program_profiles import load_profiles
+
+    words: dict[str, str | None] = {"auto": "the one that fits", "none": "without a profile"}
+    try:
+        return _fitting({**{one.name: one.title for one in load_profiles().values()}, **words}, incomplete)
+    except PresetFileError:
+        return _fitting(words, incomplete)
+
+
+def files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Files and folders."""
+    return [CompletionItem(incomplete, type="file", head="")]
 
 
 def settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:

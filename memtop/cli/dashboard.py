@@ -142,15 +142,15 @@ def _feed_of(folder: RunFolder, look: WatchOptions, endpoint: Endpoint | None) -
 def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
     """Open the dashboard on the recorded history of a run."""
     folder = find_run(run_name, runs_dir)
-    need_terminal()
+    need_terminal(f"`memtop report {run_name}` writes the run as a page, and `memtop show {run_name}` prints it")
     from memtop.tui.replay import FolderRecording, ReplayFeed
 
     return _show(ReplayFeed(lambda: FolderRecording(folder.path)), WatchOptions(interval), silent=True)
 
 
 def open_demo(interval: float) -> int:
-    """Open the dashboard with invented numbers."""
-    need_terminal()
+    """Open the dashboard on the recorded run."""
+    need_terminal("`memtop watch --demo --serve 8000` shows it in a browser")
     from memtop.tui.demo import demo_feed
 
     return _show(demo_feed(), WatchOptions(interval), silent=True)
@@ -165,12 +165,13 @@ def tree_of(pid: int) -> list[TreeProcess]:
     return tree
 
 
-def need_terminal() -> None:
-    """UsageError if the dashboard cannot be drawn here."""
+def need_terminal(instead: str = "`memtop watch --once` prints one snapshot") -> None:
+    """UsageError if the dashboard cannot be drawn here. `instead`: what can be done without a
+    terminal."""
     if os.environ.get("TEXTUAL_DRIVER"):
         return  # it is not drawn on a terminal
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot")
+        raise UsageError(f"watch: the dashboard needs a terminal; {instead}")
     if os.environ.get("TERM") == "dumb":
         raise UsageError("TERM=dumb: the dashboard needs a terminal that can move the cursor; try --once or --headless")
 

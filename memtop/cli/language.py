@@ -15,14 +15,16 @@ from memtop.supervisor import language
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 
+LANGUAGE_OPTION = "--lang"
+
 
 def without_language(arguments: list[str]) -> tuple[list[str], str | None]:
     """The arguments without `--lang L`, which may stand anywhere, and the language. UsageError if
     memtop has no texts in it."""
     given, rest = None, list(arguments)
     for at, word in reversed(list(enumerate(arguments))):
-        if word == "--lang" or word.startswith("--lang="):
-            taken = rest[at : at + 1 + (word == "--lang")]
+        if word == LANGUAGE_OPTION or word.startswith(f"{LANGUAGE_OPTION}="):
+            taken = rest[at : at + 1 + (word == LANGUAGE_OPTION)]
             del rest[at : at + len(taken)]
             given = word.partition("=")[2] if "=" in word else taken[-1]
             if given not in language.LANGUAGES:

@@ -158,7 +158,7 @@ def _cells(look: Outlook) -> tuple[str, ...]:
     key = units.UNKNOWN if look.preset.key is None else str(look.preset.key)
     kept = look.kept
     numbers = (str(kept.effective_batch), str(kept.seq_len), str(kept.tokens_per_update))
-    return (key, look.preset.name, kept.split_text, *numbers, kept.zero.short, tr(look.switch), tr(look.switch_whole))
+    return (key, look.preset.name, kept.split_text, *numbers, tr(kept.zero.short), tr(look.switch), tr(look.switch_whole))
 
 
 def _details(look: Outlook) -> Iterator[str]:

@@ -27,8 +27,10 @@ from memtop.cli.options import (
 )
 from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
+from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
+from memtop.supervisor.recovery.forecast import outlook_of
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
 from memtop.supervisor.run.queue import begin_next
@@ -150,7 +152,11 @@ def restart(
         return restart_with(folder, change, headless=headless, detach=detach)
     if headless or detach:
         raise UsageError("--live: does not restart the run; leave out --headless and --detach")
-    return ask(folder, lambda number: Edit(id=number, change=change))
+    peak = peak_after(folder, change)
+    answered = ask(folder, lambda number: Edit(id=number, change=change))
+    if peak is not None:
+        print_message(f"memtop: {peak}")
+    return answered
 
 
 def _chosen_gpus(folder: RunFolder, text: str, device: str | None) -> str:
@@ -173,6 +179,7 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
     begun = time.time()
     if needs_supervisor(folder):
         starting.revive(folder.path)
+    peak = peak_after(folder, change)
     try:
         answer = final_answer(folder, lambda number: Restart(id=number, change=change))
         print_message(answer.message)
@@ -184,6 +191,8 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         for line in (f"memtop: {foreseen}" if foreseen else None, again, f"memtop: {warning}" if warning else None):
             if line:
                 print_message(line)
+    if peak is not None:
+        print_message(f"memtop: {peak}")
     return stay(folder, begun, headless=headless, detach=detach)
 
 
@@ -219,6 +228,34 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
     except MemtopError:
         return None  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
     return None if after is None else risk(after, failed_settings(rows))
+
+
+def peak_after(folder: RunFolder, change: Change) -> str | None:
+    """The foreseen peak of the changed settings, or why there is none, in one line; None if they
+    are the same, or not memtop's."""
+    # Reading the GPUs loads their driver.
+    from memtop.cli.gpus import sample
+
+    state = read_state(folder)
+    try:
+        with readable_ledger(folder):
+            rows = read_configurations(folder.path)
+        after = edited(state.settings, change, state.checkpoint, rows)
+    except MemtopError:
+        return None  # as in `risk_of`
+    if after is None or after == state.settings:
+        return None
+    machine = sample()
+    outlook = outlook_of(state, rows, machine.gpus, machine.host)
+    found = outlook.measured(after) or outlook.predicted(after)
+    if isinstance(found, str):
+        return f"{outlook.what} cannot be predicted: {found}"
+    share = (
+        ""
+        if found.fraction is None
+        else f" of {units.size(found.total_bytes)} ({units.percent(found.fraction)}, {found.band.value})"
+    )
+    return f"predicted {outlook.what} {units.size(found.peak_bytes)}{share}: {found.basis}"
 
 
 @click.command(epilog=f"{RUN_HELP} N is the number of a configuration.")

@@ -100,7 +100,12 @@ _EXAMPLES = {
 @gpus_option
 @click.option("--name", metavar="NAME", help="the name of the run")
 @click.option("--save-every", type=WHOLE, metavar="N", help="updates between two saves")
-@click.option("--python", metavar="PATH", help="the Python that trains a recipe, or the folder of its environment")
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="the Python that trains a recipe, or the folder of its environment",
+    shell_complete=completion.files,
+)
 @headless_option
 @detach_option
 @click.option(
@@ -115,7 +120,12 @@ _EXAMPLES = {
     help="what to do when the loss of a recipe jumps and stays high [ask]",
     shell_complete=completion.one_of("ask", "back", "stop"),
 )
-@click.option("--program-profile", metavar="NAME", help="the profile of your own program, or none [the one that fits]")
+@click.option(
+    "--program-profile",
+    metavar="NAME",
+    help="the profile of your own program, or none [the one that fits]",
+    shell_complete=completion.profiles,
+)
 @click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends", shell_complete=completion.runs)
 @click.option("--queue", is_flag=True, help="begin when no other run and no other program uses the GPUs of this one")
 @click.option("--then", metavar="COMMAND", help="a shell command for the very end, e.g. to shut a rented machine down")

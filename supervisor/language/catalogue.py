@@ -137,6 +137,11 @@ class Catalogue:
         pieces = _COLUMNS.split(text)
         if len(pieces) > 1:
             return "".join(self._padded(pieces))
+        # What is said about something, such as a setting and its value, may be one text with
+        # several clauses.
+        about, *said = _clauses(text, ": ", most=1)
+        if said and (known := self._known(said[0])) is not None:
+            return f"{self.translate(about)}{_BETWEEN[': ']}{known}"
         brackets = _BRACKETS.fullmatch(text)
         if brackets is not None and ", " not in brackets[1]:
             return self._with_brackets(brackets)
@@ -151,6 +156,11 @@ class Catalogue:
                     break
                 return (separator if separator == ". " and same[1] else translated).join(shown)
         return text if brackets is None else self._with_brackets(brackets)
+
+    def _known(self, text: str) -> str | None:
+        """The translation of the whole text; None if it is not in the catalogue."""
+        found = self._texts.get(text)
+        return found if found is not None else self._by_template(text, whole=True)
 
     def _with_brackets(self, found: re.Match[str]) -> str:
         return f"{self.translate(found[1])} ({self.translate(found[2][1:-1])})"

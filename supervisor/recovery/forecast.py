@@ -15,9 +15,10 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.values import band_of
+from memtop.supervisor.monitor.values import GpuSample, HostSample, band_of
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
+from memtop.supervisor.wire import Configuration, RunState
 
 
 class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,3 +192,46 @@ def _why_none(exact: dict[int, int], failed: dict[int, int]) -> str:
     if failed:
         return f"only peaks cut short by a failure are known ({_words(failed)}); a forecast needs two whole ones"
     return "nothing was measured with these settings yet"
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has measured, and the memory that it has: with it, the peak of edited settings is
+    foreseen."""
+
+    peaks: tuple[Peak, ...] = ()
+    current: Peak | None = None
+    total_bytes: int | None = None
+    on_gpu: bool = False
+
+    @property
+    def what(self) -> str:
+        return "VRAM peak" if self.on_gpu else "RAM peak"
+
+    def measured(self, after: Settings) -> Forecast | None:
+        """The measured peak, if these settings have that of the present ones."""
+        now = self.current
+        same = now is not None and not now.failed and now.batch == after.batch
+        if now is None or not same or not peaks_of(after, [now], on_gpu=self.on_gpu):
+            return None
+        return foreseen(now.bytes, self.total_bytes, f"measured at B {now.batch}")
+
+    def predicted(self, after: Settings) -> Forecast | str:
+        """The forecast for these settings, or why there is none."""
+        return forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
+
+
+def outlook_of(run: RunState | None, rows: Sequence[Configuration], gpus: Sequence[GpuSample], host: HostSample) -> Outlook:
+    """From the run's configurations and the machine; of several cards the smallest counts."""
+    used = {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
+    wants_gpu = run is not None and run.settings is not None and run.settings.device != "cpu"
+    on_gpu = bool(used) or (wants_gpu and bool(gpus))
+    if on_gpu:
+        totals = [gpu.total_bytes for gpu in gpus if gpu.total_bytes and (not used or gpu.uuid in used)]
+        total = min(totals, default=None)
+    else:
+        total = host.limit_bytes or host.total_bytes
+    peaks = tuple(row.peak for row in rows if row.peak is not None)
+    newest = rows[-1].peak if rows else None
+    # Before its first update a configuration has not reached its peak.
+    current = newest if newest is not None and (newest.updates or newest.failed) else None
+    return Outlook(peaks=peaks, current=current, total_bytes=total, on_gpu=on_gpu)

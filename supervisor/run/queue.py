@@ -178,8 +178,7 @@ def spec_like(folder: RunFolder, name: str, settings: Settings | None, after: Pa
     """A new run with the same recipe or command that waits for the run in `after`, or for free GPUs
     if that is None.
 
-    `settings` are those of a recipe. The command for the very end stays with the old run: it would
-    run before the new one.
+    `settings` are those of a recipe. The command for the very end is that of the old run.
     """
     return replace(
         folder.spec(),
@@ -190,6 +189,5 @@ def spec_like(folder: RunFolder, name: str, settings: Settings | None, after: Pa
         grip=None,
         after=None if after is None else str(after),
         queue=after is None,
-        then=None,
         memtop_version=__version__,
     )

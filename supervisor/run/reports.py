@@ -123,7 +123,7 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):
-    """loading | data | training"""
+    """loading | compiling | data | training"""
 
     phase: Word
 

@@ -92,7 +92,12 @@ def _ranks(model: Model) -> tuple[RankMemory, ...]:
     return tuple(replace(rank, pss_bytes=held.get(rank.pid)) for rank in model.progress.rank_memory(model.agents))
 
 
-_STAGES = {"loading": Stage.LOADING_MODEL, "data": Stage.READING_DATA, "training": Stage.FIRST_UPDATE}
+_STAGES = {
+    "loading": Stage.LOADING_MODEL,
+    "compiling": Stage.COMPILING,
+    "data": Stage.READING_DATA,
+    "training": Stage.FIRST_UPDATE,
+}
 
 
 def _stage(model: Model) -> Stage:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from memtop.presets import PresetFileError
-from memtop.presets.program_profiles import ProgramProfile, load_profiles
+from memtop.presets.program_profiles import Position, ProgramProfile, load_profiles
 from memtop.supervisor.profile.detection import propose
 from memtop.supervisor.run.grip import Grip
-from memtop.supervisor.run.record.profile_checkpoints import newest_of, place_of
+from memtop.supervisor.run.record.profile_checkpoints import Place, newest_of, place_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/profiles.md"
 GLOBALS = "gradient_accumulation_steps = 4\ninit_from = 'scratch'\nexec(open('configurator.py').read())\n"
@@ -114,6 +116,33 @@ def test_the_example_of_the_documentation_is_a_profile(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     profile = load_profiles()["ours"]
     assert msgspec.convert(msgspec.to_builtins(profile), ProgramProfile) == profile
+
+
+def test_the_step_in_a_name_is_read_as_the_documentation_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = re.search(r"```toml\n(\[checkpoint\]\npaths = .*?)```", DOCS.read_text(), re.DOTALL)
+    assert example is not None
+    (tmp_path / "memtop.toml").write_text(
+        'programs.ours.title = "ours"\nprograms.ours.detect = { texts = ["x"] }\n'
+        'programs.ours.resume = { how = "automatic" }\nprograms.ours.values.out_dir = { default = "out" }\n'
+        + example[1].replace("[checkpoint]", "[programs.ours.checkpoint]")
+    )
+    monkeypatch.chdir(tmp_path)
+    rule = load_profiles()["ours"].checkpoint
+    assert rule is not None
+    assert rule.step is not None
+    (tmp_path / "out").mkdir()
+    torch.save({"weights": torch.ones(3)}, tmp_path / "out/epoch2-step1200.pt")
+    place = Place(
+        paths=(str(tmp_path / "out/epoch*-step*.pt"),), rule=rule, position=Position(counts="micro_batches", per_epoch=True)
+    )
+    found = newest_of(place)
+    assert found is not None
+    assert (found.complete, found.step, found.epoch) == (True, 1200, 2)
+    torch.save({"weights": torch.ones(3)}, tmp_path / "out/epoch2-steplast.pt")
+    os.utime(tmp_path / "out/epoch2-steplast.pt", (4e9, 4e9))
+    found = newest_of(place)
+    assert found is not None
+    assert (found.complete, found.step) == (True, None)
 
 
 def test_a_profile_of_the_project_replaces_one_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,14 @@ def test_a_run_like_another_takes_its_work_and_not_its_history(tmp_path: Path) -
     own = spec("a")
     old = create_run(tmp_path, replace(own, then="poweroff", choice="the free GPU", after="/x", on_oom="ask"), fresh=False)
     like = spec_like(old, "b", own.settings, None)
-    assert (like.name, like.queue, like.after, like.then, like.choice, like.on_oom) == ("b", True, None, None, None, "ask")
+    assert (like.name, like.queue, like.after, like.then, like.choice, like.on_oom) == (
+        "b",
+        True,
+        None,
+        "poweroff",
+        None,
+        "ask",
+    )
     like = spec_like(old, "b", own.settings, tmp_path / "a")
     assert (like.queue, like.after, like.cwd) == (False, str(tmp_path / "a"), own.cwd)
     assert create_run(tmp_path, like, fresh=False).id != old.id

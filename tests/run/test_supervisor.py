@@ -314,7 +314,8 @@ def test_a_run_moved_aside_does_not_reach_its_successor(runs: Runs, monkeypatch:
         str(aside.path),
         str(aside.path / "attempts/0001/output.log"),
     )
-    assert runs.show("a")["alive"]
+    # Its program has not been stopped. It begins a moment after its supervisor.
+    runs.wait("a", lambda d: d["alive"])
 
 
 def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> None:

@@ -206,11 +206,11 @@ COMPILE = """
 import sys
 from pathlib import Path
 from torch.utils import cpp_extension
-from memtop.train.compile_lock import await_compiled
-await_compiled("some", what="this test")
+from memtop.train.compile_lock import compiling
 source = Path(sys.argv[1])
-cpp_extension.load("some", [str(source)], is_python_module=False)
-print("compiled", flush=True)
+with compiling("some", what="this test", enter=lambda phase: print("phase", phase, flush=True)):
+    cpp_extension.load("some", [str(source)], is_python_module=False)
+    print("compiled", flush=True)
 """
 
 
@@ -253,6 +253,7 @@ def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> Non
         second = compile_some(tmp_path)
         assert second.stdout is not None
         # The children of the killed process are still working in the folder.
+        assert second.stdout.readline() == "phase compiling\n"
         assert second.stdout.readline() == f"memtop: this test: waiting until another process has compiled it in {folder}\n"
         assert (folder / "lock").exists()
         for process in compilers:
@@ -265,8 +266,10 @@ def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> Non
         first.kill()
         first.wait()
     assert printed.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
-    assert printed.splitlines()[-1] == "compiled"
+    assert printed.splitlines()[1:] == ["compiled", "phase loading"]
     assert second.returncode == 0
+    third = compile_some(tmp_path)
+    assert third.communicate(timeout=120)[0] == "compiled\n", "it has no phase: it is only loaded"
 
 
 def test_deepspeeds_adam_is_not_loaded_while_a_stale_lock_exists(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from msgspec.structs import replace
 from textual.pilot import Pilot
-from textual.widgets import Button, DataTable, Input, Select
+from textual.widgets import Button, Input, Select
 
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
+from memtop.presets.schema import Zero
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
+from memtop.tui import screen
+from memtop.tui.dashboard import footer
 from memtop.tui.dashboard.footer import ActionButton
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
+from memtop.tui.line_list import LineList
 from memtop.tui.presets import PresetDialog
 from memtop.tui.processes.kill import KillDialog, TickList
 from memtop.tui.processes.screen import ProcessesScreen
@@ -163,8 +170,12 @@ async def test_a_digit_shows_the_preset_and_enter_applies_it() -> None:
         for number, (key, name) in enumerate((("2", "stage2_offload"), ("6", "low"), ("7", "extreme")), 1):
             await press(pilot, key)
             assert isinstance(app.screen, PresetDialog)
-            assert app.screen.query_one(DataTable).cursor_row == int(key) - 1
+            assert app.screen.query_one(LineList).cursor == name
             assert "4 x 8 x 1" in screen_text(app)
+            (at,) = [row for row in screen_text(app).splitlines() if "▸" in row]
+            assert f"▸  {key}    {name} " in at
+            (present,) = [row for row in screen_text(app).splitlines() if "●" in row and "│" in row]
+            assert " ● 5    standard " in present
             await press(pilot, "enter")
             assert feed.requests[number - 1 :] == [Restart(id=number, change=Change(preset=name))]
         await press(pilot, "9")
@@ -177,11 +188,10 @@ async def test_the_table_shows_what_a_switch_keeps_and_what_a_new_run_would_take
     async with opened(RecordingFeed(running(gpu(0), settings=settings)), size=(160, 50)) as (app, pilot):
         assert "1-9 Preset" in screen_text(app)
         await press(pilot, "9")
-        table = app.screen.query_one(DataTable)
-        names = [str(table.get_cell_at((row, 2))) for row in range(table.row_count)]
+        text = screen_text(app)
+        names = re.findall(r"[▸ ][● ] \d    (\S+)", text)
         assert names[:4] == ["deepspeed", "stage2_offload", "stage3", "minimal"]
         assert names[7:] == ["qlora-16g-safe", "qlora-16g-min"]
-        text = screen_text(app)
         assert "t5-balanced" not in text
         assert "Switch: resumes, workers 2 -> 1" in text
         assert "Whole (new run, memtop train --fresh --preset qlora-16g-min): T 1024 -> 512" in text
@@ -217,18 +227,35 @@ async def test_the_preset_button_opens_the_table_at_the_current_one() -> None:
         feed.send(running(gpu(0), settings=settings))
         await settle(pilot)
         await click(pilot, "#action-preset")
-        table = app.screen.query_one(DataTable)
-        row = [str(cell) for cell in table.get_row_at(table.cursor_row)]
-        assert (row[0], row[2]) == ("▸", settings.preset)
-        assert row[3] != "1 x 2 x 1"
-        assert row[5] == "resumes"
+        (row,) = re.findall(r"▸● \d    (\S+) +(\d+ x \d+ x \d+) +\d+ +(\S+) ", screen_text(app))
+        assert row[0] == settings.preset
+        assert row[1] != "1 x 2 x 1"
+        assert row[2] == "resumes"
         assert "is on now" not in screen_text(app)
         assert "Switch: resumes, split 1 x 2 x 1 -> " in screen_text(app)
         await press(pilot, "enter")
         assert feed.requests == [Restart(id=1, change=Change(preset=settings.preset))]
         # The supervisor makes of it what the table has shown.
         after = edit_settings(settings, preset=settings.preset, updates_done=1)
-        assert f"{after.batch} x {after.accumulation} x 1" == row[3]
+        assert f"{after.batch} x {after.accumulation} x 1" == row[1]
+
+
+async def test_the_preset_table_cuts_no_column_and_its_keys_are_listed() -> None:
+    split = replace(SETTINGS, rank_splits=((12, 2), (4, 1)), world_size=2)
+    for settings in (SETTINGS, split, replace(split, zero=Zero(stage=3, offload_optimizer=True, offload_parameters=True))):
+        async with opened(RecordingFeed(running(gpu(0), settings=settings)), "6", size=(80, 24)) as (app, pilot):
+            for width, height in ((80, 24), (60, 15), (160, 50)):
+                await resize(pilot, width, height)
+                await press(pilot, "6")
+                table = [row for row in screen_text(app).splitlines() if re.search(r"│ .[● ] \d |key  preset", row)]
+                assert table
+                for row in table:
+                    assert "…" not in row or width == 160, "only the last column may be cut"
+                    assert set(row) & set("▎▋▊▍▉") == set()
+                assert ("what else" in table[0]) == (width == 160)
+            await press(pilot, "question_mark")
+            assert "Select the preset with this key; ● is the present one" in " ".join(screen_text(app).split())
+            await press(pilot, "escape", "enter")
 
 
 STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)
@@ -349,6 +376,33 @@ async def test_a_message_takes_the_lines_that_it_needs_and_no_toast() -> None:
             app.dashboard.flash.fold()
             await settle(pilot)
             assert panel.size.height == 1
+
+
+async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (footer, screen):
+        monkeypatch.setattr(module, "MESSAGE_SECONDS", 0.2)
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
+    async with opened(feed, "c") as (app, pilot):
+        flash = app.dashboard.flash
+        while flash.has_message:
+            await pilot.pause(0.05)
+        assert "is not training yet" not in screen_text(app)
+        feed.answers = ((wire.Outcome.FAILED, "the disk is full"),)
+        feed.send(running(gpu()))
+        await settle(pilot)
+        await press(pilot, "f")
+        assert "✗ the disk is full" in screen_text(app)
+        await pilot.pause(0.4)
+        assert "✗ the disk is full" in screen_text(app), "nobody may have read it yet"
+        feed.send(running(gpu(), state=wire.Phase.STOPPED, alive=False))
+        await settle(pilot)
+        assert "the disk is full" not in screen_text(app), "it was about an earlier state"
+        await press(pilot, "o")
+        assert isinstance(app.screen, ProcessesScreen)
+        app.screen.say("read-only", "bad")
+        await settle(pilot)
+        while "read-only" in screen_text(app):
+            await pilot.pause(0.05)
 
 
 async def test_a_message_under_another_screen_is_a_toast() -> None:

@@ -61,6 +61,14 @@ def test_unknown_shares_are_dashes_and_not_zeros() -> None:
     assert "alloc –  ▓ cache –  ▒ context –" in text_of(draw_gpu(store, card, 76, 4))
 
 
+def test_a_run_whose_allocator_is_not_known_is_one_part_and_looks_used() -> None:
+    card = gpu(fraction=0.5, processes=(process(7, run="tiny", used_bytes=10 * GIB),), total_bytes=20 * GIB)
+    bar, _, legend, *_ = text_of(draw_gpu(store_of(running(card)), card, 76, 5)).splitlines()
+    assert "█ this run 10.0  ░ others 0.0" in legend
+    assert bar.count("█") > 25
+    assert "▒" not in bar
+
+
 def test_a_lost_gpu_says_what_to_do() -> None:
     card = gpu(error="GPU is lost: reboot, or reset it with nvidia-smi --gpu-reset", total_bytes=None)
     store = store_of(running(card))

@@ -13,11 +13,12 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.wire import Phase
 from memtop.tui.app import DashboardApp
 from memtop.tui.choices import Choices
+from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, offered
 from memtop.tui.palette import Palette
 from memtop.tui.processes.screen import ProcessesScreen
 from memtop.tui.restart import RestartDialog
-from memtop.tui.screen import ConfirmDialog
+from memtop.tui.screen import ConfirmDialog, KeysDialog
 from memtop.tui.themes import NAMES
 from tests.tui.support import RecordingFeed, gpu, machine, opened, press, process, resize, running, screen_text, settle
 from tests.tui.test_keys_in_order import fields, type_at_once
@@ -105,6 +106,29 @@ async def test_other_screens_list_their_own_keys_and_the_actions_of_the_dashboar
         assert app.screen is app.dashboard
         await press(pilot, "k", "ctrl+p")
         assert "History" not in listed(app), "the question first"
+
+
+async def test_over_a_list_of_keys_it_offers_what_the_screen_below_does() -> None:
+    feed = RecordingFeed(running(gpu(processes=(process(7),))))
+    async with opened(feed, "ctrl+p") as (app, pilot):
+        of_dashboard = listed(app)
+        await press(pilot, "escape", "question_mark")
+        assert isinstance(app.screen, HelpDialog)
+        await press(pilot, "ctrl+p")
+        assert listed(app) == of_dashboard
+        await press(pilot, *"history", "enter")
+        assert [type(screen).__name__ for screen in app.screen_stack[1:]] == ["HistoryScreen"]
+        await press(pilot, "escape", "question_mark", "ctrl+p", *"restart", "enter")
+        assert isinstance(app.screen, RestartDialog)
+        await press(pilot, "escape", "o", "ctrl+p")
+        of_processes = listed(app)
+        await press(pilot, "escape", "question_mark")
+        assert isinstance(app.screen, KeysDialog)
+        await press(pilot, "ctrl+p")
+        assert listed(app) == of_processes
+        await press(pilot, *"filter", "enter", *"user:x")
+        assert isinstance(app.screen, ProcessesScreen)
+        assert "user:x" in screen_text(app)
 
 
 async def test_a_chosen_theme_is_used_and_remembered_or_says_why_not() -> None:

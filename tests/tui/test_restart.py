@@ -8,19 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
-from textual.widgets import Button, DataTable, Input
+from textual.widgets import Button, Input
 
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
-from memtop.tui.remedies import MeasuredMemory, outlook_of
+from memtop.tui.remedies import outlook_lines
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.tui.support import (
@@ -128,16 +129,17 @@ def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
     store = fold(Store(), running(*cards, ranks=ranks))
-    outlook = outlook_of(store)
+    outlook = outlook_of(store.run, (), store.gpus, store.host)
     assert (outlook.on_gpu, outlook.total_bytes) == (True, 12 * GIB)
 
 
 def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     settings = replace(SETTINGS, device="cpu")
-    outlook = outlook_of(fold(Store(), running(settings=settings)))
+    store = fold(Store(), running(settings=settings))
+    outlook = outlook_of(store.run, (), store.gpus, store.host)
     assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
-    (line,) = MeasuredMemory(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
+    (line,) = outlook_lines(Outlook(peaks=peaks, total_bytes=32 * GIB), settings, 200)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
 
 
@@ -147,11 +149,18 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
     key = settings_key(settings, on_gpu=False)
     begun = Peak(batch=settings.batch, bytes=GIB, updates=0, settings_key=key)
     larger = Peak(batch=2 * settings.batch, bytes=4 * GIB, updates=3, settings_key=key)
-    rows = MeasuredMemory((larger, begun), begun, 32 * GIB, on_gpu=False).lines(settings, 200)
-    assert "1.0 GiB" not in " ".join(map(plain, rows))
-    done = replace(begun, updates=1)
-    (row,) = MeasuredMemory((larger, done), done, 32 * GIB, on_gpu=False).lines(settings, 200)
-    assert plain(row).startswith("RAM peak 1.0 GiB measured with these settings")
+    store = fold(Store(), running(settings=settings))
+
+    def lines(newest: Peak) -> list[str]:
+        rows = [
+            Configuration(number=number, attempt=1, started=NOW, reason="start", settings=settings, peak=peak)
+            for number, peak in enumerate((larger, newest), 1)
+        ]
+        return list(map(plain, outlook_lines(outlook_of(store.run, rows, store.gpus, store.host), settings, 200)))
+
+    assert "1.0 GiB" not in " ".join(lines(begun))
+    (row,) = lines(replace(begun, updates=1))
+    assert row.startswith("RAM peak 1.0 GiB measured with these settings")
 
 
 def died_at(settings: object, present: object) -> wire.ConfigurationRows:
@@ -181,9 +190,9 @@ async def test_presets_and_form_warn_of_settings_that_have_failed() -> None:
 async def test_a_preset_is_shown_as_it_will_be_applied_after_a_failure() -> None:
     feed = RecordingFeed(running(gpu(), settings=LOW), died_at(SETTINGS, LOW))
     async with opened(feed, "5", size=(160, 50)) as (app, pilot):
-        cells = [str(cell) for cell in app.screen.query_one(DataTable).get_row("standard")]
-        assert "4 x 8 x 1" in cells
-        assert "checkpointing" not in cells[-1]
+        (row,) = [row for row in screen_text(app).splitlines() if "▸" in row and "standard" in row]
+        assert "4 x 8 x 1" in row
+        assert "checkpointing" not in row
         await press(pilot, "enter")
         assert feed.requests == [Restart(id=1, change=Change(preset="standard"))]
 

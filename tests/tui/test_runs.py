@@ -15,8 +15,9 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from memtop.supervisor import wire
+from memtop.supervisor import language, wire
 from memtop.supervisor.names import shortened
+from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
@@ -278,6 +279,19 @@ async def test_a_read_only_list_resumes_nothing(three: Path) -> None:
         assert "read-only" in screen_text(app)
 
 
+async def test_a_name_is_not_translated_under_the_cursor_either(three: Path) -> None:
+    stored(three, "killed", NOW + 60)
+    language.use("zh")
+    try:
+        async with listed(three, wanted=4) as (app, pilot, screen):
+            for key in ("home", "down"):
+                await press(pilot, key)
+                assert any(row.split()[:1] in (["killed"], ["▸"]) and "killed" in row for row in screen_text(app).splitlines())
+                assert names(screen)[0] == "killed"
+    finally:
+        language.use("en")
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 35), (160, 50)])
 async def test_the_form_that_queues_a_run_says_what_it_will_do(three: Path, size: tuple[int, int]) -> None:
     async with listed(three, size=size) as (app, pilot, _):
@@ -318,10 +332,15 @@ async def test_the_name_of_a_queued_run_goes_on_with_the_next_number(three: Path
 
 async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:
     """Real supervisors: the new run waits for the one under the cursor."""
-    here.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
+    own = ("--then", "echo over", "--notify", "desktop", "--notify", "command:cat")
+    here.memtop("train", "--name", "first", *own, "--detach", "--", "sh", "-c", "sleep 600")
     async with listed(here.path, wanted=1) as (app, pilot, screen):
         await press(pilot, "u")
         assert isinstance(app.screen, QueueDialog)
+        text = " ".join(screen_text(app).replace("│", " ").split())
+        assert "--notify: the same targets are told (2)" in text
+        assert "--then: at its end it runs echo over" in text
+        assert "! first runs that, too, when it ends: before this run begins" in text
         assert "after first" in screen_text(app)
         assert "the same command" in screen_text(app)
         await press(pilot, "enter")
@@ -333,6 +352,9 @@ async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:
             await pilot.pause(0.05)
     document = here.wait("first-2", lambda d: d["reason"] is not None and "waits for first to end" in d["reason"])
     assert document["command"] == ["sh", "-c", "sleep 600"]
+    first, second = RunFolder(here.path / "first"), RunFolder(here.path / "first-2")
+    assert second.spec().then == "echo over"
+    assert targets_of(second) == targets_of(first) != []
     assert "stopped before it began" in here.memtop("stop", "first-2").stdout
 
 

@@ -289,6 +289,11 @@ def test_a_run_that_starts_says_in_which_stage_it_is() -> None:
     wide = "✓ starting  ✓ importing torch  ◌ loading the model  · reading the data  · first update"
     assert plain(draw_training(store, 100, 12)[0]).rstrip() == wide
     assert plain(draw_training(store, 60, 12)[0]).rstrip() == "◌ loading the model, stage 3 of 5"
+    compiles = store_of(running(gpu(), **starting | {"stage": wire.Stage.COMPILING}))
+    assert (
+        plain(draw_training(compiles, 70, 12)[0]).rstrip()
+        == "◌ compiling parts of DeepSpeed (first use only; a minute or more)"
+    )
     own = store_of(running(gpu(), **starting | {"stage": wire.Stage.LOADING, "settings": None}))
     assert plain(draw_training(own, 60, 12)[0]).rstrip() == "✓ starting  ◌ loading  · first update"
     again = store_of(running(gpu(), **starting | {"updates": 12}))

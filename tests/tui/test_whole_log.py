@@ -435,3 +435,56 @@ async def test_the_wheel_holds_the_dashboards_log(tmp_path: Path) -> None:
             await pilot._post_mouse_events([MouseScrollDown], "#log", (4, 2))
         await settle(pilot)
         assert log.following
+
+
+async def test_a_line_that_is_too_long_ends_at_a_word_and_is_whole_when_scrolled_sideways(folder: RunFolder) -> None:
+    words = " ".join(f"value{n}={n * 1111}" for n in range(20))
+    long = f"memtop: host memory level low -> extreme: {words} /a/path/{'x' * 120} 42.125 GiB"
+    with (folder.attempt(2) / "output.log").open("a") as log:
+        log.write(f"{long}\n")
+    async with opened(folder, (80, 24)) as (app, pilot, screen):
+        seen = [row for row in screen_text(app).splitlines() if "memtop: host memory" in row]
+        assert seen[0].rstrip().endswith(" …")
+        shown = seen[0].rstrip(" …").split("memtop: ")[1]
+        assert long.startswith(f"memtop: {shown} "), "at the end of a word"
+        place, whole = screen.page._rows - 1, f"{'–':<10}{long}"
+        line = next(n for n in range(place, -1, -1) if "memtop: host" in plain(screen.page.text_of(n)))
+        covered: set[int] = set()
+        for _ in range(40):
+            strip = screen.page.render_line(line - screen.page.scroll_offset.y).text.rstrip()
+            aside = screen.page._aside
+            for at, character in enumerate(strip):
+                if character not in "… " and aside + at < len(whole):
+                    assert whole[aside + at] == character
+                    covered.add(aside + at)
+            await press(pilot, "greater_than_sign")
+        assert "42.125 GiB" in screen_text(app)
+        assert covered >= {n for n, character in enumerate(whole) if character != " "}, "all of it can be read"
+        await press(pilot, *["less_than_sign"] * 40)
+        assert screen.page._aside == 0
+
+
+async def test_the_dashboards_log_cuts_a_long_line_at_a_word_and_no_number() -> None:
+    for text, end in (
+        ("memtop: loader workers 2 -> 0: host memory is short, 12345.75 MiB of 23 456 789 MiB are free now, so it is", " …"),
+        ("a" * 200, "a …"),
+        ("一二三四五六七八九十" * 12, " …"),
+    ):
+        app = DashboardApp(RecordingFeed(machine(), running()))  # type: ignore[arg-type]
+        async with app.run_test(size=(80, 24)) as pilot:
+            for width in range(60, 110, 7):
+                await resize(pilot, width, 24)
+                log = app.dashboard.log_panel
+                log.append([text])
+                await settle(pilot)
+                shown = next(
+                    row
+                    for y in range(log.scrollable_content_region.height)
+                    if (row := log.render_line(y).text.rstrip()).startswith(text[:5])
+                )
+                if shown == text:
+                    continue
+                assert shown.endswith(end)
+                kept = shown.removesuffix(" …")
+                assert text.startswith(kept)
+                assert not (kept[-1].isdigit() and text[len(kept)].isdigit())

@@ -14,11 +14,12 @@ from textual.message import Message
 from textual.timer import Timer
 
 from memtop.supervisor.language import tr
+from memtop.supervisor.wire import Phase
 from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
-from memtop.tui.words import report_lines
+from memtop.tui.words import LASTING, MESSAGE_SECONDS, report_lines
 
 _WORDS_FROM = 110
 """With this many columns the full labels fit."""
@@ -119,21 +120,40 @@ _SECONDS = 20.0
 
 
 class FlashPanel(LinePanel):
-    """The newest message on as many lines as it needs; after a while on one line."""
+    """The newest message on as many lines as it needs; after a while on one line, and at last gone.
+
+    A failure stays until the run is in another state.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._message, id="flash")
         self._text: tuple[str, str] | None = None
         """The text and its kind."""
+        self._state: tuple[Phase, int] | None = None
+        """The run's state and its attempt at the time of the message."""
         self._folding: Timer | None = None
+        self._going: Timer | None = None
 
     @property
     def has_message(self) -> bool:
         return self._text is not None
 
     def show_message(self, text: str, kind: str, terminal_lines: int) -> None:
-        self._text = (text, kind)
+        self._text, self._state = (text, kind), _state_of(self._store)
+        if self._going is not None:
+            self._going.stop()
+        self._going = None if kind in LASTING else self.set_timer(MESSAGE_SECONDS, self.clear_message)
         self._unfold(_LINES if terminal_lines >= _TALL else _LINES_LOW)
+
+    def clear_message(self) -> None:
+        self._text = None
+        self.fold()
+
+    def show(self, store: Store) -> None:
+        is_over = self._text is not None and self._text[1] == "failed" and _state_of(store) != self._state
+        super().show(store)
+        if is_over:
+            self.clear_message()
 
     def fold(self) -> None:
         """Shorten the message to one line."""
@@ -156,3 +176,7 @@ class FlashPanel(LinePanel):
         if len(lines) <= height:
             return lines
         return [*lines[: height - 1], fit((*lines[height - 1], (" …", MUTED)), width)]
+
+
+def _state_of(store: Store) -> tuple[Phase, int] | None:
+    return None if store.run is None else (store.run.state, store.run.attempt)

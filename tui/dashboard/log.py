@@ -21,7 +21,7 @@ from textual.strip import Strip
 from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.language import tr
-from memtop.tui.line import MUTED, TEXT, Line, foreign
+from memtop.tui.line import MUTED, TEXT, Line, cut, foreign, from_cell
 from memtop.tui.pace import Pace
 from memtop.tui.panel import RoleStyles
 
@@ -151,9 +151,9 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         blank = self.role_style("text")
         if number >= len(self._rows):
             return Strip.blank(width, blank)
-        spans = mark_log_line(self._rows[number], self.query_text)
+        spans = cut(from_cell(mark_log_line(self._rows[number], self.query_text), offset.x), width)
         strip = Strip([Segment(text, self.role_style(role)) for text, role in spans])
-        return strip.crop_extend(offset.x, offset.x + width, blank)
+        return strip.crop_extend(0, width, blank)
 
     def _matches(self) -> list[int]:
         if not self.query_text:

@@ -7,7 +7,7 @@ import re
 from rich.cells import cell_len
 
 from memtop.supervisor import units
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.dashboard.header import PHASE_MARKS
@@ -69,17 +69,18 @@ def _end(run: RunState, width: int) -> str:
         time = units.duration(run.ended - run.created)
         # The time at the top is that of the newest attempt.
         lasted = f" after {time} in all" if run.attempt > 1 else f" after {time}"
-    why = f": {tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
+    between = separator("; ")
+    why = f"{separator(': ')}{tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
     brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
     step = _next_step(run, run.name)
-    steps = [*([f"{step}; {_export(run)}"] if _can_export(run) else []), step, step.replace(tr(_FROM_ZERO), tr(_AGAIN))]
-    whole = (f"{what}; {then}" for what in (f"{brief}{tr(lasted)}{why}", f"{brief}{why}") for then in steps)
+    steps = [*([f"{step}{between}{_export(run)}"] if _can_export(run) else []), step, step.replace(tr(_FROM_ZERO), tr(_AGAIN))]
+    whole = (f"{what}{between}{then}" for what in (f"{brief}{tr(lasted)}{why}", f"{brief}{why}") for then in steps)
     if (fitting := next((words for words in whole if cell_len(words) <= width), None)) is not None:
         return fitting
     # Without room the name is shortened first, then how long it took and the reason are left out.
     for end in (f"{brief}{tr(lasted)}", brief):
-        excess = max(0, cell_len(f"{end}; {_next_step(run, run.name)}") - width)
-        key = f"; {_next_step(run, shortened(run.name, max(SHORTEST_NAME, cell_len(run.name) - excess)))}"
+        excess = max(0, cell_len(f"{end}{between}{_next_step(run, run.name)}") - width)
+        key = f"{between}{_next_step(run, shortened(run.name, max(SHORTEST_NAME, cell_len(run.name) - excess)))}"
         room = max(0, width - cell_len(key))
         if cell_len(end) <= room:
             break

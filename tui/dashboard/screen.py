@@ -221,7 +221,7 @@ class DashboardScreen(Dashboard):
             try:
                 self._presets = load_presets()
             except PresetFileError as error:
-                self.say(str(error), "bad")
+                self.say(str(error), "failed")
         recipe = store.run.settings.recipe if store.run.settings is not None else ""
         return tuple(preset.key for preset in usable(self._presets, recipe).values() if preset.key is not None)
 
@@ -414,7 +414,7 @@ class DashboardScreen(Dashboard):
         kinds = {wire.Outcome.ACCEPTED: "busy", wire.Outcome.DONE: "good"}
         answers: AsyncIterator[wire.Answer] = self.feed.request(make)
         async for answer in answers:
-            self.say(answer.message, kinds.get(answer.outcome, "bad"))
+            self.say(answer.message, kinds.get(answer.outcome, "failed"))
 
     @work(group="actions")
     async def call_off(self) -> None:

@@ -138,13 +138,17 @@ def _fitting(run: RunState, names: Sequence[str], more: dict[str, Line], width: 
 
 _STAGES = (Stage.STARTING, Stage.IMPORTING, Stage.LOADING_MODEL, Stage.READING_DATA, Stage.FIRST_UPDATE)
 _STAGES_OF_PROGRAMS = (Stage.STARTING, Stage.LOADING, Stage.FIRST_UPDATE)
+_COMPILES = "(first use only; a minute or more)"
 
 
 def _stages(run: RunState, stage: Stage, width: int) -> Line:
     """`✓ starting  ◌ importing torch  · loading the model`, or `importing torch, stage 2 of 5`."""
+    sign, role = PHASE_MARKS[Phase.STARTING]
+    if stage is Stage.COMPILING:
+        # It is seldom, but takes longer than all the others.
+        return fit(line((f"{sign} ", role), (stage.value, STRONG), (f" {_COMPILES}", MUTED)), width)
     stages = _STAGES if run.settings is not None else _STAGES_OF_PROGRAMS
     at = stages.index(stage) if stage in stages else 0
-    sign, role = PHASE_MARKS[Phase.STARTING]
     parts = []
     for number, one in enumerate(stages):
         mark = ("✓", "good") if number < at else (sign, role) if number == at else ("·", MUTED)

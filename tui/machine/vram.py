@@ -103,6 +103,9 @@ def _merged(parts: VramParts) -> VramParts:
 
 def _own(parts: VramParts) -> list[Part]:
     context, outside = parts.context_bytes, parts.other_own_bytes
+    if outside is not None and parts.allocated_bytes is None and parts.cached_bytes is None:
+        # No rank has reported its allocator: the driver knows only the sum.
+        return [Part("this run", outside, "█", "alloc")]
     if context is None:
         # The contexts alone are not measured yet: everything outside the allocator counts as
         # context.
