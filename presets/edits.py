@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from memtop.presets.checks import SettingsError, check, check_bounds, check_one_for_each, did_you_mean
 from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
@@ -132,11 +132,25 @@ def _shared_values(source: Recipe | Preset | Guide) -> dict[str, Any]:
 
 
 def _with_strategy(settings: Settings, preset: Preset) -> Settings:
-    after = replace(settings, preset=preset.name, **_shared_values(preset))
+    after = replace(settings, **{**_reverted(settings), **_shared_values(preset), "preset": preset.name})
     if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:
         # The same update and the same state, but computed on the GPU, where the state is now.
         after = replace(after, optimizer="adamw")
     return after
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Settings) if field.name in ("workers", "pin_memory")}
+
+
+def _reverted(settings: Settings) -> dict[str, Any]:
+    """The defaults of what the present preset has set and the next one may leave open."""
+    present = load_presets().get(settings.preset)
+    # Another value than the preset's is a person's choice, and stays.
+    return {
+        name: default
+        for name, default in _DEFAULTS.items()
+        if present is not None and getattr(present, name) is not None and getattr(present, name) == getattr(settings, name)
+    }
 
 
 def _split(settings: Settings, preset: Preset) -> Split:

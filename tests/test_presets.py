@@ -59,10 +59,17 @@ def test_a_preset_never_changes_the_effective_batch(name: str) -> None:
         assert apply_preset(settings, find_preset(name)).effective_batch == 48
 
 
-def test_the_standard_preset_reverts_the_others() -> None:
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_the_standard_preset_reverts_the_others(name: str) -> None:
     extreme = apply_preset(BASE, find_preset("extreme"))
     assert (extreme.batch, extreme.accumulation, extreme.gradient_checkpointing) == (1, 32, True)
-    assert apply_preset(extreme, find_preset("5")) == BASE
+    assert apply_preset(apply_preset(BASE, find_preset(name)), find_preset("5")) == BASE
+    assert apply_preset(apply_preset(extreme, find_preset(name)), find_preset("5")) == BASE
+
+
+def test_a_preset_that_says_nothing_of_workers_keeps_those_that_a_person_chose() -> None:
+    mine = edit_settings(BASE, preset="deepspeed", assignments={"workers": "3", "pin_memory": "true"})
+    assert apply_preset(mine, find_preset("standard")) == replace(BASE, workers=3, pin_memory=True)
 
 
 @pytest.mark.parametrize(
