@@ -132,7 +132,7 @@ def _shared_values(source: Recipe | Preset | Guide) -> dict[str, Any]:
 
 
 def _with_strategy(settings: Settings, preset: Preset) -> Settings:
-    after = replace(settings, **{**_reverted(settings), **_shared_values(preset), "preset": preset.name})
+    after = replace(settings, **{**_reverted(settings, preset), **_shared_values(preset), "preset": preset.name})
     if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:
         # The same update and the same state, but computed on the GPU, where the state is now.
         after = replace(after, optimizer="adamw")
@@ -142,15 +142,13 @@ def _with_strategy(settings: Settings, preset: Preset) -> Settings:
 _DEFAULTS = {field.name: field.default for field in fields(Settings) if field.name in ("workers", "pin_memory")}
 
 
-def _reverted(settings: Settings) -> dict[str, Any]:
-    """The defaults of what the present preset has set and the next one may leave open."""
-    present = load_presets().get(settings.preset)
-    # Another value than the preset's is a person's choice, and stays.
-    return {
-        name: default
-        for name, default in _DEFAULTS.items()
-        if present is not None and getattr(present, name) is not None and getattr(present, name) == getattr(settings, name)
-    }
+def _reverted(settings: Settings, preset: Preset) -> dict[str, Any]:
+    """The defaults of what the present preset has set and the next one leaves open. Another value
+    than the present preset's is a person's choice, and stays."""
+    left = {name: default for name, default in _DEFAULTS.items() if getattr(preset, name) is None}
+    left = {name: default for name, default in left.items() if getattr(settings, name) != default}
+    present = load_presets().get(settings.preset) if left else None
+    return {name: default for name, default in left.items() if getattr(present, name, default) == getattr(settings, name)}
 
 
 def _split(settings: Settings, preset: Preset) -> Split:
