@@ -305,7 +305,10 @@ def test_max_updates_includes_the_updates_done() -> None:
 
 def test_a_split_that_changes_the_effective_batch_names_the_nearest_exact_ones() -> None:
     after = edit_settings(BASE, assignments={"batch": "3"})
-    assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5 %): changes training; exact pairs: 2 x 16, 4 x 8"
+    assert (
+        describe_split(BASE, after)
+        == "effective batch 32 -> 12 (-62.5 %): changes training; to keep 32: 2 x 16, 4 x 8 (batch x accumulation)"
+    )
     assert describe_split(BASE, BASE) == "effective batch 32 -> 32: training is unchanged"
 
 

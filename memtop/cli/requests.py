@@ -4,7 +4,7 @@ the order of the runs that wait: `memtop next`."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -178,13 +178,12 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         print_message(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
-        warning = risk_of(folder, change)
+        lines = list(meant(folder, change))
         if foreseen := _of_own_program(folder, change):
             print_message(f"memtop: {foreseen}")
         starting.start_supervisor(folder, change)
-        for line in (again, f"memtop: {warning}" if warning else None):
-            if line:
-                print_message(line)
+        for line in (*([again] if again else []), *(f"memtop: {line}" for line in lines)):
+            print_message(line)
     return stay(folder, begun, headless=headless, detach=detach)
 
 
@@ -211,16 +210,21 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     return f"resumes {where}{meant}"
 
 
-def risk_of(folder: RunFolder, change: Change) -> str | None:
-    """A warning, in one line, if the run would continue with settings that ran out of memory."""
+def meant(folder: RunFolder, change: Change) -> Iterator[str]:
+    """What the change means for a run that is over: for its end, and a warning if its settings ran
+    out of memory. A supervisor says it of one that runs."""
     state = read_state(folder)
     try:
         with readable_ledger(folder):
             rows = read_configurations(folder.path)
         after = edited(state.settings, change, state.checkpoint, rows)
     except MemtopError:
-        return None  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
-    return None if after is None else risk(after, failed_settings(rows))
+        return  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
+    if change.state_before is None:
+        length = explain.length_change(state.settings, after, state.checkpoint, state.total_updates)
+        yield from [length] if length else []
+    found = None if after is None else risk(after, failed_settings(rows))
+    yield from [found] if found else []
 
 
 @click.command(epilog=f"{RUN_HELP} N is the number of a configuration.")

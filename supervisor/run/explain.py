@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.comparison import describe_split, edits_text, risk
+from memtop.presets.comparison import describe_length, describe_split, edits_text, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PHASES, Diagnosis, Kind
@@ -248,6 +248,20 @@ def split_change(before: Settings | None, after: Settings | None) -> str:
     if before is None or after is None or before.splits == after.splits:
         return ""
     return f"; {describe_split(before, after)}"
+
+
+def length_change(
+    before: Settings | None, after: Settings | None, reached: Checkpoint | None, total_updates: int | None
+) -> str | None:
+    """How a restart from there moves the end of the run, in one line; None if it does not.
+
+    `total_updates`: with the settings before.
+    """
+    if before is None or after is None:
+        return None
+    if reached is None or not reached.complete:
+        return describe_length(before, after, 0, 0, total_updates)
+    return describe_length(before, after, reached.updates or 0, reached.samples_seen, total_updates)
 
 
 def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:

@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.timer import Timer
 
 from memtop.supervisor.language import tr
-from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
+from memtop.tui.keymap import BAR, Action, foreign, is_idle, key_of, label_of, obstacle, offered
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
@@ -83,7 +83,7 @@ class ActionBar(Container):
         narrow = width < _WORDS_FROM
         buttons = [child for child in self.children if isinstance(child, ActionButton)]
         for button in buttons:
-            unavailable = obstacle(button.action, store) is not None
+            unavailable = is_idle(button.action, store)
             if unavailable != button.has_class("-unavailable"):
                 button.set_class(unavailable, "-unavailable")
             button.say(key_of(button.action, preset_keys), tr(label_of(button.action, store, narrow=narrow)))

@@ -165,7 +165,7 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
         raise MemtopError("the run is being stopped; restart it when it has stopped")
     if model.holding is not None or (model.phase is Phase.RESTARTING and model.restart is None):
         raise MemtopError("a restart is under way already")
-    text = _restarting(model) + _consequences(model, settings) + _of_knobs(model, request.change)
+    text = _restarting(model) + _consequences(model, request.change, settings) + _of_knobs(model, request.change)
     waiter = Waiter(client=client, request=request.id, purpose="restart", attempt=model.number, accepts=text)
     model = restart.begin(model, request.change, Cause.REQUEST, client=client, request=request.id)
     is_certain = model.launching is None and model.holding is None
@@ -227,11 +227,14 @@ def _without(model: Model, waiter: Waiter) -> Model:
     return replace(model, waiters=tuple(other for other in model.waiters if other is not waiter))
 
 
-def _consequences(model: Model, after: Settings | None) -> str:
-    """How a change affects the effective batch, and a warning if its settings ran out of memory
-    before.
+def _consequences(model: Model, change: Change, after: Settings | None) -> str:
+    """How a change affects the effective batch and the end of the run, and a warning if its
+    settings ran out of memory before.
     """
-    return explain.split_change(model.settings, after) + explain.risk_of(after, model.configurations.rows)
+    before, reached = model.settings, attempts.reached_by(model, change)
+    length = explain.length_change(before, after, reached, model.progress.total_updates)
+    split = explain.split_change(before, after) + (f"; {length}" if length else "")
+    return split + explain.risk_of(after, model.configurations.rows)
 
 
 def _edit(model: Model, client: int, request: Edit) -> Model:
@@ -240,7 +243,7 @@ def _edit(model: Model, client: int, request: Edit) -> Model:
     values = live_values(model.settings, after, trials.in_place(model))
     if not values:
         return done(model, client, request.id, "nothing changes: the run has these settings")
-    model = accept(model, client, request.id, "from the next update on" + _consequences(model, after))
+    model = accept(model, client, request.id, "from the next update on" + _consequences(model, request.change, after))
     return ask(model, "change", frozenset({0}), Purpose.EDIT, values, client=client, request=request.id)
 
 
