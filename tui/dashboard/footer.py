@@ -92,9 +92,13 @@ class ActionBar(Container):
         room = _IN_TWO_LINES if grid else width
         for button in sorted(buttons, key=lambda one: _rank(one.action)):
             takes = 1 if grid else button.wanted_width
-            fits = not _optional(button.action) or (room >= takes and obstacle(button.action, store) is None)
             never = store.run is not None and foreign(button.action, store.run) is not None
-            shown = offered(button.action, store) and fits and not never
+            shown = offered(button.action, store) and not never
+            if _optional(button.action):
+                shown = shown and obstacle(button.action, store) is None
+                if shown and room < takes:
+                    # No later button takes the place of a more important one.
+                    room, shown = 0, False
             if shown != button.display:
                 button.display = shown
             room -= takes if shown else 0
