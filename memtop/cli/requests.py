@@ -98,7 +98,12 @@ def final_answer(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
     """Send a request to the run's supervisor and wait until it is done; progress goes to stderr."""
     try:
         return client.ask(folder, make, on_accepted=_report, until=Outcome.DONE)
-    except ConnectionError:
+    except (NotRunningError, ConnectionError) as error:
+        state, kind = read_state(folder), type(make(0))
+        if state.state.final and kind is not Restart:
+            raise NotRunningError(explain.over(state.name, state.word, state.ended, kind)) from None
+        if isinstance(error, NotRunningError):
+            raise
         # The supervisor exited while we wrote to it. Without this, it would look like a broken
         # stdout.
         raise NotRunningError(

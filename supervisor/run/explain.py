@@ -5,6 +5,7 @@ functions that decide nothing.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,19 @@ from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged, Written
-from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
+from memtop.supervisor.wire import (
+    AcceptSpike,
+    Change,
+    Checkpoint,
+    CheckpointNow,
+    Configuration,
+    Edit,
+    FreeCache,
+    Phase,
+    Request,
+    Stop,
+    Try,
+)
 
 
 def outcome(
@@ -142,6 +155,28 @@ def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
         return None
     lost, at = reached - since, "none" if saved is None else f"at update {since}"
     return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
+
+
+_NOTHING: dict[type[Request], str] = {
+    FreeCache: "nothing to free",
+    CheckpointNow: "nothing to save",
+    Stop: "nothing to stop",
+    Edit: "without --live, `memtop restart` starts it with other settings",
+    AcceptSpike: "nothing to decide",
+    Try: "a trial needs a run in progress",
+}
+
+
+def over(run: str, word: str, ended: float | None, request: type[Request]) -> str:
+    """Why a run that is over cannot do what is requested. `word`: its state; `ended`: in seconds
+    since the epoch."""
+    at = "an unknown time" if ended is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended))
+    what = {
+        "stopped": f"run {run!r} was stopped at {at}",
+        "failed": f"run {run!r} failed at {at}",
+        "killed": f"run {run!r} was killed at {at}",
+    }.get(word, f"run {run!r} finished at {at}")
+    return f"{what}; {_NOTHING[request]}"
 
 
 def describe_status(status: int | None) -> str:

@@ -36,6 +36,7 @@ from memtop.supervisor.wire import (
     FreeCache,
     Outcome,
     Phase,
+    Request,
     Restart,
     Stop,
     Try,
@@ -102,7 +103,7 @@ def _carry_out(model: Model, event: Requested) -> Model:
             case Try():
                 return _try(model, client, request)
             case FreeCache():
-                _check_agents(model)
+                _check_agents(model, FreeCache)
                 model = accept(model, client, request.id, "the training process frees its cache after the present update")
                 return ask(model, "free_cache", model.agents, Purpose.FREE, client=client, request=request.id)
             case CheckpointNow():
@@ -117,17 +118,22 @@ def _carry_out(model: Model, event: Requested) -> Model:
         return refuse(model, client, request.id, str(error), usage=isinstance(error, UsageError))
 
 
-def _check_agents(model: Model) -> None:
+def _check_agents(model: Model, request: type[Request]) -> None:
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
+        raise MemtopError(_over(model, request))
     if model.stopped:
         raise MemtopError(explain.program_stopped(model.stopped, model.trainer_pid))
     if not model.agents:
         raise MemtopError("no training process is connected yet: it is still loading, or it never steps an optimizer")
 
 
+def _over(model: Model, request: type[Request]) -> str:
+    ended = model.attempt.ended if model.attempt is not None else None
+    return explain.over(model.run.name, model.word, ended, request)
+
+
 def _check_saves(model: Model) -> None:
-    _check_agents(model)
+    _check_agents(model, CheckpointNow)
     if model.settings is None and "checkpoint" not in (model.progress.offers or ()):
         raise MemtopError("this program cannot save on request")
 
@@ -136,7 +142,7 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
     if model.phase.final and model.holding is not None:
         return _call_off(model, client, request)
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
+        raise MemtopError(_over(model, Stop))
     if model.phase is Phase.QUEUED:
         return done(queue.leave(model), client, request.id, "stopped before it began")
     if model.phase is not Phase.STOPPING or model.pending is not None:
@@ -238,7 +244,7 @@ def _consequences(model: Model, change: Change, after: Settings | None) -> str:
 
 
 def _edit(model: Model, client: int, request: Edit) -> Model:
-    _check_agents(model)
+    _check_agents(model, Edit)
     after = attempts.foreseen(model, request.change)
     values = live_values(model.settings, after, trials.in_place(model))
     if not values:
