@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
-from memtop.presets.fields import FIELDS, MOST_SAMPLES, value_of
-from memtop.presets.schema import Lora, Sampling, Settings
+from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
+from memtop.presets.schema import Lora, Preset, Sampling, Settings
 
 
 class SettingsError(ValueError):
@@ -19,10 +20,43 @@ class SettingsError(ValueError):
         self.message = message
 
 
-def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
-    """` (did you mean batch?)`, or an empty text if no known name is similar."""
+_SIMILAR = 0.6
+
+
+def did_you_mean(name: str, known: Iterable[str], similarity: float = _SIMILAR) -> str:
+    """`; did you mean batch?`, or an empty text if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+_AT_FIRST = {"model": "model.path", "data": "data.train"}
+"""What is mostly meant by settings with parts."""
+
+
+def setting_meant(key: str, names: Iterable[str]) -> str:
+    """`; did you mean learning_rate?` for `lr`, for other usual names, and for what is misspelt.
+
+    `names`: what `--set` takes.
+    """
+    known = {**OTHER_NAMES, **{name: name for name in names}}
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), known, n=1, cutoff=_SIMILAR)
+    if not near:
+        return ""
+    name = known[near[0]]
+    field = FIELDS.get(name)
+    if field is not None and not field.editable:
+        name = field.option
+    return f"; did you mean {_AT_FIRST.get(name, name)}?"
+
+
+def preset_meant(name: str, presets: Mapping[str, Preset]) -> str:
+    """The presets of a ZeRO stage for `stage2`, or the one with a similar name; empty if there is
+    none."""
+    stage = re.fullmatch(r"(?:zero|stage)[-_ ]?([0-3])", name.lower())
+    if stage is None:
+        return did_you_mean(name, presets)
+    same = [one.name for one in presets.values() if one.zero is not None and one.zero.stage == int(stage[1])]
+    return f"; with ZeRO stage {stage[1]}: {', '.join(same)}" if same else ""
 
 
 def check(settings: Settings) -> Settings:

@@ -3,7 +3,8 @@ what that risks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -56,8 +57,8 @@ def _notes(before: Settings, after: Settings) -> Iterator[str]:
 
 
 def describe_split(before: Settings, after: Settings) -> str:
-    """What an edit does to the effective batch, in one line, with the nearest exact splits if it
-    changes it."""
+    """What an edit does to the effective batch, in one line; if it changes, with the nearest splits
+    that would keep it."""
     old, new = before.effective_batch, after.effective_batch
     tokens = ""
     if before.seq_len != after.seq_len:
@@ -68,15 +69,44 @@ def describe_split(before: Settings, after: Settings) -> str:
         effect = "training is unchanged" if training_unchanged(before, after) else "the same samples per update"
         return f"effective batch {old} -> {new}: {effect}"
     pairs = ", ".join(f"{b} x {a}" for b, a in nearest_splits(old, after.world_size, after.batch))
-    hint = f"; exact pairs: {pairs}" if pairs else ""
+    hint = f"; to keep {old}: {pairs} (batch x accumulation)" if pairs else ""
     return f"effective batch {effective_change(old, new)}{tokens}: changes training{hint}"
+
+
+def describe_length(
+    before: Settings, after: Settings, updates: int, samples_seen: int | None, total_updates: int | None
+) -> str | None:
+    """What another effective batch does to the end of a run that goes on after so many updates and
+    samples, in one line: a run keeps its number of samples. None if nothing, or if the end is not
+    known.
+    """
+    old, new = before.effective_batch, after.effective_batch
+    if old == new or (before.target_samples, before.epochs) != (after.target_samples, after.epochs):
+        return None
+    left = None if total_updates is None else (total_updates - updates) * old
+    if before.target_samples and samples_seen is not None and not after.leave_out:
+        left = before.target_samples - samples_seen
+    if left is None or left <= 0:
+        return None
+    was, now = math.ceil(left / old), math.ceil(left / new)
+    if was == now:
+        return None
+    return (
+        f"the run ends after update {updates + now}, not {updates + was}: it keeps its number of samples "
+        f"({now} more updates of {new}, not {was} of {old})"
+    )
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
     """What differs, in a few words each, the memory strategy first."""
     old, new = before.split_text, after.split_text
     split = [f"split {old} -> {new}"] if old != new else []
-    return [*split, *_effective(before, after), *_changes(differing(before, after), before, after)]
+    return [*split, *_effective(before, after), *other_changes(before, after)]
+
+
+def other_changes(before: Settings, after: Settings, but: Collection[str] = ()) -> list[str]:
+    """What differs beside the split, without these rows, in a few words each."""
+    return _changes([name for name in differing(before, after) if name not in but], before, after)
 
 
 def edits_text(before: Settings, after: Settings, names: Iterable[str]) -> str:

@@ -13,9 +13,17 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
-from memtop.presets.checks import SettingsError, check, check_bounds, check_one_for_each, did_you_mean
+from memtop.presets.checks import (
+    SettingsError,
+    check,
+    check_bounds,
+    check_one_for_each,
+    did_you_mean,
+    preset_meant,
+    setting_meant,
+)
 from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
 from memtop.presets.schema import (
@@ -77,7 +85,7 @@ def find_preset(name: str, recipe: str = "") -> Preset:
     by_key = {str(preset.key): preset for preset in presets_for(recipe).values() if preset.key is not None}
     found = presets.get(name) or by_key.get(name)
     if found is None:
-        raise SettingsError("preset", repr(name), f"unknown; there are {', '.join(presets)}{did_you_mean(name, presets)}")
+        raise SettingsError("preset", repr(name), f"unknown; there are {', '.join(presets)}{preset_meant(name, presets)}")
     return found
 
 
@@ -132,11 +140,22 @@ def _shared_values(source: Recipe | Preset | Guide) -> dict[str, Any]:
 
 
 def _with_strategy(settings: Settings, preset: Preset) -> Settings:
-    after = replace(settings, preset=preset.name, **_shared_values(preset))
+    after = replace(settings, **{**_reverted(settings, preset), **_shared_values(preset), "preset": preset.name})
     if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:
         # The same update and the same state, but computed on the GPU, where the state is now.
         after = replace(after, optimizer="adamw")
     return after
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Settings) if field.name in ("workers", "pin_memory")}
+
+
+def _reverted(settings: Settings, preset: Preset) -> dict[str, Any]:
+    """The defaults of what the present preset has set and the next one leaves open. Another value
+    than the present preset's is a person's choice, and stays."""
+    left = [name for name, value in _DEFAULTS.items() if getattr(preset, name) is None and getattr(settings, name) != value]
+    present = load_presets().get(settings.preset) if left else None
+    return {name: _DEFAULTS[name] for name in left if getattr(present, name, None) == getattr(settings, name)}
 
 
 def _split(settings: Settings, preset: Preset) -> Split:
@@ -373,7 +392,7 @@ def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
     names = assignable()
     if head not in names:
         listed = ", ".join(f"{name}.…" if name in DOTTED else name for name in names)
-        raise SettingsError("--set", key, f"unknown key; there are {listed}{did_you_mean(head, names)}")
+        raise SettingsError("--set", key, f"unknown key; there are {listed}{setting_meant(head, names)}")
     if head in DOTTED and not dotted:
         raise SettingsError("--set", key, f"has parts; there are {', '.join(parts_of(head))}")
 

@@ -29,6 +29,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     """The name in lists of changes."""
     unit: str = ""
+    also: tuple[str, ...] = ()
+    """Other names that people know it by; a refusal of one names the setting."""
     option: str = ""
     """Its own option on the command line, if it has one in addition to `--set`."""
     editable: bool = True
@@ -89,9 +91,10 @@ MOST_UPDATES = _COUNT
 
 FIELDS: dict[str, Field] = {
     "recipe": Field(label="recipe", editable=False),
-    "preset": Field(label="preset", editable=False),
+    "preset": Field(label="preset", also=("preset",), option="--preset", editable=False),
     "batch": Field(
         label="batch",
+        also=("bs", "batch_size", "micro_batch_size", "per_device_train_batch_size"),
         unit="samples per micro-batch and process",
         option="--batch",
         live="without ZeRO",
@@ -100,6 +103,7 @@ FIELDS: dict[str, Field] = {
     ),
     "accumulation": Field(
         label="accumulation",
+        also=("accum", "grad_accum", "gradient_accumulation_steps"),
         unit="micro-batches per update",
         option="--accum",
         live="without ZeRO",
@@ -121,13 +125,14 @@ FIELDS: dict[str, Field] = {
         saves_much=True,
         bounds=(1, 1 << 12),
     ),
-    "gpus": Field(label="GPUs", editable=False, saves=_differs),
+    "gpus": Field(label="GPUs", also=("gpus", "cuda_visible_devices"), option="--gpus", editable=False, saves=_differs),
     "python": Field(label="Python"),
-    "zero.stage": Field(label="ZeRO stage", shapes="peak", saves=_more, saves_much=True),
+    "zero.stage": Field(label="ZeRO stage", also=("zero_stage",), shapes="peak", saves=_more, saves_much=True),
     "zero.offload_optimizer": Field(label="optimizer offload", shapes="peak", saves=_on, saves_much=True),
     "zero.offload_parameters": Field(label="parameter offload", shapes="peak", saves=_on, saves_much=True),
     "gradient_checkpointing": Field(
         label="checkpointing",
+        also=("checkpointing", "activation_checkpointing", "use_checkpointing"),
         live="without ZeRO",
         shapes="peak",
         saves=_on,
@@ -135,6 +140,7 @@ FIELDS: dict[str, Field] = {
     ),
     "workers": Field(
         label="workers",
+        also=("num_workers", "dataloader_num_workers"),
         unit="loader processes per training process",
         live="always",
         shapes="host",
@@ -145,7 +151,7 @@ FIELDS: dict[str, Field] = {
     "allocator": Field(label="allocator", shapes="peak", saves=_differs),
     "pin_memory": Field(label="pinned buffers", shapes="host", saves=_unpinned),
     # Another kind of optimizer converts the moments: `compatibility` reports what is lost.
-    "optimizer": Field(label="optimizer", shapes="peak", saves=_differs_from("adamw"), saves_much=True),
+    "optimizer": Field(label="optimizer", also=("optim",), shapes="peak", saves=_differs_from("adamw"), saves_much=True),
     "loss_chunk": Field(
         label="loss_chunk",
         unit="tokens at one time",
@@ -154,11 +160,21 @@ FIELDS: dict[str, Field] = {
         saves_much=True,
     ),
     "packing": Field(label="packing", shapes="peak", saves=_on),
-    "compile": Field(label="torch.compile", shapes="peak"),
+    "compile": Field(label="torch.compile", also=("torch_compile",), shapes="peak"),
     "bf16_residual": Field(label="bf16 residual stream", shapes="peak", saves=_on),
-    "device": Field(label="device", shapes="peak"),
+    "device": Field(label="device", also=("accelerator",), shapes="peak"),
     "seq_len": Field(
         label="T",
+        also=(
+            "max_length",
+            "max_seq_length",
+            "max_seq_len",
+            "block_size",
+            "context_length",
+            "sequence_length",
+            "t",
+            "cutoff_len",
+        ),
         unit="tokens per sample",
         option="--seq-len",
         changes_training=True,
@@ -167,19 +183,32 @@ FIELDS: dict[str, Field] = {
         saves_much=True,
         bounds=(1, 1 << 24),
     ),
-    "learning_rate": Field(label="learning rate", unit="per update", changes_training=True),
-    "epochs": Field(label="epochs", unit="passes over the data", changes_training=True),
-    "target_samples": Field(label="length", unit="samples", editable=False, changes_training=True, bounds=(0, _TOTAL)),
-    "precision": Field(label="precision", changes_training=True, shapes="peak"),
+    "learning_rate": Field(label="learning rate", also=("lr",), unit="per update", changes_training=True),
+    "epochs": Field(
+        label="epochs", also=("num_epochs", "num_train_epochs"), unit="passes over the data", changes_training=True
+    ),
+    "target_samples": Field(
+        label="length",
+        also=("max_steps", "max_iters", "num_steps", "max_updates"),
+        unit="samples",
+        editable=False,
+        option="--max-updates",
+        changes_training=True,
+        bounds=(0, _TOTAL),
+    ),
+    "precision": Field(
+        label="precision", also=("dtype", "bf16", "fp16", "mixed_precision"), changes_training=True, shapes="peak"
+    ),
     "warmup_samples": Field(label="warm-up", unit="samples", changes_training=True, bounds=(0, _TOTAL)),
-    "warmup_fraction": Field(label="warm-up share", changes_training=True),
+    "warmup_fraction": Field(label="warm-up share", also=("warmup", "warmup_ratio"), changes_training=True),
     "final_learning_rate_fraction": Field(label="last share of the learning rate", changes_training=True),
-    "weight_decay": Field(label="weight decay", changes_training=True),
-    "clip_norm": Field(label="clip norm", changes_training=True),
+    "weight_decay": Field(label="weight decay", also=("wd", "decay"), changes_training=True),
+    "clip_norm": Field(label="clip norm", also=("max_grad_norm", "grad_clip", "gradient_clipping"), changes_training=True),
     "method": Field(label="method", new_run="other weights are trained", changes_training=True, shapes="peak"),
     "task": Field(label="task", new_run="the training of another task", changes_training=True, shapes="peak"),
     "lora.r": Field(
         label="LoRA r",
+        also=("rank", "lora_r", "lora_rank"),
         new_run="adapters of another shape",
         changes_training=True,
         shapes="peak",
@@ -189,13 +218,15 @@ FIELDS: dict[str, Field] = {
     ),
     "lora.alpha": Field(
         label="LoRA alpha",
+        also=("lora_alpha", "alpha"),
         new_run="the scale alpha / r of the adapters jumps",
         changes_training=True,
         bounds=(1, _WIDEST_ADAPTER),
     ),
-    "lora.dropout": Field(label="LoRA dropout", changes_training=True, shapes="peak", saves=_differs),
+    "lora.dropout": Field(label="LoRA dropout", also=("lora_dropout",), changes_training=True, shapes="peak", saves=_differs),
     "lora.targets": Field(
         label="LoRA targets",
+        also=("target_modules", "lora_target"),
         new_run="other layers have adapters",
         changes_training=True,
         shapes="peak",
@@ -204,6 +235,7 @@ FIELDS: dict[str, Field] = {
     ),
     "model": Field(
         label="model",
+        also=("model_name_or_path", "model_path", "base_model"),
         new_run="another model: its state does not fit",
         changes_training=True,
         shapes="peak",
@@ -212,16 +244,22 @@ FIELDS: dict[str, Field] = {
     ),
     "data": Field(
         label="data",
+        also=("dataset", "train_file", "data_path"),
         new_run="other data: the position in it means nothing there",
         changes_training=True,
         shapes="peak",
     ),
-    "seed": Field(label="seed", new_run="another order of the samples", changes_training=True, bounds=(0, _COUNT)),
-    "save_every": Field(label="save_every", unit="updates", bounds=(1, _COUNT)),
+    "seed": Field(
+        label="seed", also=("random_seed",), new_run="another order of the samples", changes_training=True, bounds=(0, _COUNT)
+    ),
+    "save_every": Field(label="save_every", also=("save_steps", "save_interval"), unit="updates", bounds=(1, _COUNT)),
     # An evaluation with the training's own batch adds nothing to the peak.
-    "eval_every": Field(label="eval_every", unit="updates", saves=_differs, bounds=(0, _COUNT)),
+    "eval_every": Field(
+        label="eval_every", also=("eval_steps", "eval_interval"), unit="updates", saves=_differs, bounds=(0, _COUNT)
+    ),
     "eval_batch": Field(
         label="eval_batch",
+        also=("per_device_eval_batch_size", "eval_batch_size"),
         unit="samples per micro-batch and process",
         live="always",
         shapes="peak",
@@ -229,7 +267,7 @@ FIELDS: dict[str, Field] = {
         bounds=(0, MOST_SAMPLES),
     ),
     "save_total_limit": Field(label="save_total_limit", unit="states", shapes="disk", bounds=(1, _COUNT)),
-    "load_best_at_end": Field(label="load_best_at_end"),
+    "load_best_at_end": Field(also=("load_best_model_at_end",), label="load_best_at_end"),
     # A sampling frees its memory, and an OOM in it ends nothing.
     "sample.prompts": Field(label="prompts"),
     "sample.every": Field(label="sample.every", unit="updates", bounds=(0, _COUNT)),
@@ -238,15 +276,16 @@ FIELDS: dict[str, Field] = {
     "sample.seed": Field(label="sample.seed", bounds=(0, _COUNT)),
     "on_spike": Field(label="on a spike of the loss", option="--on-spike"),
     "leave_out": Field(label="left out", unit="positions in the order of the samples", changes_training=True),
-    "log_every": Field(label="log_every", unit="updates", bounds=(1, _COUNT)),
-    "trackers": Field(label="trackers"),
+    "log_every": Field(label="log_every", also=("logging_steps", "log_interval"), unit="updates", bounds=(1, _COUNT)),
+    "trackers": Field(also=("report_to",), label="trackers"),
 }
 
 LIVE = tuple(name for name, field in FIELDS.items() if field.live != "no")
 """Settings that the built-in trainer can change at an update boundary."""
 SPLIT = ("batch", "accumulation", "rank_splits")
 """The settings that say how the samples of an update are split."""
-OPTIONS = {name: field.option for name, field in FIELDS.items() if field.option}
+OPTIONS = {name: field.option for name, field in FIELDS.items() if field.option and field.editable}
+OTHER_NAMES = {other: name for name, field in FIELDS.items() for other in field.also}
 
 
 def value_of(settings: Settings, name: str) -> Any:

@@ -300,6 +300,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """None: unchanged; so for all of the following."""
     gradient_checkpointing: bool | None = None
     workers: int | None = None
+    """None: unchanged, or the default if the present preset has set them. So for `pin_memory`."""
     host_level: HostLevel | None = None
     pin_memory: bool | None = None
     allocator: str | None = None

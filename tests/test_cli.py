@@ -13,10 +13,14 @@ import pytest
 from rich.cells import cell_len
 
 from memtop.cli import COMMAND_GROUPS, COMMANDS, EXAMPLES, app, run, strays
+from memtop.cli.requests import final_answer
 from memtop.presets import load_presets, load_recipes
+from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
+from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.wire import Change, Restart
 from tests.conftest import Runs
 from tests.terminal import Terminal
 
@@ -111,7 +115,7 @@ def command(name: str) -> click.Command:
             ["train", "--preset", "lwo"],
             "preset 'lwo': unknown; there are deepspeed, stage2_offload, stage3, minimal, standard, low",
         ),
-        (["train", "--preset", "lwo"], "(did you mean low?)"),
+        (["train", "--preset", "lwo"], "; did you mean low?"),
         (["train", "--fresh", "--preset", "deepspeed"], "seq_len 2048: beyond the model's 1024 positions"),
         (
             ["train", "sft-lora"],
@@ -205,8 +209,11 @@ def test_a_supervisor_that_exits_during_a_request_is_reported(
         raise BrokenPipeError
 
     monkeypatch.setattr("memtop.supervisor.run.client.ask", ask)
+    with pytest.raises(NotRunningError, match="the supervisor of run 'a' ended: memtop watch a starts a new one"):
+        final_answer(find_run("a", runs.path), lambda number: Restart(id=number, change=Change()))
     assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
-    assert capsys.readouterr().err == "memtop: the supervisor of run 'a' ended: memtop watch a starts a new one\n"
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"memtop: run 'a' finished at [0-9-]{10} [0-9:]{8}; nothing to stop\n", said), "it was over"
 
 
 def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:

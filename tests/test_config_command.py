@@ -84,7 +84,7 @@ def test_paths_belong_to_the_file_that_names_them(place: Path, monkeypatch: pyte
 def test_an_unknown_key_is_one_line_and_the_command_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     user = write(place / "config/memtop/config.toml", 'run-dir = "x"\ncolour = 1\n')
     lines = [
-        f"memtop: {user}: run-dir: unknown, and ignored (did you mean runs-dir?)",
+        f"memtop: {user}: run-dir: unknown, and ignored; did you mean runs-dir?",
         f"memtop: {user}: colour: unknown, and ignored; there are {', '.join(KEYS)}",
     ]
     for command in (["config"], ["doctor"]):

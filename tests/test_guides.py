@@ -205,7 +205,7 @@ def test_three_times_six_is_flagged() -> None:
     assert effective_change(16, 18) == "16 -> 18 (+12.5 %)"
     words = describe_split(LORA, whole)
     assert words.startswith("effective batch 16 -> 18 (+12.5 %), tokens per update ")
-    assert ": changes training; exact pairs: " in words
+    assert ": changes training; to keep " in words
     look = outlook(LORA, PRESETS["stage2_offload"])
     assert "effective batch 16 -> 18 (+12.5 %)" in look.whole_changes
     assert (look.kept.batch, look.kept.accumulation) == (2, 8)

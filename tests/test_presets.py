@@ -59,10 +59,17 @@ def test_a_preset_never_changes_the_effective_batch(name: str) -> None:
         assert apply_preset(settings, find_preset(name)).effective_batch == 48
 
 
-def test_the_standard_preset_reverts_the_others() -> None:
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_the_standard_preset_reverts_the_others(name: str) -> None:
     extreme = apply_preset(BASE, find_preset("extreme"))
     assert (extreme.batch, extreme.accumulation, extreme.gradient_checkpointing) == (1, 32, True)
-    assert apply_preset(extreme, find_preset("5")) == BASE
+    assert apply_preset(apply_preset(BASE, find_preset(name)), find_preset("5")) == BASE
+    assert apply_preset(apply_preset(extreme, find_preset(name)), find_preset("5")) == BASE
+
+
+def test_a_preset_that_says_nothing_of_workers_keeps_those_that_a_person_chose() -> None:
+    mine = edit_settings(BASE, preset="deepspeed", assignments={"workers": "3", "pin_memory": "true"})
+    assert apply_preset(mine, find_preset("standard")) == replace(BASE, workers=3, pin_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +80,32 @@ def test_the_standard_preset_reverts_the_others() -> None:
         ({"assignments": {"python": "env/bin/python"}}, "python env/bin/python: give its whole path, which begins with /"),
         ({"assignments": {"seq_len": "1"}}, "seq_len 1: must be at least 2"),
         ({"assignments": {"seq_len": "2000"}}, "seq_len 2000: beyond the model's 1024 positions; give at most 1024"),
-        ({"preset": "extrem"}, "(did you mean extreme?)"),
+        ({"preset": "extrem"}, "; did you mean extreme?"),
         ({"max_updates": 0}, "max_updates 0: must be at least 1"),
-        ({"assignments": {"lerning_rate": "1"}}, "(did you mean learning_rate?)"),
+        *(
+            ({"assignments": {key: "1"}}, f"data.…; did you mean {meant}?")
+            for key, meant in {
+                "lerning_rate": "learning_rate",
+                "lr": "learning_rate",
+                "Learning-Rate": "learning_rate",
+                "bs": "batch",
+                "batchsize": "batch",
+                "epoch": "epochs",
+                "num_workers": "workers",
+                "max_steps": "--max-updates",
+                "gpus": "--gpus",
+                "rank": "lora.r",
+                "model_path": "model.path",
+                "dataset": "data.train",
+            }.items()
+        ),
+        ({"preset": "stage2"}, "qlora-16g-min; with ZeRO stage 2: deepspeed, stage2_offload"),
+        ({"preset": "ZeRO-3"}, "; with ZeRO stage 3: stage3, minimal"),
+        ({"preset": "zero1"}, "t5-aggressive, qlora-16g-safe, qlora-16g-min"),
         ({"assignments": {"model": "x"}}, "--set model: has parts; there are model.path, model.config.KEY"),
         ({"assignments": {"model.pth": "x"}}, "--set model.pth: unknown key; there are model.path"),
-        ({"assignments": {"data.trian": "x"}}, "(did you mean data.train?)"),
-        ({"assignments": {"data.columns.promt": "x"}}, "(did you mean prompt?)"),
+        ({"assignments": {"data.trian": "x"}}, "; did you mean data.train?"),
+        ({"assignments": {"data.columns.promt": "x"}}, "; did you mean prompt?"),
         ({"assignments": {"data.max_bytes": "x"}}, "data.max_bytes 'x': Expected `int`"),
         ({"assignments": {"lora.r": "16"}}, "--set lora.r: Object missing required field `alpha`"),
         ({"assignments": {"lora.rank": "16"}}, "--set lora.rank: unknown key"),
@@ -94,7 +120,7 @@ def test_the_standard_preset_reverts_the_others() -> None:
         ({"assignments": {"zero.offload_parameters": "true", "zero.stage": "2"}}, "needs stage 3"),
         ({"assignments": {"optimizer": "adafactor", "zero.stage": "2"}}, "optimizer adafactor: its state cannot be sharded"),
         ({"assignments": {"optimizer": "cpu_adam"}}, "optimizer cpu_adam: needs its state in host memory"),
-        ({"assignments": {"optimizer": "adamw8bit"}}, "(did you mean adamw_8bit?)"),
+        ({"assignments": {"optimizer": "adamw8bit"}}, "; did you mean adamw_8bit?"),
         ({"assignments": {"load_best_at_end": "true"}}, "load_best_at_end true: nothing is evaluated"),
         ({"assignments": {"epochs": "0"}}, "epochs 0: the run has no end"),
         ({"assignments": {"eval_every": "-1"}}, "eval_every -1: must be 0 or more"),
@@ -298,7 +324,10 @@ def test_max_updates_includes_the_updates_done() -> None:
 
 def test_a_split_that_changes_the_effective_batch_names_the_nearest_exact_ones() -> None:
     after = edit_settings(BASE, assignments={"batch": "3"})
-    assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5 %): changes training; exact pairs: 2 x 16, 4 x 8"
+    assert (
+        describe_split(BASE, after)
+        == "effective batch 32 -> 12 (-62.5 %): changes training; to keep 32: 2 x 16, 4 x 8 (batch x accumulation)"
+    )
     assert describe_split(BASE, BASE) == "effective batch 32 -> 32: training is unchanged"
 
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
-from memtop.cli.requests import before_spike_of, change_to, peak_after, risk_of
+from memtop.cli.requests import before_spike_of, change_to, meant, peak_after
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
@@ -317,13 +317,13 @@ def test_a_rollback_without_an_earlier_configuration_says_why(
 
 def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: RunFolder) -> None:
     again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
-    assert risk_of(dead, Change()) == again
-    assert "this is more than that (16)" in str(risk_of(dead, Change(assignments={"batch": "16", "accumulation": "2"})))
+    assert list(meant(dead, Change())) == [again]
+    assert "this is more than that (16)" in next(meant(dead, Change(assignments={"batch": "16", "accumulation": "2"})))
     # A preset does not raise the batch.
-    assert risk_of(dead, Change(preset="low")) is None
-    assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
+    assert not list(meant(dead, Change(preset="low")))
+    assert not list(meant(dead, Change(assignments={"batch": "4", "accumulation": "8"})))
     # The supervisor refuses invalid settings.
-    assert risk_of(dead, Change(assignments={"batch": "0"})) is None
+    assert not list(meant(dead, Change(assignments={"batch": "0"})))
 
 
 def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtop.supervisor.wire import Phase, RunState
-from memtop.tui.store import ConnectionState, Store, holders
+from memtop.tui.store import ConnectionState, Store, candidates, holders
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,14 @@ def obstacle(action: Action, store: Store) -> str | None:
     return None
 
 
+def is_idle(action: Action, store: Store) -> bool:
+    """Whether the button is dimmed: the action cannot be done now, or its screen would only say why
+    there is nothing to do."""
+    if action.id == "kill":
+        return not any(one.process.choosable for one in candidates(store))
+    return obstacle(action, store) is not None
+
+
 def foreign(action: Action, run: RunState) -> str | None:
     """Why this program can never do the action; None if it can. Only the user's programs have such
     limits.
@@ -337,7 +345,7 @@ def label_of(action: Action, store: Store, *, narrow: bool) -> str:
     words = action.short if narrow else action.label
     if action.id == "kill":
         strays = stray_count(store)
-        return f"{words} ({strays})"
+        return f"{words} ({strays})" if strays else words
     return words
 
 

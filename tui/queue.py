@@ -54,7 +54,7 @@ class QueueDialog(FormDialog[QueueRequest]):
         self._plan: RestartPlan | None = None
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as box:
+        with Vertical(classes="dialog form") as box:
             box.border_title = tr(f"Queue a run like {shortened(self._run.name, TITLE_NAME)}")
             with Horizontal(classes="fields"):
                 with Vertical(classes="field -wide"):

@@ -32,6 +32,8 @@ from memtop.tui.store import Store
 
 _LIVE = "Apply now: from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
 
+_SPLIT = ("batch", "accumulation")
+
 
 class RestartRequest(NamedTuple):
     """The result of the form."""
@@ -53,9 +55,11 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._settings = settings
         self._presets = presets if settings.preset in presets else (settings.preset, *presets)
         self._plan: RestartPlan | None = None
+        self._put = {name: number_text(settings, name) for name in NUMBER_FIELDS}
+        """The text that the form itself has put into each field."""
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as box:
+        with Vertical(classes="dialog form") as box:
             box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from train_latest_state")
             with Horizontal(classes="fields"):
                 for name in NUMBER_FIELDS:
@@ -82,13 +86,16 @@ class RestartDialog(FormDialog[RestartRequest]):
 
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, message: Select.Changed) -> None:
-        # A preset has its own split; the fields show it and can still be edited.
+        # A preset has its own split. The fields show it, unless a person has typed another one.
         after = self._settings
         if str(message.value) != self._settings.preset:
             after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe), self._failed())
-        with self.prevent(Input.Changed):
-            for name in NUMBER_FIELDS:
-                self.query_one(f"#{name}", Input).value = number_text(after, name)
+        texts = self._texts()
+        if all(texts[name] == self._put[name] for name in _SPLIT):
+            with self.prevent(Input.Changed):
+                for name in _SPLIT:
+                    self._put[name] = number_text(after, name)
+                    self.query_one(f"#{name}", Input).value = self._put[name]
         self.judge()
 
     @on(Button.Pressed, "#confirm")
@@ -113,9 +120,12 @@ class RestartDialog(FormDialog[RestartRequest]):
     def _failed(self) -> tuple[Settings, ...]:
         return failed_settings(self._dashboard.store.configurations)
 
+    def _texts(self) -> dict[str, str]:
+        return {name: self.query_one(f"#{name}", Input).value for name in NUMBER_FIELDS}
+
     def judge(self) -> None:
-        texts = {name: self.query_one(f"#{name}", Input).value for name in NUMBER_FIELDS}
-        plan = restart_plan(self._settings, texts, str(self.query_one("#preset", Select).value), self._failed())
+        preset = str(self.query_one("#preset", Select).value)
+        plan = restart_plan(self._settings, self._texts(), preset, self._failed(), self._run)
         self._plan = plan
         for name in NUMBER_FIELDS:
             self.query_one(f"#{name}", Input).set_class(name == plan.wrong_field, "-wrong")

@@ -47,7 +47,7 @@ class OwnProgramDialog(FormDialog[Change]):
         self._change: Change | None = None
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as box:
+        with Vertical(classes="dialog form") as box:
             box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from its newest checkpoint")
             with Horizontal(classes="fields"):
                 for name, text in self._shown.items():

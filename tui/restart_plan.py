@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.comparison import compatibility, describe_split, risk
+from memtop.presets.comparison import compatibility, describe_length, describe_split, other_changes, risk
 from memtop.presets.edits import is_for_each
 from memtop.presets.fields import can_change_live
 from memtop.presets.schema import Settings
@@ -28,11 +28,17 @@ class RestartPlan:
     """The consequences: effective batch, data."""
 
 
-def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: Sequence[Settings] = ()) -> RestartPlan:
+def restart_plan(
+    before: Settings,
+    texts: dict[str, str],
+    preset: str,
+    failed: Sequence[Settings] = (),
+    run: RunState | None = None,
+) -> RestartPlan:
     """Judge the form.
 
-    `texts` holds the text of the number fields, `preset` the selected preset, and `failed` the
-    settings with which the run has run out of memory.
+    `texts` holds the text of the number fields, `preset` the selected preset, `failed` the settings
+    with which the run has run out of memory, and `run` what it has done.
     """
     values: dict[str, str] = {}
     for field in NUMBER_FIELDS:
@@ -51,7 +57,7 @@ def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: S
     change = Change(preset=preset if preset != before.preset else None, assignments=changes)
     found = risk(after, failed)
     warning = () if found is None else (f"! {found}",)
-    return RestartPlan(change, after, None, None, (*_consequences(before, after), *warning))
+    return RestartPlan(change, after, None, None, (*_consequences(before, base, after, run), *warning))
 
 
 def number_text(settings: Settings, field: str) -> str:
@@ -71,8 +77,24 @@ def data_consequences(before: Settings, after: Settings) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _consequences(before: Settings, after: Settings) -> tuple[str, ...]:
+_EXPLAINED = (
+    "zero.stage",
+    "zero.offload_optimizer",
+    "zero.offload_parameters",
+    "gradient_checkpointing",
+    "optimizer",
+    "seq_len",
+)
+"""Changes that have a line of their own."""
+
+
+def _consequences(before: Settings, base: Settings, after: Settings, run: RunState | None) -> tuple[str, ...]:
+    """`base`: the settings after the preset, `after`: after the typed values, too."""
     lines = [*data_consequences(before, after)]
+    if run is not None and (moved := _length(before, after, run)):
+        lines.append(moved)
+    if base.splits != after.splits and base.preset != before.preset:
+        lines.append(f"batch and accumulation stay as typed; preset {after.preset} alone gives {base.split_text}")
     if after.gradient_checkpointing != before.gradient_checkpointing:
         word = "on" if after.gradient_checkpointing else "off"
         lines.append(f"gradient checkpointing {word}: {'less memory, slower' if word == 'on' else 'more memory, faster'}")
@@ -80,12 +102,25 @@ def _consequences(before: Settings, after: Settings) -> tuple[str, ...]:
         lines.append(f"{before.zero} -> {after.zero}: {_zero_words(before, after)}")
     if after.optimizer != before.optimizer:
         lines.append(f"optimizer {before.optimizer} -> {after.optimizer}")
+    if others := other_changes(before, after, but=_EXPLAINED):
+        lines.append("; ".join(others))
     fit, reason = compatibility(before, after)
     if fit != "resumes":
         lines.append(f"{fit}: {reason}")
     if after == before:
         lines.append("nothing changed: restarts with the same settings")
     return tuple(lines)
+
+
+def _length(before: Settings, after: Settings, run: RunState) -> str | None:
+    """How the change moves the end of the run: an update in progress is done before it."""
+    if run.alive and run.updates is not None:
+        seen = None if run.samples_seen is None else run.samples_seen + before.effective_batch
+        return describe_length(before, after, run.updates + 1, seen, run.total_updates)
+    saved = run.checkpoint
+    if saved is None or not saved.complete:
+        return describe_length(before, after, 0, 0, run.total_updates)
+    return describe_length(before, after, saved.updates or 0, saved.samples_seen, run.total_updates)
 
 
 def _zero_words(before: Settings, after: Settings) -> str:

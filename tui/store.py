@@ -310,3 +310,9 @@ def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
         where = tuple(index for index, _ in seen)
         rows.append(Holder(overruled(seen[0][1], reasons), where, held.used_bytes, held.at_least_bytes))
     return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.at_least_bytes or 0), h.process.pid)))
+
+
+def candidates(store: Store) -> tuple[Holder, ...]:
+    """All GPU processes except those of this dashboard's run, which Stop ends."""
+    own = store.run.name if store.run is not None and store.run.alive else None
+    return tuple(h for h in holders(store.machine) if own is None or h.process.run != own or h.process.stray)

@@ -4,7 +4,7 @@ the order of the runs that wait: `memtop next`."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -100,7 +100,12 @@ def final_answer(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
     """Send a request to the run's supervisor and wait until it is done; progress goes to stderr."""
     try:
         return client.ask(folder, make, on_accepted=_report, until=Outcome.DONE)
-    except ConnectionError:
+    except (NotRunningError, ConnectionError) as error:
+        state, kind = read_state(folder), type(make(0))
+        if state.state.final and kind is not Restart:
+            raise NotRunningError(explain.over(state.name, state.word, state.ended, kind)) from None
+        if isinstance(error, NotRunningError):
+            raise
         # The supervisor exited while we wrote to it. Without this, it would look like a broken
         # stdout.
         raise NotRunningError(
@@ -185,12 +190,13 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         print_message(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
-        warning = risk_of(folder, change)
+        lines = list(meant(folder, change))
         foreseen = _of_own_program(folder, change)
         starting.start_supervisor(folder, change)
-        for line in (f"memtop: {foreseen}" if foreseen else None, again, f"memtop: {warning}" if warning else None):
-            if line:
-                print_message(line)
+        if foreseen:
+            print_message(f"memtop: {foreseen}")
+        for line in (*([again] if again else []), *(f"memtop: {line}" for line in lines)):
+            print_message(line)
     if peak is not None:
         print_message(f"memtop: {peak}")
     return stay(folder, begun, headless=headless, detach=detach)
@@ -218,16 +224,21 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     return f"resumes {where}{meant}"
 
 
-def risk_of(folder: RunFolder, change: Change) -> str | None:
-    """A warning, in one line, if the run would continue with settings that ran out of memory."""
+def meant(folder: RunFolder, change: Change) -> Iterator[str]:
+    """What the change means for a run that is over: for its end, and a warning if its settings ran
+    out of memory. A supervisor says it of one that runs."""
     state = read_state(folder)
     try:
         with readable_ledger(folder):
             rows = read_configurations(folder.path)
         after = edited(state.settings, change, state.checkpoint, rows)
     except MemtopError:
-        return None  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
-    return None if after is None else risk(after, failed_settings(rows))
+        return  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
+    if change.state_before is None:
+        length = explain.length_change(state.settings, after, state.checkpoint, state.total_updates)
+        yield from [length] if length else []
+    found = None if after is None else risk(after, failed_settings(rows))
+    yield from [found] if found else []
 
 
 def peak_after(folder: RunFolder, change: Change) -> str | None:
@@ -242,7 +253,7 @@ def peak_after(folder: RunFolder, change: Change) -> str | None:
             rows = read_configurations(folder.path)
         after = edited(state.settings, change, state.checkpoint, rows)
     except MemtopError:
-        return None  # as in `risk_of`
+        return None  # as in `meant`
     if after is None or after == state.settings:
         return None
     machine = sample()

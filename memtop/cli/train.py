@@ -365,8 +365,8 @@ def new_run(
 def _recipe(name: str) -> Recipe:
     recipes = load_recipes()
     if name not in recipes:
-        known = f"{', '.join(recipes)}{did_you_mean(name, recipes)}"
-        raise UsageError(f"RECIPE {name!r}: unknown; there are {known}; your own program goes after `--`")
+        known, hint = ", ".join(recipes), did_you_mean(name, recipes)
+        raise UsageError(f"RECIPE {name!r}: unknown; there are {known}; your own program goes after `--`{hint}")
     return recipes[name]
 
 

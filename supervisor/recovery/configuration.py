@@ -17,6 +17,12 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change, Checkpoint, Configuration
 
+OWN_PROGRAM = (
+    "this run's program is your own: memtop does not know where it takes its settings from, and can change only "
+    "allocator; `memtop restart RUN` alone starts the same command again, `memtop train -- COMMAND` starts another one; "
+    "a profile would tell memtop more: see docs/your-own-script.md"
+)
+
 
 def change_for(remedy: Remedy, *, reason: str = "") -> Change:
     """The edit of a restart (or a live edit) that applies the remedy. Empty if the remedy is only a
@@ -101,7 +107,7 @@ def edited(
     """
     if settings is None:
         if replace(change, assignments={}, reason="") != Change() or set(change.assignments) - {"allocator"}:
-            raise UsageError("this run's program is your own: its settings are not memtop's to change (but for allocator)")
+            raise UsageError(OWN_PROGRAM)
         return None
     done = checkpoint if checkpoint is not None and checkpoint.complete else None
     try:

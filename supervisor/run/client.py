@@ -335,7 +335,9 @@ def _no_supervisor(folder: RunFolder, error: OSError | None) -> MemtopError:
             f"run {folder.name!r}: it was renamed or moved while it ran, and its supervisor (pid {pid}) listens only "
             f"for its old place: {back}{_runs_on(folder)}"
         )
+    absent = error is None or isinstance(error, FileNotFoundError | ConnectionRefusedError)
+    why = "" if absent else f" ({(error and error.strerror) or error})"
     return NotRunningError(
-        f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "
+        f"run {folder.name!r}: it has no supervisor{why}; "
         f"`memtop show {folder.name}` shows how it ended, `memtop restart {folder.name}` continues it"
     )

@@ -5,12 +5,13 @@ functions that decide nothing.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from memtop.presets.comparison import describe_split, edits_text, risk
+from memtop.presets.comparison import describe_length, describe_split, edits_text, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PHASES, Diagnosis, Kind
@@ -22,7 +23,19 @@ from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged, Written
-from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
+from memtop.supervisor.wire import (
+    AcceptSpike,
+    Change,
+    Checkpoint,
+    CheckpointNow,
+    Configuration,
+    Edit,
+    FreeCache,
+    Phase,
+    Request,
+    Stop,
+    Try,
+)
 
 
 def outcome(
@@ -144,6 +157,28 @@ def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
     return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
 
 
+_NOTHING: dict[type[Request], str] = {
+    FreeCache: "nothing to free",
+    CheckpointNow: "nothing to save",
+    Stop: "nothing to stop",
+    Edit: "without --live, `memtop restart` starts it with other settings",
+    AcceptSpike: "nothing to decide",
+    Try: "a trial needs a run in progress",
+}
+
+
+def over(run: str, word: str, ended: float | None, request: type[Request]) -> str:
+    """Why a run that is over cannot do what is requested. `word`: its state; `ended`: in seconds
+    since the epoch."""
+    at = "an unknown time" if ended is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended))
+    what = {
+        "stopped": f"run {run!r} was stopped at {at}",
+        "failed": f"run {run!r} failed at {at}",
+        "killed": f"run {run!r} was killed at {at}",
+    }.get(word, f"run {run!r} finished at {at}")
+    return f"{what}; {_NOTHING[request]}"
+
+
 def describe_status(status: int | None) -> str:
     if status is None:
         return "exit status unknown (the process and its shim were both killed)"
@@ -248,6 +283,20 @@ def split_change(before: Settings | None, after: Settings | None) -> str:
     if before is None or after is None or before.splits == after.splits:
         return ""
     return f"; {describe_split(before, after)}"
+
+
+def length_change(
+    before: Settings | None, after: Settings | None, reached: Checkpoint | None, total_updates: int | None
+) -> str | None:
+    """How a restart from there moves the end of the run, in one line; None if it does not.
+
+    `total_updates`: with the settings before.
+    """
+    if before is None or after is None:
+        return None
+    if reached is None or not reached.complete:
+        return describe_length(before, after, 0, 0, total_updates)
+    return describe_length(before, after, reached.updates or 0, reached.samples_seen, total_updates)
 
 
 def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:

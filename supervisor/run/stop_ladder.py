@@ -42,20 +42,22 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
         save_seconds: float = 0.0,
         silent_seconds: float = 0.0,
         *,
+        forecast_seconds: float = 0.0,
         saves_on_sigterm: bool = False,
     ) -> Waits:
         """The waits for a program that may be in the middle of an update when it is asked, and
-        saves afterwards. Its updates take `update_seconds`, its newest save took `save_seconds`;
-        `silent_seconds` is its longest time between two reports, for example an evaluation. Of the
-        last two at most half an hour counts.
+        saves afterwards. Its updates take `update_seconds`, or `forecast_seconds` if none is done
+        yet; its newest save took `save_seconds`. `silent_seconds` is its longest time between two
+        reports, for example an evaluation. Of the last two at most half an hour counts.
 
         `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the
         time for it.
         """
         reasons = {
             "an update takes it {:.0f} s": update_seconds,
+            "an update is forecast to take it {:.0f} s": forecast_seconds,
             "its newest save took {:.0f} s": min(save_seconds, _MOST_ASIDE_SECONDS),
-            "it was once silent for {:.0f} s": min(silent_seconds, _MOST_ASIDE_SECONDS),
+            "it has been silent for up to {:.0f} s": min(silent_seconds, _MOST_ASIDE_SECONDS),
         }
         why = max(reasons, key=lambda words: reasons[words])
         slowest = reasons[why]

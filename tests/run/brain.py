@@ -135,7 +135,7 @@ def training(update: int = 7, *, settings: Settings | None = SETTINGS, **values:
         "run": replace(RUN, settings=settings),
         "phase": Phase.TRAINING,
         "settings": settings,
-        "attempt": CurrentAttempt(number=1, started=START),
+        "attempt": CurrentAttempt(number=1, started=START, since=START),
         "alive": True,
         "newest_number": 1,
         "configurations": begun,

@@ -225,7 +225,7 @@ class Ledgered:
         ({}, "nothing to notify"),
         ({"WEBHOOK": "hooks.slack.com/secret"}, "notify-webhook: give an address that begins with https://"),
         ({"NTFY": "file:///secret"}, "notify-ntfy: give an address that begins with https://"),
-        ({"COMMAND": "true", "ON": "ende"}, "notify-on 'ende': unknown (did you mean end?)"),
+        ({"COMMAND": "true", "ON": "ende"}, "notify-on 'ende': unknown; did you mean end?"),
     ],
 )
 def test_a_wrong_configuration_is_one_line(
@@ -284,7 +284,7 @@ def test_what_a_target_means(environment: pytest.MonkeyPatch, text: str, kind: s
     [
         (
             "dekstop",
-            "give desktop, ntfy:TOPIC, command:COMMAND or an address that begins with https:// or http:// (did you mean",
+            "give desktop, ntfy:TOPIC, command:COMMAND or an address that begins with https:// or http://; did you mean",
         ),
         ("", "give desktop, "),
         ("hooks.slack.com/secret", "give desktop, "),

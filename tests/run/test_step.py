@@ -3,6 +3,7 @@ process, no file; the test sets the clock."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -146,7 +147,8 @@ def test_a_kill_is_recorded_with_its_signal(status: int | None, found: Diagnosis
     (notice,) = notices("a", [told], TOPICS, told.time)
     assert notice.title == ("a was killed" if word == "killed" else "a has failed")
     stop(brain)
-    assert brain.answers()[-1].message == f"run 'a' is not running: it is {word}"
+    said = "was killed" if word == "killed" else "failed"
+    assert re.fullmatch(rf"run 'a' {said} at [0-9-]{{10}} [0-9:]{{8}}; nothing to stop", brain.answers()[-1].message)
     # The next supervisor reads it from the ledger.
     again = taken_over(row(outcome="failed", ended=10.0, exit_status=status, diagnosis=values["diagnosis"]))
     assert run_state(again.model).word == word

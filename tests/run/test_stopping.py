@@ -28,6 +28,8 @@ from memtop.supervisor.run.events import (
     StoodStill,
 )
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.stop_ladder import begin as begin_ladder
@@ -67,7 +69,7 @@ def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
     assert ours.why == "its newest save took 150 s"
     assert plain.stretched(100.0, 0.9, 23.0).why == "an update takes it 100 s"
     silent = plain.stretched(1.0, 0.9, 123.0)
-    assert (silent.graceful, silent.why) == (276.0, "it was once silent for 123 s"), "not the save, which took 0.9 s"
+    assert (silent.graceful, silent.why) == (276.0, "it has been silent for up to 123 s"), "not the save, which took 0.9 s"
     # A program that hangs is ended, however long it has been silent before.
     assert plain.stretched(1.0, 1e9, saves_on_sigterm=True).terminate == 30.0 + 2 * 1800.0
     assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
@@ -85,8 +87,63 @@ def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: s
     stop(brain)
     assert [ask.name for ask in brain.asked(AskRanks)] == ["stop"]
     assert rungs(brain, 329.0, 1.0, 329.0, 1.0) == ["SIGTERM", "SIGKILL"]
-    why = "its newest save took 150 s" if work == "checkpoint" else "it was once silent for 150 s"
+    why = "its newest save took 150 s" if work == "checkpoint" else "it has been silent for up to 150 s"
     assert brain.messages("stop")[0].endswith(f"SIGTERM follows in 330 s ({why})")
+
+
+def _asked_before_its_first_update(settings: Settings, rate: float | None, seconds: float) -> Brain:
+    """A run with the speed of an earlier configuration, stopped so long after its newest report."""
+    brain = training(settings=SETTINGS, agents=frozenset({0}))
+    begun = brain.model.configurations.present
+    assert begun is not None
+    measured = replace(begun, configuration=replace(begun.configuration, samples_per_second=rate))
+    known = Configurations(records=(measured,)).begin_attempt(2, "restart", settings, 999.0)
+    progress = Progress(last_heard=brain.now - seconds, offers=frozenset({"stop"}))
+    brain.model = replace(brain.model, settings=settings, configurations=known, progress=progress)
+    stop(brain)
+    return brain
+
+
+LARGER = replace(SETTINGS, accumulation=SETTINGS.accumulation * 8)
+LONGER = replace(LARGER, seq_len=SETTINGS.seq_len * 2)
+SHORTER = replace(LARGER, seq_len=SETTINGS.seq_len // 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate", "seconds", "patience", "why"),
+    [
+        # 256 samples at 2 a second.
+        (LARGER, 2.0, 5.0, 286.0, "an update is forecast to take it 128 s"),
+        (LONGER, 2.0, 5.0, 542.0, "an update is forecast to take it 256 s"),
+        (SHORTER, 2.0, 5.0, 286.0, "an update is forecast to take it 128 s"),
+        (LARGER, 2.0, 300.0, 630.0, "it has been silent for up to 300 s"),
+        (LARGER, None, 100.0, 230.0, "it has been silent for up to 100 s"),
+        (LARGER, None, 5.0, 60.0, ""),
+        # It may hang.
+        (LARGER, None, 9000.0, 3630.0, "it has been silent for up to 1800 s"),
+    ],
+)
+def test_the_first_update_of_an_attempt_is_given_the_time_that_it_needs(
+    settings: Settings, rate: float | None, seconds: float, patience: float, why: str
+) -> None:
+    brain = _asked_before_its_first_update(settings, rate, seconds)
+    because = f" ({why})" if why else ""
+    assert brain.messages("stop")[0].endswith(f"SIGTERM follows in {patience:.0f} s{because}")
+    assert rungs(brain, patience - 1.0, 1.0) == ["SIGTERM"]
+    if why:
+        assert rungs(brain, patience - 1.0, 1.0) == ["SIGKILL"], "it saves on SIGTERM, too"
+
+
+def test_a_live_change_that_makes_updates_longer_is_waited_for() -> None:
+    brain = training(agents=frozenset({0}))
+    begun = brain.model.configurations.present
+    assert begun is not None
+    measured = replace(begun, configuration=replace(begun.configuration, samples_per_second=2.0))
+    changed = Configurations(records=(measured,)).change(8, "live", LARGER, died=None, saved=5, changed_by=(1, 999.0))
+    progress = replace(brain.model.progress, offers=frozenset({"stop"}))
+    brain.model = replace(brain.model, settings=LARGER, configurations=changed, progress=progress)
+    stop(brain)
+    assert brain.messages("stop")[0].endswith("SIGTERM follows in 286 s (an update is forecast to take it 128 s)")
 
 
 @pytest.mark.parametrize("why", ["external command", "stands still"])

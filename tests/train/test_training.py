@@ -365,8 +365,8 @@ def test_a_manifest_names_files_of_its_own_folder_and_no_others(tmp_path: Path) 
         ("hidden_size", "abc", "model.config: .*'hidden_size'.* expected int, got str"),
         ("model_type", "zzz", "model.config: Unrecognized model identifier: zzz"),
         ("vocab_size", 10, "model.config.vocab_size 10: the tokenizer needs 259"),
-        ("hiden_size", 64, r"^model.config.hiden_size: LlamaConfig has no such key \(did you mean hidden_size\?\)$"),
-        ("vocabsize", 260, r"^model.config.vocabsize: LlamaConfig has no such key \(did you mean vocab_size\?\)$"),
+        ("hiden_size", 64, r"^model.config.hiden_size: LlamaConfig has no such key; did you mean hidden_size\?$"),
+        ("vocabsize", 260, r"^model.config.vocabsize: LlamaConfig has no such key; did you mean vocab_size\?$"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_in_one_short_line(key: str, value: object, reason: str) -> None:

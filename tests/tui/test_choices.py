@@ -189,8 +189,8 @@ def test_a_wrong_value_is_one_line_and_ignored(file: Path, capsys: pytest.Captur
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[2].split(" ")[0] for line in lines] == list(DEFAULTS), "one line for each"
     assert lines[0] == f"memtop: {file}: theme 5: give text in quotes; it is ignored"
-    assert "processes-sort 'vram': unknown, and ignored (did you mean vram " in lines[1]
-    assert lines[4] == f"memtop: {file}: metrics-axis 'updates': unknown, and ignored (did you mean update?)"
+    assert "processes-sort 'vram': unknown, and ignored; did you mean vram " in lines[1]
+    assert lines[4] == f"memtop: {file}: metrics-axis 'updates': unknown, and ignored; did you mean update?"
     assert lines[5] == f"memtop: {file}: metrics-smoothing '9': unknown, and ignored; there are 0, 8, 32, 128"
     write(file, 'metrics-smoothing = 32\nruns-sort = "loss up"\n')
     assert remembered() == {"metrics-smoothing": "32", "runs-sort": "loss up"}

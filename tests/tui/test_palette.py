@@ -43,7 +43,6 @@ def test_a_start_does_not_load_it() -> None:
 async def test_it_lists_every_offered_action_and_every_theme() -> None:
     async with opened(RecordingFeed(running(gpu())), "ctrl+p") as (app, pilot):
         expected = [one.label.rstrip("…") for one in ACTIONS if one.id != "palette" and offered(one, app.dashboard.store)]
-        expected = [f"{one} (0)" if one == "Kill strays" else one for one in expected]
         assert listed(app) == [*expected, *(f"Theme: {name}" for name in NAMES)]
         assert "f  Give back memory" in screen_text(app)
         await press(pilot, "ctrl+p", *"zzz")

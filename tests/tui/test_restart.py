@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
-from textual.widgets import Button, Input
+from textual.widgets import Button, Input, Select
 
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
@@ -73,6 +73,56 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_shown() -> Non
             change = Change(assignments={"batch": "4", "accumulation": "8"})
             assert feed.requests[number - 1 :] == [Edit(id=number, change=change)]
             assert "✓ changed from update 26 on" in screen_text(app)
+
+
+async def test_a_preset_chosen_afterwards_keeps_what_was_typed_and_lists_what_it_changes() -> None:
+    feed = RecordingFeed(running(gpu()))
+    async with opened(feed, "r", size=(160, 50)) as (app, pilot):
+        batch, accumulation, preset = (app.screen.query_one(f"#{name}") for name in ("batch", "accumulation", "preset"))
+        assert isinstance(batch, Input)
+        assert isinstance(accumulation, Input)
+        assert isinstance(preset, Select)
+        preset.value = "extreme"
+        await settle(pilot)
+        assert (batch.value, accumulation.value) == ("1", "32"), "nothing was typed"
+        batch.value, accumulation.value = "2", "16"
+        for name in ("low", "minimal"):
+            preset.value = name
+            await settle(pilot)
+            assert (batch.value, accumulation.value) == ("2", "16")
+        assert "batch and accumulation stay as typed; preset minimal alone gives 1 x 32 x 1" in words(app)
+        for change in (
+            "gradient checkpointing on",
+            "plain -> ZeRO-3 + optimizer and parameters offload",
+            "allocator default -> expandable_segments:True",
+        ):
+            assert change in words(app)
+        await resize(pilot, 80, 24)
+        for name in ("confirm", "cancel"):
+            assert app.screen.query_one(f"#{name}").region.bottom <= 24
+        await click(pilot, "#confirm")
+        change = Change(preset="minimal", assignments={"batch": "2", "accumulation": "16"})
+        assert feed.requests == [Restart(id=1, change=change)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_form_says_what_enter_does_and_does_it(size: tuple[int, int]) -> None:
+    feed = RecordingFeed(running(gpu()))
+    async with opened(feed, "r", size=size) as (app, pilot):
+        assert "Enter goes to Restart" in words(app)
+        await press(pilot, "tab", "x", "enter")
+        accumulation = app.screen.query_one("#accumulation", Input)
+        assert "✗ accumulation" in words(app)
+        await press(pilot, "shift+tab")
+        assert "Enter goes to the wrong field" in words(app)
+        await press(pilot, "enter")
+        assert app.focused is accumulation
+        await press(pilot, "4", "enter")
+        assert app.focused is app.screen.query_one("#confirm")
+        assert "Enter does it" in words(app)
+        assert feed.requests == []
+        await press(pilot, "enter")
+        assert [type(one) for one in feed.requests] == [Restart]
 
 
 async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live_or_restarted() -> None:

@@ -43,7 +43,40 @@ def test_each_process_may_have_its_own_batch_and_keeps_it() -> None:
 def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "6"}, "standard")
     assert plan.change == Change(assignments={"batch": "6"})
-    assert "32 -> 24 (-25.0 %): changes training; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
+    assert "32 -> 24 (-25.0 %): changes training; to keep 32: 4 x 8, 8 x 4 (batch x accumulation)" in plan.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("done", "words"),
+    [
+        # 20 updates of 32 samples. The update in progress is done before the change.
+        ({"updates": 4, "samples_seen": 128}, "the run ends after update 9, not 20"),
+        ({"updates": 18, "samples_seen": 576}, None),
+        ({"alive": False, "checkpoint": None}, "the run ends after update 5, not 20"),
+        (
+            {"alive": False, "checkpoint": Checkpoint(path="/s", updates=8, samples_seen=256, complete=True)},
+            "the run ends after update 11, not 20",
+        ),
+    ],
+)
+@pytest.mark.parametrize("by_samples", [True, False])
+def test_another_effective_batch_moves_the_end_of_the_run(done: dict[str, object], words: str | None, by_samples: bool) -> None:
+    length = {"target_samples": 640} if by_samples else {"target_samples": 0, "epochs": 2.0}
+    before = replace(SETTINGS, **length)
+    run = run_state(**{"settings": before, "total_updates": 20, **done})
+    plan = restart_plan(before, {**SAME, "accumulation": "16"}, "standard", run=run)
+    assert [line.partition(":")[0] for line in plan.lines[1:]] == ([words] if words else [])
+    if words is not None and run.alive:
+        assert plan.lines[1].endswith("it keeps its number of samples (4 more updates of 128, not 15 of 32)")
+    assert len(restart_plan(before, {**SAME, "batch": "4", "accumulation": "8"}, "standard", run=run).lines) == 1
+
+
+def test_all_that_a_preset_changes_is_listed() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "deepspeed")
+    assert "workers 0 -> 2; allocator default -> expandable_segments:True" in plan.lines
+    typed = restart_plan(SETTINGS, SAME, "deepspeed")
+    assert typed.change == Change(preset="deepspeed", assignments={"batch": "8", "accumulation": "4"})
+    assert "batch and accumulation stay as typed; preset deepspeed alone gives 4 x 8 x 1" in typed.lines
 
 
 def test_another_sequence_length_changes_the_data() -> None:

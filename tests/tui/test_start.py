@@ -112,7 +112,7 @@ def test_the_theme_comes_from_its_variable_textuals_or_the_configuration(
     file.write_text('theme = "memtop-ligt"\n')
     assert "theme" not in remembered()
     said = capsys.readouterr().err
-    assert said == f"memtop: {file}: theme 'memtop-ligt': unknown, and ignored (did you mean memtop-light?)\n"
+    assert said == f"memtop: {file}: theme 'memtop-ligt': unknown, and ignored; did you mean memtop-light?\n"
     file.write_text('theme = "memtop-light"\n')
     assert remembered()["theme"] == "memtop-light"
     monkeypatch.setenv("TEXTUAL_THEME", "nord")
@@ -125,8 +125,8 @@ def test_the_theme_comes_from_its_variable_textuals_or_the_configuration(
     assert "theme" not in remembered()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "memtop: TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored (did you mean textual-light?)",
-        "memtop: MEMTOP_THEME: theme 'grovbox': unknown, and ignored (did you mean gruvbox?)",
+        "memtop: TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored; did you mean textual-light?",
+        "memtop: MEMTOP_THEME: theme 'grovbox': unknown, and ignored; did you mean gruvbox?",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.tui.feed import LogLines
-from memtop.tui.keymap import BY_ID, obstacle, offered, stray_count
+from memtop.tui.keymap import BY_ID, is_idle, label_of, obstacle, offered, stray_count
 from memtop.tui.processes.kill import consequences
 from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders, step_peak
 from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running, store_of
@@ -85,6 +85,19 @@ def test_a_process_on_two_gpus_is_one_row() -> None:
     assert holder.gpu_indices == (0, 1)
     assert holder.used_bytes == 2 * GIB
     assert stray_count(fold(Store(), both)) == 1
+
+
+def test_the_kill_button_counts_strays_and_is_dimmed_while_nothing_can_be_chosen() -> None:
+    kill, foreign = BY_ID["kill"], process(6, user="grace", choosable=False)
+    for processes, words, idle in (
+        ((), "Kill strays", True),
+        ((foreign,), "Kill strays", True),
+        ((foreign, process(7)), "Kill strays", False),
+        ((foreign, process(7, stray=True)), "Kill strays (1)", False),
+    ):
+        store = fold(Store(), machine(gpu(0, processes=processes)))
+        assert (label_of(kill, store, narrow=False), is_idle(kill, store)) == (words, idle)
+        assert obstacle(kill, store) is None, "the list says why nothing can be chosen"
 
 
 def test_folding_something_else_is_an_error() -> None:

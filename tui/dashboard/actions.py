@@ -15,9 +15,9 @@ from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
-from memtop.tui.processes.kill import KillDialog, candidates, end_chosen
+from memtop.tui.processes.kill import KillDialog, end_chosen
 from memtop.tui.screen import ConfirmDialog, Dashboard
-from memtop.tui.store import Store
+from memtop.tui.store import Store, candidates
 
 
 async def free(dashboard: Dashboard, key: str) -> None:
@@ -48,8 +48,8 @@ def _stop_words(run: wire.RunState) -> list[str]:
     return [
         f"Stop {run.name}?",
         "",
-        f"The current update ({units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
-        f"then the program ends. memtop restart {run.name} {'resumes it' if run.resumes else 'starts it again'}.",
+        "The update in progress is finished and saved, then the program ends.",
+        f"memtop restart {run.name} {'resumes it' if run.resumes else 'starts it again'}.",
     ]
 
 

@@ -15,7 +15,7 @@ from textual.timer import Timer
 
 from memtop.supervisor.language import tr
 from memtop.supervisor.wire import Phase
-from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
+from memtop.tui.keymap import BAR, Action, foreign, is_idle, key_of, label_of, obstacle, offered
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
@@ -84,7 +84,7 @@ class ActionBar(Container):
         narrow = width < _WORDS_FROM
         buttons = [child for child in self.children if isinstance(child, ActionButton)]
         for button in buttons:
-            unavailable = obstacle(button.action, store) is not None
+            unavailable = is_idle(button.action, store)
             if unavailable != button.has_class("-unavailable"):
                 button.set_class(unavailable, "-unavailable")
             button.say(key_of(button.action, preset_keys), tr(label_of(button.action, store, narrow=narrow)))
@@ -93,9 +93,13 @@ class ActionBar(Container):
         room = _IN_TWO_LINES if grid else width
         for button in sorted(buttons, key=lambda one: _rank(one.action)):
             takes = 1 if grid else button.wanted_width
-            fits = not _optional(button.action) or (room >= takes and obstacle(button.action, store) is None)
             never = store.run is not None and foreign(button.action, store.run) is not None
-            shown = offered(button.action, store) and fits and not never
+            shown = offered(button.action, store) and not never
+            if _optional(button.action):
+                shown = shown and obstacle(button.action, store) is None
+                if shown and room < takes:
+                    # No later button takes the place of a more important one.
+                    room, shown = 0, False
             if shown != button.display:
                 button.display = shown
             room -= takes if shown else 0

@@ -21,7 +21,7 @@ from memtop.supervisor import units, wire
 from memtop.supervisor.language import Verbatim, tr
 from memtop.tui.line import cell, cropped, name_cell, plain, wrap
 from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog, Words
-from memtop.tui.store import Holder, Store, holders
+from memtop.tui.store import Holder, Store
 from memtop.tui.words import age
 
 _DIALOG_WIDTH = 88
@@ -232,9 +232,3 @@ def _loss_of_run(name: str, run: wire.RunState | None) -> str:
         return f"Run {name} would lose all of its {units.count(run.updates)} updates: it has no checkpoint yet."
     lost = max(0, run.updates - saved)
     return f"Run {name} would lose {units.count(lost)} updates, back to update {units.count(saved)}. Stop saves first."
-
-
-def candidates(store: Store) -> tuple[Holder, ...]:
-    """All GPU processes except those of this dashboard's run, which Stop ends."""
-    own = store.run.name if store.run is not None and store.run.alive else None
-    return tuple(h for h in holders(store.machine) if own is None or h.process.run != own or h.process.stray)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.checks import did_you_mean
 from memtop.presets.program_profiles import ProgramProfile
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
@@ -270,8 +271,11 @@ def find_run(reference: str, runs_dir: Path) -> RunFolder:
             if is_foreign_link(path):
                 require_own(path)
             return RunFolder(path)
-    known = ", ".join(folder.name for folder in list_runs(runs_dir)[-5:]) or "none"
-    raise UsageError(f"run {reference!r}: not found in {runs_dir} (newest there: {known})")
+    names = [folder.name for folder in list_runs(runs_dir)]
+    if not names:
+        raise UsageError(f"run {reference!r}: not found in {runs_dir}, where no run is; set --runs-dir or MEMTOP_RUNS_DIR")
+    listed = f"`memtop runs` lists all, the newest are {', '.join(names[-5:])}"
+    raise UsageError(f"run {reference!r}: not found in {runs_dir}; {listed}{did_you_mean(reference, names)}")
 
 
 class RunLock:

@@ -25,13 +25,20 @@ def foreseen(model: Model, change: Change) -> Settings | None:
     """
     if model.settings is None or model.phase.final or change.state_before is not None:
         return settings_after(model, change)
-    settings, step, reached = model.proven, model.progress.step, model.checkpoint
-    if settings is not None and step is not None:
-        update, seen = step.update + 1, (step.samples_seen or 0) + settings.effective_batch
-        if change.max_updates is not None and 0 < change.max_updates < update:
-            raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
-        reached = Checkpoint(path="", updates=update, samples_seen=seen, complete=True)
-    return edited(settings, change, reached, model.configurations.rows)
+    update = 0 if model.progress.step is None else model.progress.step.update + 1
+    if change.max_updates is not None and 0 < change.max_updates < update:
+        raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
+    return edited(model.proven, change, reached_by(model, change), model.configurations.rows)
+
+
+def reached_by(model: Model, change: Change) -> Checkpoint | None:
+    """Where the run goes on with this change: after the update in progress, or from its newest
+    saved state."""
+    settings, step = model.proven, model.progress.step
+    if model.phase.final or change.state_before is not None or settings is None or step is None:
+        return _resumed_from(model, change)
+    seen = (step.samples_seen or 0) + settings.effective_batch
+    return Checkpoint(path="", updates=step.update + 1, samples_seen=seen, complete=True)
 
 
 def settings_after(model: Model, change: Change) -> Settings | None:

@@ -36,6 +36,7 @@ from memtop.supervisor.wire import (
     FreeCache,
     Outcome,
     Phase,
+    Request,
     Restart,
     Stop,
     Try,
@@ -102,7 +103,7 @@ def _carry_out(model: Model, event: Requested) -> Model:
             case Try():
                 return _try(model, client, request)
             case FreeCache():
-                _check_agents(model)
+                _check_agents(model, FreeCache)
                 model = accept(model, client, request.id, "the training process frees its cache after the present update")
                 return ask(model, "free_cache", model.agents, Purpose.FREE, client=client, request=request.id)
             case CheckpointNow():
@@ -117,17 +118,22 @@ def _carry_out(model: Model, event: Requested) -> Model:
         return refuse(model, client, request.id, str(error), usage=isinstance(error, UsageError))
 
 
-def _check_agents(model: Model) -> None:
+def _check_agents(model: Model, request: type[Request]) -> None:
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
+        raise MemtopError(_over(model, request))
     if model.stopped:
         raise MemtopError(explain.program_stopped(model.stopped, model.trainer_pid))
     if not model.agents:
         raise MemtopError("no training process is connected yet: it is still loading, or it never steps an optimizer")
 
 
+def _over(model: Model, request: type[Request]) -> str:
+    ended = model.attempt.ended if model.attempt is not None else None
+    return explain.over(model.run.name, model.word, ended, request)
+
+
 def _check_saves(model: Model) -> None:
-    _check_agents(model)
+    _check_agents(model, CheckpointNow)
     if model.settings is None and "checkpoint" not in (model.progress.offers or ()):
         raise MemtopError("this program cannot save on request")
 
@@ -136,7 +142,7 @@ def _stop(model: Model, client: int, request: Stop) -> Model:
     if model.phase.final and model.holding is not None:
         return _call_off(model, client, request)
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
+        raise MemtopError(_over(model, Stop))
     if model.phase is Phase.QUEUED:
         return done(queue.leave(model), client, request.id, "stopped before it began")
     if model.phase is not Phase.STOPPING or model.pending is not None:
@@ -165,7 +171,7 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
         raise MemtopError("the run is being stopped; restart it when it has stopped")
     if model.holding is not None or (model.phase is Phase.RESTARTING and model.restart is None):
         raise MemtopError("a restart is under way already")
-    text = _restarting(model) + _consequences(model, settings) + _of_knobs(model, request.change)
+    text = _restarting(model) + _consequences(model, request.change, settings) + _of_knobs(model, request.change)
     waiter = Waiter(client=client, request=request.id, purpose="restart", attempt=model.number, accepts=text)
     model = restart.begin(model, request.change, Cause.REQUEST, client=client, request=request.id)
     is_certain = model.launching is None and model.holding is None
@@ -227,20 +233,23 @@ def _without(model: Model, waiter: Waiter) -> Model:
     return replace(model, waiters=tuple(other for other in model.waiters if other is not waiter))
 
 
-def _consequences(model: Model, after: Settings | None) -> str:
-    """How a change affects the effective batch, and a warning if its settings ran out of memory
-    before.
+def _consequences(model: Model, change: Change, after: Settings | None) -> str:
+    """How a change affects the effective batch and the end of the run, and a warning if its
+    settings ran out of memory before.
     """
-    return explain.split_change(model.settings, after) + explain.risk_of(after, model.configurations.rows)
+    before, reached = model.settings, attempts.reached_by(model, change)
+    length = explain.length_change(before, after, reached, model.progress.total_updates)
+    split = explain.split_change(before, after) + (f"; {length}" if length else "")
+    return split + explain.risk_of(after, model.configurations.rows)
 
 
 def _edit(model: Model, client: int, request: Edit) -> Model:
-    _check_agents(model)
+    _check_agents(model, Edit)
     after = attempts.foreseen(model, request.change)
     values = live_values(model.settings, after, trials.in_place(model))
     if not values:
         return done(model, client, request.id, "nothing changes: the run has these settings")
-    model = accept(model, client, request.id, "from the next update on" + _consequences(model, after))
+    model = accept(model, client, request.id, "from the next update on" + _consequences(model, request.change, after))
     return ask(model, "change", frozenset({0}), Purpose.EDIT, values, client=client, request=request.id)
 
 

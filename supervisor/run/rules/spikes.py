@@ -8,11 +8,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import DiscardBeforeSpike
 from memtop.supervisor.run.model import Model, emit, note, warn
 from memtop.supervisor.run.reports import Spiked, values
 from memtop.supervisor.run.rules import configurations
-from memtop.supervisor.wire import Change, Spike
+from memtop.supervisor.wire import AcceptSpike, Change, Spike
 
 ACCEPTED = "spike_accepted"
 """The kind of the event: its `time` is that of the spike's report."""
@@ -42,7 +43,8 @@ def accept(model: Model) -> Model:
     if spike is None:
         raise MemtopError(f"the loss of run {model.run.name!r} has had no spike in this attempt")
     if model.phase.final:
-        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.word}")
+        ended = model.attempt.ended if model.attempt is not None else None
+        raise MemtopError(explain.over(model.run.name, model.word, ended, AcceptSpike))
     text = f"the training goes on after the spike of update {spike.update}; the state before it was deleted"
     return note(emit(_forget(model), DiscardBeforeSpike()), ACCEPTED, text, {"time": spike.time})
 

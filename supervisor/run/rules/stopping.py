@@ -61,8 +61,13 @@ def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
     own = model.grip is not None and model.grip.saves_on_sigterm is True
     saves = (model.settings is not None or own) and model.stalled is None
     progress = model.progress
+    first = progress.step is None
     waits = model.waits.stretched(
-        progress.step_seconds or 0.0, progress.save_seconds or 0.0, progress.longest_pause, saves_on_sigterm=saves
+        progress.step_seconds or 0.0,
+        progress.save_seconds or 0.0,
+        _silent_seconds(model) if first else progress.longest_pause,
+        forecast_seconds=_forecast_seconds(model),
+        saves_on_sigterm=saves,
     )
     profile = model.grip.profile if model.grip is not None else None
     # A program that hangs does not save either.
@@ -76,6 +81,32 @@ def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
     why = f" ({waits.why})" if waits.why else ""
     text = f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s{why}"
     return note(model, "stop", text)
+
+
+def _silent_seconds(model: Model) -> float:
+    """How long the attempt has reported nothing before its first update: for so long its first
+    update has taken, or its start."""
+    assert model.attempt is not None
+    progress, now = model.progress, model.now
+    if progress.last_heard is None and progress.last_time is not None:
+        return max(0.0, now.time - progress.last_time)
+    heard = model.attempt.since if progress.last_heard is None else progress.last_heard
+    return max(0.0, now.monotonic - heard)
+
+
+def _forecast_seconds(model: Model) -> float:
+    """How long an update of the present settings takes at the newest known speed of the run; 0 if
+    none is known, or if this attempt has measured it. Longer samples take longer in proportion;
+    shorter ones are not counted on."""
+    settings, rows = model.settings, model.configurations.rows
+    measured = model.progress.step is not None and bool(rows) and rows[-1].samples_per_second is not None
+    if settings is None or measured:
+        return 0.0
+    for row in reversed(rows):
+        if row.settings is not None and row.samples_per_second:
+            longer = max(1.0, settings.seq_len / row.settings.seq_len)
+            return settings.effective_batch * longer / row.samples_per_second
+    return 0.0
 
 
 def answered(model: Model, pending: Ask, event: Answered) -> Model:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.configuration import OWN_PROGRAM
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, values_of, why_not_continued
@@ -17,24 +18,19 @@ from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
 from memtop.supervisor.wire import Change
 
-_OWN = (
-    "this run's program is your own: its settings are not memtop's to change (but for allocator); "
-    "a profile would tell memtop how: see docs/your-own-script.md"
-)
-
 
 def knobs_after(model: Model, change: Change) -> dict[str, str]:
     """The settings that the next attempt is given; UsageError if the change is not possible."""
     wanted = knobs_of(change)
     if replace(change, assignments={}, reason="", configuration=None, max_updates=None) != Change():
-        raise UsageError(_OWN)
+        raise UsageError(OWN_PROGRAM)
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
     if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
         _check_length(model, knobs)
         return knobs
     if model.grip is None:
-        raise UsageError(_OWN)
+        raise UsageError(OWN_PROGRAM)
     values_of(wanted, model.grip)  # refuses what is not possible
     _check_length(model, {**knobs, **wanted})
     if not is_lost and (why := why_not_continued(model.grip)) is not None:
