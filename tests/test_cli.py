@@ -294,9 +294,8 @@ def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     assert low.index("4096") + 4 == lines[0].index("tokens/update") + len("tokens/update")
     chinese = runs.memtop("presets", "--lang", "zh").stdout.splitlines()
     low = next(line for line in chinese if line.startswith("6 "))
-    assert cell_len(low[: low.index("plain")]) == cell_len(
-        chinese[0][: chinese[0].index(Catalogue(read_catalogue("zh")).translate("strategy"))]
-    )
+    translate = Catalogue(read_catalogue("zh")).translate
+    assert cell_len(low[: low.index(translate("plain"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])
     screen = Terminal(
         [sys.executable, "-m", "memtop", "presets"], columns=80, rows=60, cwd=str(runs.root), environment=runs.environment
     )

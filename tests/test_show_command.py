@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
-from memtop.cli.requests import before_spike_of, change_to, meant, peak_after
+from memtop.cli.requests import before_spike_of, change_to, meant, planned, say_peak
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
@@ -326,27 +326,30 @@ def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: R
     assert not list(meant(dead, Change(assignments={"batch": "0"})))
 
 
-def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder) -> None:
+def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     on_cpu = replace(SETTINGS, device="cpu")
     state = RunState(name="a", folder=str(dead.path), state=Phase.FAILED, attempt=1, created=1.0, settings=on_cpu)
     write_json(dead.state_path, StateFile(run=state, socket="none"))
     smaller = Change(assignments={"batch": "2"})
-    assert peak_after(dead, smaller) == "RAM peak cannot be predicted: nothing was measured with these settings yet"
+
+    def said(change: Change) -> str:
+        say_peak(planned(dead, change))
+        return capsys.readouterr().err
+
+    assert said(smaller) == "memtop: RAM peak cannot be predicted: nothing was measured with these settings yet\n"
     with closing(Ledger(dead.ledger_path)) as ledger:
         for number, batch in ((4, 4), (5, 8)):
             settings = replace(on_cpu, batch=batch, accumulation=64 // batch)
             peak = Peak(batch=batch, bytes=batch << 30, updates=9, settings_key=settings_key(settings))
             row = replace(configuration(number, settings, "restart", "replaced"), peak=peak)
             ledger.save_configuration(ConfigurationRecord(configuration=row, starts=()))
-    foreseen = peak_after(dead, smaller)
-    assert foreseen is not None
-    assert re.fullmatch(
-        r"predicted RAM peak 2\.0 GiB of \S+ [GT]iB \(\S+ %, (safe|edge|danger)\): line through peaks at B 4 and B 8", foreseen
-    )
-    assert peak_after(dead, Change()) is None, "nothing changes"
-    assert peak_after(dead, Change(assignments={"batch": "0"})) is None, "the supervisor refuses it"
+    share = r"of \S+ [GT]iB \(\S+ %, (safe|edge|danger)\)"
+    line = rf"memtop: predicted RAM peak 2\.0 GiB {share}: line through peaks at B 4 and B 8\n"
+    assert re.fullmatch(line, said(smaller))
+    assert said(Change()) == "", "nothing changes"
+    assert said(Change(assignments={"batch": "0"})) == "", "the supervisor refuses it"
     write_json(dead.state_path, StateFile(run=replace(state, settings=None), socket="none"))
-    assert peak_after(dead, smaller) is None, "a program of the user's own"
+    assert said(smaller) == "", "a program of the user's own"
 
 
 def test_rollback_before_a_spike_names_the_state_and_the_samples(dead: RunFolder) -> None:

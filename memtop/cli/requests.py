@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -27,10 +28,11 @@ from memtop.cli.options import (
 )
 from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings
-from memtop.supervisor.recovery.forecast import outlook_of
+from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
 from memtop.supervisor.run.queue import begin_next
@@ -40,7 +42,20 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.rules.spikes import change_for
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
-from memtop.supervisor.wire import AcceptSpike, Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
+from memtop.supervisor.wire import (
+    AcceptSpike,
+    Answer,
+    Change,
+    CheckpointNow,
+    Configuration,
+    Edit,
+    FreeCache,
+    Outcome,
+    Request,
+    Restart,
+    RunState,
+    Stop,
+)
 
 
 @click.command(epilog=RUN_HELP)
@@ -157,10 +172,9 @@ def restart(
         return restart_with(folder, change, headless=headless, detach=detach)
     if headless or detach:
         raise UsageError("--live: does not restart the run; leave out --headless and --detach")
-    peak = peak_after(folder, change)
+    plan = planned(folder, change)
     answered = ask(folder, lambda number: Edit(id=number, change=change))
-    if peak is not None:
-        print_message(f"memtop: {peak}")
+    say_peak(plan)
     return answered
 
 
@@ -184,7 +198,7 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
     begun = time.time()
     if needs_supervisor(folder):
         starting.revive(folder.path)
-    peak = peak_after(folder, change)
+    plan = planned(folder, change)
     try:
         answer = final_answer(folder, lambda number: Restart(id=number, change=change))
         print_message(answer.message)
@@ -197,8 +211,7 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
             print_message(f"memtop: {foreseen}")
         for line in (*([again] if again else []), *(f"memtop: {line}" for line in lines)):
             print_message(line)
-    if peak is not None:
-        print_message(f"memtop: {peak}")
+    say_peak(plan)
     return stay(folder, begun, headless=headless, detach=detach)
 
 
@@ -241,31 +254,45 @@ def meant(folder: RunFolder, change: Change) -> Iterator[str]:
     yield from [found] if found else []
 
 
-def peak_after(folder: RunFolder, change: Change) -> str | None:
-    """The foreseen peak of the changed settings, or why there is none, in one line; None if they
-    are the same, or not memtop's."""
-    # Reading the GPUs loads their driver.
-    from memtop.cli.gpus import sample
+class Planned(NamedTuple):
+    """A change before it is asked for."""
 
-    state = read_state(folder)
+    state: RunState
+    rows: tuple[Configuration, ...]
+    after: Settings
+    """The changed settings."""
+
+
+def planned(folder: RunFolder, change: Change) -> Planned | None:
+    """The run and the changed settings; None if they are the same, not memtop's, or wrong."""
     try:
+        state = read_state(folder)
         with readable_ledger(folder):
-            rows = read_configurations(folder.path)
+            rows = tuple(read_configurations(folder.path))
         after = edited(state.settings, change, state.checkpoint, rows)
-    except MemtopError:
+    except (MemtopError, OSError):
         return None  # as in `meant`
-    if after is None or after == state.settings:
-        return None
-    machine = sample()
-    outlook = outlook_of(state, rows, machine.gpus, machine.host)
+    return None if after is None or after == state.settings else Planned(state, rows, after)
+
+
+def say_peak(change: Planned | None) -> None:
+    """Print the foreseen peak of the changed settings, or why there is none. It reads the GPUs,
+    which takes time if their driver is slow."""
+    if change is not None:
+        from memtop.cli.gpus import sample
+
+        machine = sample()
+        outlook = outlook_of(change.state, change.rows, machine.gpus, machine.host)
+        print_message(f"memtop: {peak_words(outlook, change.after)}")
+
+
+def peak_words(outlook: Outlook, after: Settings) -> str:
+    """The foreseen peak of these settings, or why there is none, in one line."""
     found = outlook.measured(after) or outlook.predicted(after)
     if isinstance(found, str):
         return f"{outlook.what} cannot be predicted: {found}"
-    share = (
-        ""
-        if found.fraction is None
-        else f" of {units.size(found.total_bytes)} ({units.percent(found.fraction)}, {found.band.value})"
-    )
+    total, band = units.size(found.total_bytes), found.band.value
+    share = "" if found.fraction is None else f" of {total} ({units.percent(found.fraction)}, {band})"
     return f"predicted {outlook.what} {units.size(found.peak_bytes)}{share}: {found.basis}"
 
 
