@@ -1,6 +1,6 @@
 """The demo: a recorded run, played by the replay feed.
 
-`docs/record_demo.py` makes the recording.
+`bench/record_demo.py` makes the recording.
 """
 
 from __future__ import annotations
