@@ -25,7 +25,7 @@ from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.queue import REVIVE_SECONDS, begin_next, revive_queued, spec_like
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import why_not_own
-from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders
+from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders, with_turns
 from memtop.supervisor.run.starting import free_name, start_run
 from memtop.supervisor.wire import Change, Phase
 from memtop.tui.choices import order_of, order_text
@@ -126,7 +126,8 @@ class RunsScreen(FullScreen):
             for first in range(0, len(wanted), _AT_ONCE):
                 part = wanted[first : first + _AT_ONCE]
                 rows = await asyncio.to_thread(self._rows_of, part)
-                self._rows |= {row.folder.path: row for row in rows}
+                known = self._rows | {row.folder.path: row for row in rows}
+                self._rows = {row.folder.path: row for row in with_turns(known.values())}
                 self._show()
             self._is_read = True
         except MemtopError as error:

@@ -27,7 +27,7 @@ COMMAND_GROUPS = {
         "train": "Train a recipe or your own program and open the dashboard.",
         "checkpoint": "Save the training state after the current update.",
         "free": "Free the cached memory of the training processes.",
-        "next": "Let a waiting run begin before the other waiting runs.",
+        "next": "Put a run that waits with --queue before the others.",
         "stop": "Stop a run after the current update and save its state.",
         "export": "Write the trained model in Hugging Face's format.",
         "sample": "Print what the model of a run writes after a prompt.",

@@ -95,9 +95,10 @@ def stop(run_name: str, runs_dir: Path | None) -> int:
 @run_argument
 @runs_dir_option
 def next_(run_name: str, runs_dir: Path | None) -> int:
-    """Let a waiting run begin before the other waiting runs.
+    """Put a run that waits with --queue before the others.
 
-    `memtop restart RUN` begins it at once, whatever else runs.
+    `memtop runs` shows their order. A run that waits with --after begins when the run that it names
+    has ended. `memtop restart RUN` begins a waiting run at once, whatever else runs.
     """
     print_lines(begin_next(find_run(run_name, runs_dir)))
     return 0

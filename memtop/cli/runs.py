@@ -25,7 +25,7 @@ from memtop.supervisor.run import view
 from memtop.supervisor.run.queue import revive_queued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
-from memtop.supervisor.run.runs import RunRow, row_of, run_folders, table
+from memtop.supervisor.run.runs import RunRow, row_of, run_folders, table, with_turns
 from memtop.supervisor.wire import Phase, RunState
 
 
@@ -37,12 +37,13 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
 
     With --json the newest is the last.
 
-    A run that waits gets a new supervisor if its own is gone.
+    `queued 1` is the next of the runs that wait with --queue. A run that waits gets a new
+    supervisor if its own is gone.
     """
     where = runs_dir or default_runs_dir()
     for name in revive_queued(where):
         print_message(f"memtop: {name} had lost its supervisor; a new one has started, and the run waits again")
-    rows = [row_of(folder) for folder in run_folders(where)]
+    rows = with_turns(row_of(folder) for folder in run_folders(where))
     if as_json:
         print_json([_document_of(row) for row in rows])
     elif not rows:
@@ -58,7 +59,7 @@ def _document_of(row: RunRow) -> dict[str, Any]:
         return {"name": row.name, "folder": str(row.folder.path), "error": row.error}
     more = {"program": row.program, "created": row.run.created, "ended": row.run.ended}
     peaks = {"peak_bytes": row.peak_bytes, "host_peak_bytes": row.host_peak.size, "host_measure": row.host_peak.measure}
-    return {**view.summary(row.run), **more, **peaks, "energy_joules": row.energy_joules}
+    return {**view.summary(row.run), **more, **peaks, "energy_joules": row.energy_joules, "turn": row.turn}
 
 
 @click.command(epilog=RUN_HELP)
@@ -102,7 +103,7 @@ def document(folder: RunFolder) -> dict[str, Any]:
     """
     with readable_ledger(folder):
         record = view.show(folder)
-    return record | _measured(view.read_state(folder))
+    return record | _measured(view.read_state(folder)) | {"then": folder.spec().then}
 
 
 def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
@@ -110,6 +111,10 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
     if state.reason:
         yield f"  reason      {state.reason}"
     yield f"  folder      {state.folder}"
+    if state.state is Phase.QUEUED:
+        yield from _waiting_lines(state)
+    if (then := RunFolder(Path(state.folder)).spec().then) is not None:
+        yield f"  then        {then}"
     if state.settings is not None:
         s = state.settings
         split = f"{s.split_text} = {s.effective_batch}"
@@ -135,6 +140,14 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield "  what can be done"
         for line in proposal_lines(state.proposal, resumes=state.resumes):
             yield f"    {line}"
+
+
+def _waiting_lines(state: RunState) -> Iterator[str]:
+    """The runs that wait with --queue in the same folder, in their order."""
+    rows = with_turns(map(row_of, run_folders(Path(state.folder).parent)))
+    waiting = sorted((row for row in rows if row.turn is not None), key=lambda row: row.turn or 0)
+    if any(row.name == state.name for row in waiting):
+        yield f"  order       {', '.join(row.name for row in waiting)}"
 
 
 def _sample_lines(sampled: dict[str, Any]) -> Iterator[str]:

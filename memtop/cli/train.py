@@ -126,8 +126,10 @@ _EXAMPLES = {
     help="the profile of your own program, or none [the one that fits]",
     shell_complete=completion.profiles,
 )
-@click.option("--after", metavar="RUN", help="begin when this run has ended, however it ends", shell_complete=completion.runs)
-@click.option("--queue", is_flag=True, help="begin when no other run and no other program uses the GPUs of this one")
+@click.option("--after", metavar="RUN", help="wait for this one run to end, however it ends", shell_complete=completion.runs)
+@click.option(
+    "--queue", is_flag=True, help="wait in turn until no other run and no program uses its GPUs (memtop next: be the next)"
+)
 @click.option("--then", metavar="COMMAND", help="a shell command for the very end, e.g. to shut a rented machine down")
 @click.option(
     "--notify",

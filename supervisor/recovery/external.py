@@ -353,8 +353,8 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         return
     leaks = () if command is None else command.leaks
     more = () if leaks else tuple(_more(diagnosis, host))
-    # What a manager limits is cheaper to request than to save.
-    first = _is(diagnosis, Place.CGROUP, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
+    # What a manager or `ulimit -v` limits is cheaper to request than to save.
+    first = _is(diagnosis, Place.CGROUP, *MANAGED - {Place.DOCKER}) or diagnosis.address_space_bytes is not None
     if first:
         yield from more
     large = host is None and (diagnosis.requested_bytes or 0) >= _MUCH and not _is(diagnosis, *PROGRAMS)

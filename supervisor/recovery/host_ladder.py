@@ -38,6 +38,10 @@ def host_ladder(situation: Situation) -> Iterator[Rung]:
         yield "a smaller configuration: a lack of memory is not proven"
         yield from advice("who_killed", situation.diagnosis.environment)
         return
+    limited = situation.diagnosis.address_space_bytes is not None
+    if limited:
+        # The limit is the cause: what saves memory only puts the failure off.
+        yield from more_host_memory(situation.diagnosis, situation.host)
     if situation.on_gpu:
         yield "a smaller micro-batch: it saves GPU memory, not host memory"
     elif situation.diagnosis.phase not in ("data", "load"):
@@ -46,7 +50,6 @@ def host_ladder(situation: Situation) -> Iterator[Rung]:
         yield smaller_split(situation)
         yield checkpointing(situation)
         yield chunked_loss(situation)
-    limited = situation.diagnosis.address_space_bytes is not None
     if limited:
         yield "loader workers: each process has its own limit of address space"
     else:
@@ -58,7 +61,8 @@ def host_ladder(situation: Situation) -> Iterator[Rung]:
     yield fewer_processes(situation)
     if not situation.on_gpu:
         yield from rungs_that_change_training(situation)
-    yield from more_host_memory(situation.diagnosis, situation.host)
+    if not limited:
+        yield from more_host_memory(situation.diagnosis, situation.host)
 
 
 def more_host_memory(diagnosis: Diagnosis, host: HostFacts | None) -> Iterator[Remedy | str]:

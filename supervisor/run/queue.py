@@ -74,7 +74,7 @@ def ahead(folder: RunFolder, spec: RunSpec, machine: MachineSnapshot | None) -> 
             continue
         if state.state is not Phase.QUEUED:
             return f"waits for {other.name} to end ({state.state.value})"
-        if (_place(other, theirs), other.name) < (_place(folder, spec), folder.name):
+        if (place_of(other, theirs), other.name) < (place_of(folder, spec), folder.name):
             return f"waits behind {other.name}"
     return next((f"waits for GPU {gpu.index}: {why}" for gpu in mine if (why := _taken(gpu)) is not None), None)
 
@@ -86,7 +86,8 @@ class _Place(msgspec.Struct, frozen=True):
     """Seconds since the epoch, as if the run had been created then: the smallest is the next."""
 
 
-def _place(folder: RunFolder, spec: RunSpec) -> float:
+def place_of(folder: RunFolder, spec: RunSpec) -> float:
+    """The order of the runs that wait with `--queue`: the smallest is the next."""
     put = read_derived(folder.path / _PLACE_FILE, _Place)
     return spec.created if put is None else put.place
 
@@ -104,8 +105,8 @@ def begin_next(folder: RunFolder) -> str:
         raise RefusedError(
             f"run {folder.name!r} waits for one run, not for its turn: memtop restart {folder.name} begins it at once"
         )
-    waiting = [_place(other, theirs) for other, theirs, found in _others(folder) if found.state is Phase.QUEUED]
-    write_json(folder.path / _PLACE_FILE, _Place(min([_place(folder, spec), *(place - 1 for place in waiting)])))
+    waiting = [place_of(other, theirs) for other, theirs, found in _others(folder) if found.state is Phase.QUEUED]
+    write_json(folder.path / _PLACE_FILE, _Place(min([place_of(folder, spec), *(place - 1 for place in waiting)])))
     return f"{folder.name} is the next of the waiting runs"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import reading_ledger
 from memtop.supervisor.run.record.ownership import is_foreign_link, why_unreadable
 from memtop.supervisor.run_memory import HostMemory
-from memtop.supervisor.wire import RunState
+from memtop.supervisor.wire import Phase, RunState
 
 _BETWEEN = 2
 """Cells between two columns."""
@@ -93,6 +93,10 @@ class RunRow(NamedTuple):
     """Of all attempts whose energy is known."""
     elsewhere: bool = False
     """It is in another runs folder than the one that is listed."""
+    place: float | None = None
+    """Of a run that waits in the queue: the smallest is the next."""
+    turn: int | None = None
+    """Of a run that waits in the queue: 1 is the next of its folder."""
 
     @property
     def name(self) -> str:
@@ -112,13 +116,18 @@ class RunRow(NamedTuple):
 def row_of(folder: RunFolder) -> RunRow:
     """What a list shows of a run, or why it cannot be read. Of a run whose ledger is damaged, it
     shows what `state.json` says."""
-    run = None
+    run = place = None
     try:
-        folder.spec()
+        spec = folder.spec()
         run = view.read_state(folder)
+        if run.state is Phase.QUEUED and spec.queue:
+            # It loads what starts supervisors.
+            from memtop.supervisor.run.queue import place_of
+
+            place = place_of(folder, spec)
         with reading_ledger(folder) as ledger:
             if ledger is None:
-                return RunRow(folder, run)
+                return RunRow(folder, run, place=place)
             attempts = ledger.attempts()
             peaks = [attempt.peak_bytes for attempt in attempts] + [ledger.highest_peak(run.attempt)]
             host_peak = ledger.host_peak()
@@ -130,7 +139,18 @@ def row_of(folder: RunFolder) -> RunRow:
         return RunRow(folder, run, why_unreadable(Path(error.filename or folder.path), error))
     joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
     highest = max((peak for peak in peaks if peak is not None), default=None)
-    return RunRow(folder, run, peak_bytes=highest, host_peak=host_peak, energy_joules=sum(joules) if joules else None)
+    energy = sum(joules) if joules else None
+    return RunRow(folder, run, peak_bytes=highest, host_peak=host_peak, energy_joules=energy, place=place)
+
+
+def with_turns(rows: Iterable[RunRow]) -> list[RunRow]:
+    """The rows, with the turn of each run that waits in the queue of its folder."""
+    found = list(rows)
+    waiting: dict[Path, list[RunRow]] = {}
+    for row in sorted((row for row in found if row.place is not None), key=lambda row: (row.place, row.name)):
+        waiting.setdefault(row.folder.path.parent, []).append(row)
+    turns = {row.folder.path: turn for queue in waiting.values() for turn, row in enumerate(queue, 1)}
+    return [row._replace(turn=turns.get(row.folder.path)) for row in found]
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -161,7 +181,9 @@ def _of_run(name: str) -> Callable[[RunRow], Any]:
 
 
 def _state(row: RunRow) -> str:
-    return "unreadable" if row.run is None else row.run.word
+    if row.run is None:
+        return "unreadable"
+    return row.run.word if row.turn is None else f"{row.run.word} {row.turn}"
 
 
 def _created(row: RunRow) -> float | None:

@@ -373,7 +373,7 @@ def test_the_environment_of_a_run_of_memtop() -> None:
     assert together((Place.WSL, Place.WINDOWS, Place.CUDA, Place.CUDA)) == (Place.CUDA, Place.WSL)
 
 
-def test_what_a_scheduler_limits_comes_first_and_other_limits_last() -> None:
+def test_a_limit_of_the_address_space_or_of_a_scheduler_comes_first_and_others_last() -> None:
     seen = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=GIB, in_cgroup=True))
     refused = died(Kind.HOST_OOM_ALLOC)
     for places, expected in (
@@ -383,7 +383,7 @@ def test_what_a_scheduler_limits_comes_first_and_other_limits_last() -> None:
     ):
         assert ids(remedies_for_command(replace(refused, environment=places), seen)) == expected
         limited = replace(refused, environment=places, address_space_bytes=GIB)
-        assert ids(remedies_for_command(limited, seen)) == ["host_level", "address_space"]
+        assert ids(remedies_for_command(limited, seen)) == ["address_space", "host_level"]
 
 
 def test_a_container_has_a_limit_only_if_one_was_measured() -> None:

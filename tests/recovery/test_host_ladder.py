@@ -38,6 +38,14 @@ def test_in_training_on_the_cpu_a_smaller_micro_batch_saves_host_memory() -> Non
     assert named(found, "smaller_batch").assignments == {"batch": "4", "accumulation": "8"}
 
 
+def test_where_the_address_space_is_limited_its_limit_comes_first() -> None:
+    limited = replace(REFUSED, address_space_bytes=4 * GIB)
+    found = ids(climb(limited, CPU_RUN))
+    assert found[:2] == ["address_space", "smaller_batch"]
+    assert found.count("address_space") == 1
+    assert "swap" not in found
+
+
 def test_on_the_cpu_peaks_of_host_memory_are_forecast_against_its_limit() -> None:
     key = {"on_gpu": False}
     peaks = (peak(CPU_RUN, 2, 4.0, **key), peak(CPU_RUN, 4, 7.0, **key))

@@ -93,7 +93,7 @@ def test_a_limit_of_address_space_is_raised_and_no_swap_is_added() -> None:
     assert not {"swap", "memory_limit", "workers"} & set(ids(found))
     # The fraction of host memory in use does not matter for a full address space.
     assert all(one.forecast is None or one.forecast.fraction is None for one in found.remedies)
-    assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["smaller_batch", "host_level", "address_space"]
+    assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["address_space", "smaller_batch", "host_level"]
 
 
 @pytest.mark.parametrize(("requested", "expected"), [(26 * GIB, False), (26 * GIB + 1, True), (None, False)])

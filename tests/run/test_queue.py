@@ -21,6 +21,7 @@ from memtop.supervisor.run.events import CommandEnded, LaunchRefused, Queue, Sup
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.queue import ahead, begin_next, spec_like
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, create_run, write_json
+from memtop.supervisor.run.runs import row_of, run_folders, table, with_turns
 from memtop.supervisor.run.view import needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Outcome, Phase, RunState
 from tests.conftest import Runs
@@ -160,6 +161,19 @@ def test_a_waiting_run_is_put_before_all_others(tmp_path: Path) -> None:
     assert [ahead(one, one.spec(), MACHINE) for one in runs] == ["waits behind y", None, "waits behind y"]
 
 
+def test_the_list_of_runs_shows_whose_turn_it_is(tmp_path: Path) -> None:
+    for n, name in enumerate("xyz"):
+        run_in(tmp_path, name, Phase.QUEUED, lives=True, created=n)
+    run_in(tmp_path, "t", Phase.TRAINING, lives=True)
+    after = run_in(tmp_path, "w", Phase.QUEUED, lives=True)
+    write_json(after.spec_path, replace(after.spec(), queue=False, after=str(tmp_path / "x")))
+    begin_next(RunFolder(tmp_path / "z"))
+    rows = with_turns(map(row_of, run_folders(tmp_path)))
+    assert {row.name: row.turn for row in rows} == {"x": 2, "y": 3, "z": 1, "t": None, "w": None}
+    states = {line.split()[0]: line[6:].split("  ")[0] for line in table(rows, 0.0)}
+    assert states == {"name": "state", "x": "queued 2", "y": "queued 3", "z": "queued 1", "t": "training", "w": "queued"}
+
+
 def test_only_a_run_that_waits_for_its_turn_can_be_the_next(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not wait: it is training"):
         begin_next(run_in(tmp_path, "a", Phase.TRAINING, lives=True))
@@ -286,7 +300,10 @@ def test_the_next_run_begins_after_one_that_failed_whoever_was_killed(runs: Runs
     second = ("train", "--name", "second", "--detach", "--after", "first", "--then", f"echo then >> {trace}")
     runs.memtop(*second, "--", "sh", "-c", f"echo second >> {trace}")
     document = runs.wait("second", lambda d: d["reason"] is not None and "waits for first" in d["reason"])
-    assert (document["state"], document["attempts"]) == ("queued", [])
+    assert (document["state"], document["attempts"], document["then"]) == ("queued", [], second[-1])
+    shown = runs.memtop("show", "second").stdout
+    assert f"  then        {second[-1]}\n" in shown
+    assert "  order  " not in shown, "it waits for one run, not for its turn"
     # Its supervisor is killed while it waits: the end of the first run brings it back.
     os.kill(document["supervisor_pid"], signal.SIGKILL)
     go.touch()
@@ -320,7 +337,9 @@ def test_a_waiting_run_is_stopped(runs: Runs) -> None:
     runs.memtop("train", "--name", "first", "--detach", "--", "sh", "-c", "sleep 600")
     runs.memtop("train", "--name", "second", "--detach", "--queue", "--", "sh", "-c", "echo no > no")
     waits = runs.wait("second", lambda d: d["state"] == "queued" and "first" in d["reason"])
-    assert "queued" in runs.memtop("runs").stdout
+    assert "  queued 1  " in runs.memtop("runs").stdout
+    assert [one["turn"] for one in json.loads(runs.memtop("runs", "--json").stdout)] == [None, 1]
+    assert "  order       second\n" in runs.memtop("show", "second").stdout
     runs.wait("first", lambda d: d["alive"])
     for more in ((), ("second",)):
         once = runs.memtop("watch", *more, "--once").stdout.splitlines()

@@ -53,7 +53,7 @@ def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -
     assert proposal["diagnosis"]["address_space_bytes"] == LIMIT_KIB << 10
     assert "the program's address space is limited to 2.00 GiB (ulimit -v)" in shown
     # No remedy is for a part that this program lacks: it has no loader, no GPU and no offload.
-    assert [one["id"] for one in proposal["remedies"]] == ["host_level", "address_space"]
+    assert [one["id"] for one in proposal["remedies"]] == ["address_space", "host_level"]
     assert "ulimit -v unlimited\n" in shown
     assert "swap" not in shown
     assert "memtop does nothing yet: --on-oom ask" in shown

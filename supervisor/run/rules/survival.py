@@ -157,6 +157,9 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
         candidates = own_ladder.candidates(model, model.grip, diagnosis, measured)
         ids = {one.remedy.id for one in candidates}
         found = (*(one.remedy for one in candidates), *(one for one in found if one.id not in ids))
+        if diagnosis.address_space_bytes is not None:
+            # The limit is the cause: a smaller batch only puts the failure off.
+            found = tuple(sorted(found, key=lambda one: one.id != "address_space"))
     never = _never(model, diagnosis)
     decision = policy.decide(diagnosis, tried(records), candidates, model.run.on_oom, never=never)
     if decision.remedy is not None:
