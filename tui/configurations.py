@@ -115,7 +115,7 @@ class ConfigurationsScreen(FullScreen):
     def action_undo(self) -> None:
         before = undone(self._rows)
         if before is None:
-            self.say("there is no previous configuration", "bad")
+            self.say("there is no previous configuration")
         else:
             self._go_back(before, False)
 
@@ -125,7 +125,7 @@ class ConfigurationsScreen(FullScreen):
         problem = no_changes(store) or obstacle(BY_ID["restart"], store)
         change = rollback(wanted, self._rows, with_state=with_state) if problem is None else problem
         if isinstance(change, str):
-            self.say(change, "bad")
+            self.say(change)
             return
         lines = consequences(wanted, store, with_state=with_state)
         if await self.app.push_screen_wait(ConfirmDialog("Roll back", lines, confirm="Roll back")):

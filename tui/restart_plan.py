@@ -139,7 +139,8 @@ def where_it_resumes(run: RunState) -> str:
     if run.alive:
         return "finishes its update, saves and resumes there; no sample is repeated or skipped"
     if checkpoint is None or not checkpoint.complete:
-        return "there is no complete checkpoint: starts again from the first update"
+        why = "nothing has been saved yet" if checkpoint is None else "the saved state is not complete"
+        return f"starts at the first update: {why}"
     seen = units.count(checkpoint.samples_seen)
     return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample is repeated or skipped"
 

@@ -295,7 +295,7 @@ class RunsScreen(FullScreen):
         if row is None or row.run is None or self._refused(row):
             return None
         if self.dashboard.store.read_only:
-            self.say("read-only: nothing can be changed from here", "bad")
+            self.say("read-only: nothing can be changed from here")
             return None
         return row
 
@@ -323,7 +323,7 @@ class RunsScreen(FullScreen):
             return
         waits = row.run.state is Phase.QUEUED
         if row.run.alive or not (row.run.state.final or waits):
-            self.say(f"{row.name} is {row.run.word}: there is nothing to resume", "bad")
+            self.say(f"{row.name} is {row.run.word}: there is nothing to resume")
             return
         saved = row.run.checkpoint if row.run.resumes else None
         where = "from the beginning" if saved is None else f"from update {units.count(saved.updates)}"
@@ -404,7 +404,7 @@ class RunsScreen(FullScreen):
     def _writes_nothing(self) -> bool:
         """Say why no file is written; False if files may be written."""
         if self.dashboard.only_shown:
-            self.say("read-only: a browser writes no files here", "bad")
+            self.say("read-only: a browser writes no files here")
         return self.dashboard.only_shown
 
     async def _memtop(self, row: RunRow, *arguments: str | Path) -> None:

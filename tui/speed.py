@@ -95,11 +95,11 @@ class SpeedScreen(FullScreen):
         key = self.query_one(LineList).cursor
         remedy = next((one for one in (advice.proposals if advice else ()) if (one.id, one.title) == key), None)
         if remedy is None or store.run is None:
-            self.say("there is no proposal to try", "bad")
+            self.say("there is no proposal to try")
         elif (problem := no_changes(store)) is not None:
-            self.say(problem, "bad")
+            self.say(problem)
         elif store.run.state is not Phase.TRAINING:
-            self.say(f"a trial measures a run that trains: this one is {store.run.word}", "bad")
+            self.say(f"a trial measures a run that trains: this one is {store.run.word}")
         elif not is_applicable(remedy):
             self.say(f"memtop does not do this itself; type: {remedy.command}" if remedy.command else "only you can do this")
         else:

@@ -141,7 +141,7 @@ class _Follower:
                     # the run.
                     stop_asked = True
                     if not self._stop_printed:
-                        self._print(f"stopping{self._what_it_saves()}; interrupt again to leave at once")
+                        self._print(f"stopping{self._what_it_saves()}; Ctrl+C again does not wait for that")
                     self._stop_printed = True
                     await connection.send(Stop(id=2))
                 if not done:
@@ -233,15 +233,20 @@ class _Follower:
 
     def _exit_status(self) -> int:
         state = self._state
-        if self._interrupts and (state is None or state.state is not Phase.FINISHED):
-            self._print("interrupted" if state is None or not state.state.final else f"interrupted: the run is {state.word}")
+        if state is None or (self._interrupts and not state.state.final):
+            name = self._folder.name
+            self._print(f"run {name}: it is still being stopped; memtop show {name} shows how it ended")
             return 130
-        assert state is not None
         if state.state is Phase.FAILED and state.proposal is not None:
             for line in proposal_lines(state.proposal, resumes=state.resumes):
                 self._print(line)
         where = f"; memtop show {state.name}"
+        if state.state is Phase.STOPPED:
+            resumes = state.resumes and state.checkpoint is not None
+            where += f"; memtop restart {state.name} {'resumes it' if resumes else 'starts it again'}"
         self._print(f"run {state.name}: {state.word}{f' ({state.reason})' if state.reason else ''}{where}")
+        if self._interrupts and state.state is not Phase.FINISHED:
+            return 130
         if state.state in (Phase.FINISHED, Phase.STOPPED):
             return 0
         # The built-in trainer refused the input of a new run, which only its libraries can check.

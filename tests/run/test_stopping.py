@@ -208,7 +208,7 @@ def test_a_run_without_a_checkpoint_begins_at_its_first_update() -> None:
     assert (brain.model.phase, brain.model.alive) == (Phase.FAILED, False)
     restart(brain)
     said = [waiter.accepts for waiter in brain.model.waiters]
-    assert said == ["restarting from the first update: there is no complete checkpoint"]
+    assert said == ["starting at the first update: nothing has been saved yet"]
 
 
 def test_a_program_that_declines_to_stop_gets_signals_at_once_but_only_once() -> None:

@@ -350,6 +350,9 @@ def test_ctrl_c_in_a_headless_run_stops_it(runs: Runs) -> None:
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
+    assert "stopping: what it saves is up to the program; Ctrl+C again does not wait for that\n" in rest
+    assert rest.splitlines()[-1].startswith("memtop: run a: stopped (ended by signal 2 (SIGINT)")
+    assert rest.endswith("; memtop show a; memtop restart a starts it again\n")
     assert runs.show("a")["state"] == "stopped"
 
 

@@ -440,7 +440,7 @@ async def test_an_action_that_makes_no_sense_now_says_why() -> None:
     feed = RecordingFeed(running(gpu(), state=wire.Phase.STOPPED, alive=False))
     async with opened(feed, "s") as (app, _):
         assert app.screen is app.dashboard
-        assert "✗ Stop: the run is stopped" in screen_text(app)
+        assert "· Stop: the run is stopped" in screen_text(app)
         assert app.dashboard.query_one("#action-stop").has_class("-unavailable")
 
 

@@ -86,7 +86,7 @@ async def test_enter_rolls_back_after_a_question_that_names_the_consequences() -
 async def test_with_its_checkpoint_the_state_is_restored_too() -> None:
     feed = feed_of()
     async with opened(feed, "u", "up", "enter") as (app, pilot):
-        assert "✗ configuration 3 is the current one" in screen_text(app)
+        assert "· configuration 3 is the current one" in screen_text(app)
         assert feed.requests == []
         await press(pilot, "down", "c")
         text = " ".join(screen_text(app).replace("│", " ").split())
@@ -98,7 +98,7 @@ async def test_with_its_checkpoint_the_state_is_restored_too() -> None:
 async def test_one_key_undoes_after_one_question() -> None:
     feed = feed_of(ROWS[2])
     async with opened(feed, "U", size=(80, 24)) as (app, pilot):
-        assert "✗ Undo: the run has had only one configuration" in screen_text(app)
+        assert "· Undo: the run has had only one configuration" in screen_text(app)
         assert app.screen is app.dashboard
         feed.send(CONFIGURATIONS)
         await settle(pilot)
@@ -129,7 +129,7 @@ async def test_read_only_shows_the_table_and_goes_nowhere() -> None:
             await resize(pilot, *size)
             for keys in (("enter",), ("c", "u")):
                 await press(pilot, *keys)
-                assert "✗ read-only: nothing can be changed from here" in screen_text(app)
+                assert "· read-only: nothing can be changed from here" in screen_text(app)
                 assert isinstance(app.screen, ConfigurationsScreen)
         assert feed.requests == []
 

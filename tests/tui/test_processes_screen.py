@@ -309,7 +309,7 @@ async def test_ending_goes_on_once_at_a_time_and_is_reported_after_its_screen_wa
     async with process_list(small(grown(1, 1)), actions=actions) as (app, pilot, screen):
         await press(pilot, "k", "y", "k")
         assert app.screen is screen
-        assert "✗ processes are being ended already" in screen_text(app)
+        assert "· processes are being ended already" in screen_text(app)
         await press(pilot, "escape")
         for number, keys in enumerate(((), ("o", "k", "y", "q"), ("o", "enter", "k", "y", "escape", "escape")), 1):
             for key in keys:

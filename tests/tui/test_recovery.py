@@ -261,7 +261,7 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
     feed = RecordingFeed(running(gpu()))
     async with opened(feed, "w", size=(80, 24)) as (app, pilot):
         assert app.screen is app.dashboard
-        assert "✗ Recovery: the run has not run out of memory" in screen_text(app)
+        assert "· Recovery: the run has not run out of memory" in screen_text(app)
         feed.send(dead(replace(PROPOSAL, remedies=(), last_advice=advice)))
         await settle(pilot)
         text = words(app)

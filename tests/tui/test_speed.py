@@ -80,7 +80,7 @@ async def test_enter_tries_the_marked_proposal_and_shows_the_answer() -> None:
     feed.answers = ((wire.Outcome.ACCEPTED, "measuring before"), (wire.Outcome.DONE, "kept: samples/s rose by 12.0 %"))
     async with opened(feed, "b", size=(80, 24)) as (app, pilot):
         assert app.screen is app.dashboard
-        assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
+        assert "· Speed: what limits the speed is not known yet" in screen_text(app)
         feed.send(running(gpu(), advice=ADVICE))
         await settle(pilot)
         for number, size in enumerate(SIZES, 1):
@@ -99,18 +99,18 @@ async def test_enter_tries_the_marked_proposal_and_shows_the_answer() -> None:
 async def test_where_nothing_can_be_tried_the_reason_is_given() -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE, state=wire.Phase.STOPPED, alive=False))
     async with opened(feed, "b", "t", size=(80, 24)) as (app, pilot):
-        assert "✗ a trial measures a run that trains: this one is stopped" in screen_text(app)
+        assert "· a trial measures a run that trains: this one is stopped" in screen_text(app)
         feed.send(running(gpu(), advice=replace(ADVICE, proposals=())))
         await press(pilot, "escape")
         await press(pilot, "b", "t")
-        assert "✗ there is no proposal to try" in screen_text(app)
+        assert "· there is no proposal to try" in screen_text(app)
     assert feed.requests == []
 
 
 async def test_read_only_shows_the_advice_and_tries_nothing() -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE), read_only=True)
     async with opened(feed, "b", "enter", size=(80, 24)) as (app, _):
-        assert "✗ read-only: nothing can be changed from here" in screen_text(app)
+        assert "· read-only: nothing can be changed from here" in screen_text(app)
         assert feed.requests == []
 
 

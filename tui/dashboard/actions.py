@@ -108,7 +108,7 @@ async def preset(dashboard: Dashboard, key: str) -> None:
     presets = presets_for(run.settings.recipe)
     if key and key not in {str(p.key) for p in presets.values()}:
         listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
-        dashboard.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}", "bad")
+        dashboard.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}")
         return
     failed = failed_settings(dashboard.store.configurations)
     name = await dashboard.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed))
@@ -167,7 +167,7 @@ async def runs(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.runs import RunsScreen
 
     if dashboard.runs_dir is None:
-        dashboard.say("a replay shows one run: `memtop` lists all of them", "bad")
+        dashboard.say("a replay shows one run: `memtop` lists all of them")
         return
     await dashboard.app.push_screen_wait(RunsScreen(dashboard, dashboard.runs_dir))
 

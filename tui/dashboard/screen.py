@@ -368,7 +368,7 @@ class DashboardScreen(Dashboard):
         action = BY_ID[action_id]
         problem = obstacle(action, self.store)
         if problem is not None:
-            self.say(f"{tr(action.label).rstrip('…')}: {tr(problem)}", "bad")
+            self.say(f"{tr(action.label).rstrip('…')}: {tr(problem)}")
             return
         if action_id == "detach":
             self.leave()

@@ -319,11 +319,11 @@ class MetricsScreen(FullScreen):
     async def action_add(self) -> None:
         own = self._own_folder
         if own is None:
-            self.say("other runs cannot be added to a recorded run or to a program that memtop only observes", "bad")
+            self.say("other runs cannot be added to a recorded run or to a program that memtop only observes")
             return
         others = [path for path in sorted(own.parent.iterdir()) if (path / "run.json").is_file() and path != own]
         if not others:
-            self.say(f"there is no other run in {own.parent}", "bad")
+            self.say(f"there is no other run in {own.parent}")
             return
         chosen = await self.app.push_screen_wait(RunsDialog(others, self._folders))
         if chosen is not None:

@@ -167,7 +167,7 @@ class ProcessScreen(FullScreen):
 
     def action_end(self) -> None:
         if self._ended:
-            self.say("it has already ended", "bad")
+            self.say("it has already ended")
         elif not self._process.choosable:
             self.say(f"cannot be ended: {self._process.reason or 'it is not yours'}", "bad")
         else:

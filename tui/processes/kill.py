@@ -150,7 +150,7 @@ def begin_ending(
     Returns False if processes are being ended already.
     """
     if dashboard.ending_processes:
-        speaker.say("processes are being ended already: wait for their report", "bad")
+        speaker.say("processes are being ended already: wait for their report")
         return False
     ending = end_chosen(dashboard, store, chosen, speaker, lambda: answered(True), lambda: answered(False))
     dashboard.app.run_worker(ending, group="ending", exclusive=True)

@@ -290,7 +290,7 @@ class ProcessesScreen(FullScreen):
             return
         places = [n for n, row in enumerate(self.rows) if self._search in row.searchable]
         if not places:
-            self.say(f"{self._search!r} is not in the list", "bad")
+            self.say(f"{self._search!r} is not in the list")
             return
         table = self.query_one(LineList)
         at = next((n for n, row in enumerate(self.rows) if row.key == table.cursor), 0)
@@ -347,7 +347,7 @@ class ProcessesScreen(FullScreen):
     def action_environment(self) -> None:
         row = self.row
         if row is None or row.process is None:
-            self.say("a job has no environment: choose one of its processes", "bad")
+            self.say("a job has no environment: choose one of its processes")
             return
         self._read_environment(row.process)
 

@@ -186,7 +186,8 @@ def _restarting(model: Model) -> str:
     if model.settings is None:
         return "restarting: the same command starts again"
     if model.saved is None and not model.alive:
-        return "restarting from the first update: there is no complete checkpoint"
+        why = "nothing has been saved yet" if model.states.newest is None else "the saved state is not complete"
+        return f"starting at the first update: {why}"
     return "restarting from train_latest_state"
 
 
@@ -199,7 +200,7 @@ def _resuming(model: Model) -> str:
         return "restarting from the checkpoint that the program saves now"
     assert model.grip is not None
     why = f": {found.problem}" if found is not None else ""
-    return f"restarting from the first update: there is no complete checkpoint of this run in {model.grip.place}{why}"
+    return f"starting at the first update: no complete checkpoint of this run is in {model.grip.place}{why}"
 
 
 def _of_knobs(model: Model, change: Change) -> str:
