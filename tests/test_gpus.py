@@ -14,6 +14,7 @@ from memtop.cli import doctor, gpus, run
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.gpu_support import TorchBuild
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.record.folder import RunSpec, create_run
 from memtop.supervisor.units import GIB
@@ -190,14 +191,14 @@ def test_a_run_for_which_every_gpu_is_closed_does_not_begin(modes: Script) -> No
 
 
 def test_a_restart_ends_its_own_processes_first(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = gpus.Sampler.sample
+    plain = Sampler.sample
 
-    def of_run_a(sampler: gpus.Sampler) -> MachineSnapshot:
+    def of_run_a(sampler: Sampler) -> MachineSnapshot:
         machine = plain(sampler)
         own = [tuple(replace(process, run="a") for process in gpu.processes) for gpu in machine.gpus]
         return replace(machine, gpus=tuple(replace(gpu, processes=each) for gpu, each in zip(machine.gpus, own, strict=True)))
 
-    monkeypatch.setattr(gpus.Sampler, "sample", of_run_a)
+    monkeypatch.setattr(Sampler, "sample", of_run_a)
     four_gpus(four.clear(), gpu0=2 * GIB).gpu(0, total=20 * GIB, used=2 * GIB, **EXCLUSIVE).write()
     assert gpus.wanted("free:3", "a") == ["0", "1", "3"]
     assert gpus.wanted("0,1", "a") == ["0", "1"]

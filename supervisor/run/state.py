@@ -79,6 +79,8 @@ def _total_updates(model: Model) -> int | None:
     progress, settings, saved = model.progress, model.settings, model.checkpoint
     if progress.total_updates is not None or settings is None or not settings.target_samples or settings.leave_out:
         return progress.total_updates
+    if settings.effective_batch < 1:
+        return None  # as a damaged report says
     done, seen = 0, 0
     if saved is not None and saved.complete:
         if saved.updates is None or saved.samples_seen is None:

@@ -92,9 +92,7 @@ def test_the_learning_rate_at_the_checkpoint_is_said() -> None:
     ask(brain, batch="4", accumulation="4")
     brain.tell(CheckpointKept())
     (answer,) = brain.answers()
-    assert (
-        "so none is repeated or left out; the learning rate there (about 0.0003) is the same before and after" in answer.message
-    )
+    assert "; the learning rate there (about 0.0003) is the same before and after" in answer.message
 
 
 def test_without_a_copy_the_program_runs_on() -> None:
