@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import gc
 import os
-import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -31,7 +31,7 @@ from memtop.tui import themes
 from memtop.tui.choices import Choices, Saved
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
-from memtop.tui.driver import counting, waiting
+from memtop.tui.driver import WakingEvent, counting, forget_output, wait_for_hangup, waiting
 from memtop.tui.feed import Feed
 from memtop.tui.filters import AsciiFilter, CleanFilter
 from memtop.tui.filters import wanted as ascii_wanted
@@ -47,10 +47,10 @@ SMALLEST = (60, 15)
 
 _OF_A_BROWSER = ("TEXTUAL_DRIVER", "TEXTUAL_COLOR_SYSTEM", "PYTHONIOENCODING", "COLUMNS", "ROWS")
 """Variables that tell the process of a browser's tab how to draw. Runs must not inherit them."""
-_LOOK_SECONDS = 2.0
-"""How often the dashboard checks that its terminal still exists."""
 _LEAVE_SECONDS = 5.0
 """How long the app may take to end when its terminal is lost."""
+_FORGET_SECONDS = 0.05
+"""How often what it writes meanwhile is dropped."""
 
 
 def _commands() -> type[Provider]:
@@ -101,7 +101,8 @@ class DashboardApp(App[DashboardResult]):
         self._begins_with_runs = begins_with_runs
         self.saved_last: list[Saved] = []
         """The choices that were saved when the dashboard ended."""
-        self._ended = threading.Event()
+        self._watched: tuple[threading.Thread, WakingEvent] | None = None
+        """What watches the terminal, and the event that tells it that the app has ended."""
         self._keys_in_order = KeysInOrder(self, super().on_event)
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
@@ -143,8 +144,11 @@ class DashboardApp(App[DashboardResult]):
         if self._notices is not None:
             self.watch(self._dashboard, "store", self._notify, init=False)
         if not self.is_headless:
-            loop = asyncio.get_running_loop()
-            threading.Thread(target=self._leave_a_lost_terminal, args=(loop,), daemon=True).start()
+            ended = WakingEvent()
+            arguments = (asyncio.get_running_loop(), ended)
+            thread = threading.Thread(target=self._leave_a_lost_terminal, args=arguments, daemon=True)
+            thread.start()
+            self._watched = thread, ended
 
     def _notify(self, store: Store) -> None:
         if self._notices is not None and self._driver is not None and (text := self._notices.of(store)):
@@ -158,22 +162,30 @@ class DashboardApp(App[DashboardResult]):
 
     async def on_unmount(self) -> None:
         self.saved_last = await asyncio.to_thread(self._dashboard.choices.save)
-        self._ended.set()
 
-    def _leave_a_lost_terminal(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _leave_a_lost_terminal(self, loop: asyncio.AbstractEventLoop, ended: WakingEvent) -> None:
         """End when the terminal is closed.
 
-        Without a hang-up signal (a closed multiplexer, `setsid`) the dashboard would run for ever
-        and read an input that has ended. In a thread, because the app may wait for a writer that
-        can write no more.
+        Without a hang-up signal (a closed multiplexer, `setsid`) the dashboard would run for ever.
+        In a thread, because the app may wait for a writer that can write no more.
         """
-        while not terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
-            if self._ended.wait(_LOOK_SECONDS):
-                return
+        if not wait_for_hangup(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0, ended):
+            return
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
             loop.call_soon_threadsafe(lambda: self.exit(self.dashboard.result()))
-        if not self._ended.wait(_LEAVE_SECONDS):
-            os._exit(128 + signal.SIGHUP)
+        until = time.monotonic() + _LEAVE_SECONDS
+        while not ended.wait(_FORGET_SECONDS):
+            forget_output(self._driver)
+            if time.monotonic() >= until:
+                os._exit(128 + signal.SIGHUP)
+
+    def watch_no_more(self) -> None:
+        """Stop watching the terminal: the app has ended."""
+        if self._watched is not None:
+            thread, ended = self._watched
+            ended.set()
+            thread.join()
+            ended.close()
 
     def get_default_screen(self) -> Screen[None]:
         return self._dashboard
@@ -227,13 +239,6 @@ class TooSmallScreen(Screen[None]):
         self.query_one("#sentence", Static).update(tr(f"terminal too small: {size},\nmemtop needs {width}x{height}"))
 
 
-def terminal_gone(descriptor: int) -> bool:
-    """Whether the other side of a terminal is closed."""
-    poller = select.poll()
-    poller.register(descriptor, 0)
-    return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poller.poll(0))
-
-
 def run_dashboard(
     feed: Feed,
     *,
@@ -262,6 +267,7 @@ def run_dashboard(
         result = app.run()
     finally:
         gc.enable()
+        app.watch_no_more()
     if app.is_web:
         _leave_driver_of_browser(app)
     if app.dashboard.ending_processes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable
+from queue import Empty
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +51,10 @@ def waiting(driver: type[Driver]) -> type[Driver]:
 
         def run_input_thread(self) -> None:
             parser, decode = XTermParser(self._debug), getincrementaldecoder("utf-8")().decode
-            asked = self.exit_event.forget()
+            self.exit_event.forget()
             with selectors.SelectSelector() as selector:
                 selector.register(self.fileno, selectors.EVENT_READ)
-                selector.register(asked, selectors.EVENT_READ)
+                selector.register(self.exit_event.readable, selectors.EVENT_READ)
                 ticks_until = 0.0
                 while not self.exit_event.is_set():
                     ticks = time.monotonic() < ticks_until
@@ -74,24 +76,45 @@ def waiting(driver: type[Driver]) -> type[Driver]:
     return WaitingDriver
 
 
+def forget_output(driver: Driver | None) -> None:
+    """Drop what is still to be written, if the thread that writes it has ended with its terminal:
+    the queue in front of it would stay full, and whoever writes would wait for ever."""
+    writer: Any = getattr(driver, "_writer_thread", None)
+    if writer is not None and not writer.is_alive():
+        with contextlib.suppress(Empty):
+            while True:
+                writer._queue.get_nowait()
+
+
+def wait_for_hangup(terminal: int, ended: WakingEvent) -> bool:
+    """Wait until the other side of the terminal is closed. False if `ended` comes first."""
+    poller = select.poll()
+    poller.register(terminal, 0)
+    poller.register(ended.readable, select.POLLIN)
+    while not ended.is_set():
+        if any(descriptor == terminal for descriptor, _ in poller.poll()):
+            return True
+    return False
+
+
 class WakingEvent(Event):
     """An event that also wakes a thread which waits for files."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._readable, self._writable = os.pipe()
-        os.set_blocking(self._readable, False)
+        self.readable, self._writable = os.pipe()
+        """A file that `set` makes readable."""
+        os.set_blocking(self.readable, False)
 
     def set(self) -> None:
         super().set()
         os.write(self._writable, b"\n")
 
-    def forget(self) -> int:
-        """Forget the earlier calls of `set`. Returns the file that the next one makes readable."""
+    def forget(self) -> None:
+        """Only the next call of `set` makes the file readable again."""
         with contextlib.suppress(BlockingIOError):  # there was none
-            os.read(self._readable, 4096)
-        return self._readable
+            os.read(self.readable, 4096)
 
     def close(self) -> None:
-        os.close(self._readable)
+        os.close(self.readable)
         os.close(self._writable)

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from textual.drivers._writer_thread import MAX_QUEUED_WRITES, WriterThread
 
 from memtop.cli.dashboard import remember, remembered
-from memtop.tui.app import terminal_gone
-from memtop.tui.driver import WakingEvent
+from memtop.tui.driver import WakingEvent, forget_output, wait_for_hangup
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
 RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.help")
@@ -46,10 +48,15 @@ def test_every_screenshot_can_be_made(tmp_path: Path) -> None:
 
 def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:
     master, slave = pty.openpty()
-    assert not terminal_gone(slave)
+    ended = WakingEvent()
+    ended.set()
+    assert not wait_for_hangup(slave, ended)
+    ended.clear()
+    ended.forget()
     os.close(master)
-    assert terminal_gone(slave)
+    assert wait_for_hangup(slave, ended)
     os.close(slave)
+    ended.close()
 
 
 @contextmanager
@@ -150,9 +157,24 @@ def test_a_waking_event_makes_a_file_readable() -> None:
     try:
         event.set()
         assert event.is_set()
-        readable = event.forget()
-        assert select.select([readable], [], [], 0)[0] == []
+        event.forget()
+        assert select.select([event.readable], [], [], 0)[0] == []
         event.set()
-        assert select.select([readable], [], [], 0)[0] == [readable]
+        assert select.select([event.readable], [], [], 0)[0] == [event.readable]
     finally:
         event.close()
+
+
+def test_output_that_nobody_can_write_is_dropped(tmp_path: Path) -> None:
+    """Otherwise whoever writes waits for ever."""
+    with (tmp_path / "read-only").open("w+") as file:
+        writer = WriterThread(file)
+        for _ in range(MAX_QUEUED_WRITES):
+            writer.write("x")
+        driver: Any = SimpleNamespace(_writer_thread=writer)
+        forget_output(driver)
+        writer.write("one more")
+        writer.start()
+        writer.stop()
+        assert file.tell() == len("one more")
+    forget_output(None)
