@@ -109,7 +109,7 @@ class PresetDialog(Dialog[str]):
         return present.preset.key if present else None
 
 
-_TITLES = ("key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes")
+_TITLES = ("key", "preset", "B x A x W", "effective", "switch", "T", "ZeRO", "what else changes")
 _LEAST_OF_LAST = 20
 """Cells that the last column needs; without it, the text below the table says what changes."""
 _LESS_IMPORTANT = (3, 5, 2)

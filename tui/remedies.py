@@ -59,8 +59,9 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool, resume
 
 def why_words(remedy: Remedy) -> str:
     """Why it helps and what its prediction comes from, in the reader's language."""
-    basis = f" {tr(f'Predicted from: {remedy.forecast.basis}.')}" if remedy.forecast is not None else ""
-    return f"{tr(remedy.why)}{basis}"
+    if remedy.forecast is None:
+        return tr(remedy.why)
+    return separator(". ").join((tr(remedy.why), tr(f"Predicted from: {remedy.forecast.basis}.")))
 
 
 def predicted_line(forecast: Forecast, width: int) -> Line:

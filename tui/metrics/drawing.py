@@ -121,7 +121,8 @@ def cell_at(x: int, width: int, count: int) -> int | None:
 
 
 def _columns(width: int, count: int) -> int:
-    return 2 if width >= _TWO_COLUMNS_FROM and count > 1 else 1
+    # Three side by side would leave a quarter of the screen empty.
+    return 2 if width >= _TWO_COLUMNS_FROM and count not in (1, 3) else 1
 
 
 def _across(width: int, count: int) -> int:
