@@ -8,6 +8,8 @@
     calls       calls into the driver per second and GPU, by function
     once        `watch --once` and `nvitop -1`
     slow        key press to screen while each driver call takes 0.5, 5 and 20 ms
+    busy        key press to screen while a training uses every core, and the time from a closed
+                terminal to the end of the dashboard
     day         memory over a simulated day of samples
 
 nvitop (1.7 or newer) is not a dependency: install it anywhere and pass its command. Without it,
@@ -93,6 +95,13 @@ class Screen:
 
     def press(self, key: str) -> None:
         os.write(self._master, key.encode())
+
+    def hang_up(self) -> float:
+        """Close the terminal. The seconds until the program has ended."""
+        started = time.perf_counter()
+        os.close(self._master)
+        self.process.wait(60)
+        return time.perf_counter() - started
 
     def close(self) -> None:
         """Quit with the program's key or with SIGINT, so that it exits normally and writes its
@@ -299,6 +308,40 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
     return {"unit": "seconds from key press to the help screen", **found}
 
 
+def busy(options: argparse.Namespace) -> dict[str, Any]:
+    """The time from a key press to its effect beside a training, and how the dashboard ends when
+    its terminal is closed."""
+    memtop, cores = [sys.executable, "-m", "memtop"], os.cpu_count() or 1
+    length = ("--batch", "32", "--accum", "1", "--max-updates", "1000000", "--save-every", "1000000")
+    with tempfile.TemporaryDirectory() as runs_dir:
+        threads = {"OMP_NUM_THREADS": str(cores), "HF_HUB_OFFLINE": "1"}
+        environment = {**user_environment(), **threads, "MEMTOP_RUNS_DIR": runs_dir}
+        subprocess.run([*memtop, "train", "--detach", "--name", "a", *length], env=environment, check=True)
+        try:
+            while not (_document(memtop, environment)["updates"] or 0) > 3:
+                time.sleep(1)
+            screen = Screen([*memtop, "watch", "a"], environment)
+            time.sleep(_WARM_UP_SECONDS)
+            psutil.cpu_percent()
+            shown = []
+            for _ in range(30):
+                shown.append(screen.key_to_screen_seconds("?", b"Keys"))
+                screen.press("\x1b")
+                time.sleep(0.7)
+            used_fraction = psutil.cpu_percent() / 100
+            closed = screen.hang_up()
+        finally:
+            subprocess.run([*memtop, "stop", "a"], env=environment, check=True)
+            while _document(memtop, environment)["supervisor_pid"] is not None:
+                time.sleep(0.5)
+    return {"key_seconds": spread(shown), "used_fraction_of_all_cores": used_fraction, "end_after_hang_up_seconds": closed}
+
+
+def _document(memtop: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
+    shown = subprocess.run([*memtop, "show", "a", "--json"], env=environment, check=True, capture_output=True, text=True)
+    return dict(json.loads(shown.stdout))
+
+
 def day(options: argparse.Namespace) -> dict[str, Any]:
     """A day of samples at full speed through sampler, dashboard and history; resident bytes
     meanwhile."""
@@ -335,7 +378,7 @@ def main() -> None:
     parser.add_argument("--nvitop", default=shutil.which("nvitop"), help="nvitop's command")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=["load", "fast", "calls", "once", "slow", "day"])
+    parser.add_argument("--only", nargs="+", default=["load", "fast", "calls", "once", "slow", "busy", "day"])
     parser.add_argument("--simulate-day", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.simulate_day:
@@ -349,6 +392,7 @@ def main() -> None:
         "calls": lambda: calls(programs, options),
         "once": lambda: once(options),
         "slow": lambda: slow(options),
+        "busy": lambda: busy(options),
         "day": lambda: day(options),
     }
     results: dict[str, Any] = {"nvitop": _version(options.nvitop), "processes_per_gpu": PROCESSES_PER_GPU}
