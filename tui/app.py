@@ -185,7 +185,6 @@ class DashboardApp(App[DashboardResult]):
             thread, ended = self._watched
             ended.set()
             thread.join()
-            ended.close()
 
     def get_default_screen(self) -> Screen[None]:
         return self._dashboard

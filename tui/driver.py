@@ -8,9 +8,9 @@ import select
 import selectors
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Empty
-from threading import Event
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from textual import constants
@@ -51,10 +51,9 @@ def waiting(driver: type[Driver]) -> type[Driver]:
 
         def run_input_thread(self) -> None:
             parser, decode = XTermParser(self._debug), getincrementaldecoder("utf-8")().decode
-            self.exit_event.forget()
-            with selectors.SelectSelector() as selector:
+            with self.exit_event.waking() as asked, selectors.SelectSelector() as selector:
                 selector.register(self.fileno, selectors.EVENT_READ)
-                selector.register(self.exit_event.readable, selectors.EVENT_READ)
+                selector.register(asked, selectors.EVENT_READ)
                 ticks_until = 0.0
                 while not self.exit_event.is_set():
                     ticks = time.monotonic() < ticks_until
@@ -68,10 +67,6 @@ def waiting(driver: type[Driver]) -> type[Driver]:
                         ticks_until = time.monotonic() + _TICKS_FOR_SECONDS
                     for event in parser.tick():
                         self.process_message(event)
-
-        def close(self) -> None:
-            super().close()
-            self.exit_event.close()
 
     return WaitingDriver
 
@@ -88,33 +83,40 @@ def forget_output(driver: Driver | None) -> None:
 
 def wait_for_hangup(terminal: int, ended: WakingEvent) -> bool:
     """Wait until the other side of the terminal is closed. False if `ended` comes first."""
-    poller = select.poll()
-    poller.register(terminal, 0)
-    poller.register(ended.readable, select.POLLIN)
-    while not ended.is_set():
-        if any(descriptor == terminal for descriptor, _ in poller.poll()):
-            return True
+    with ended.waking() as asked:
+        poller = select.poll()
+        poller.register(terminal, 0)
+        poller.register(asked, select.POLLIN)
+        while not ended.is_set():
+            if any(descriptor == terminal for descriptor, _ in poller.poll()):
+                return True
     return False
 
 
 class WakingEvent(Event):
-    """An event that also wakes a thread which waits for files."""
+    """An event that also wakes one thread that waits for files."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.readable, self._writable = os.pipe()
-        """A file that `set` makes readable."""
-        os.set_blocking(self.readable, False)
+        self._pipe = Lock()
+        self._writable: int | None = None
 
     def set(self) -> None:
         super().set()
-        os.write(self._writable, b"\n")
+        with self._pipe:
+            if self._writable is not None:
+                os.write(self._writable, b"\n")
 
-    def forget(self) -> None:
-        """Only the next call of `set` makes the file readable again."""
-        with contextlib.suppress(BlockingIOError):  # there was none
-            os.read(self.readable, 4096)
-
-    def close(self) -> None:
-        os.close(self.readable)
-        os.close(self._writable)
+    @contextlib.contextmanager
+    def waking(self) -> Iterator[int]:
+        """A file that `set` makes readable from now on. It may be set already."""
+        readable, writable = os.pipe()
+        with self._pipe:
+            self._writable = writable
+        try:
+            yield readable
+        finally:
+            with self._pipe:
+                self._writable = None
+            os.close(readable)
+            os.close(writable)
