@@ -85,20 +85,25 @@ class LinePanel(RoleStyles):
         """Draw the store. Unchanged lines are not painted again."""
         self._store = store
         if not self.display:
-            # render_line draws when needed.
-            self._drawn_for = (-1, -1)
+            self._draw_when_shown()
             return
         title = tr(self._title if isinstance(self._title, str) else self._title(store))
         if title and self.border_title != title:
             self.border_title = title
         width, height = self._drawn_for
         if (width, height) != self.size:
-            # Not laid out yet: render_line draws when needed.
-            self._drawn_for = (-1, -1)
+            # Not laid out yet.
+            self._draw_when_shown()
             return
         changed = self._redraw(width, height)
         if changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    def _draw_when_shown(self) -> None:
+        """Let render_line draw. Textual would show the lines that it has kept."""
+        if self._drawn_for != (-1, -1):
+            self._drawn_for = (-1, -1)
+            self.refresh()
 
     @property
     def lines(self) -> tuple[Line, ...]:

@@ -189,7 +189,8 @@ def _folded(runs: Sequence[ComparedRun], differing: Sequence[str]) -> dict[tuple
     found: dict[tuple[str, ...], list[str]] = {}
     for name in differing:
         owners = tuple(run.name for run in runs if name in run.settings)
-        if len(owners) < len(runs):
+        known = {_setting(run.settings[name]) for run in runs if name in run.settings}
+        if len(owners) < len(runs) and len(known) == 1:
             found.setdefault(owners, []).append(name)
     return {owners: names for owners, names in found.items() if len(names) > _MOST_LISTED}
 

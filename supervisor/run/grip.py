@@ -239,7 +239,10 @@ def consequences(
     if (length := values.get("seq_len")) is not None and length != grip.seq_len:
         text += f"; ! seq_len {grip.seq_len} -> {length}: samples are cut at another length, which changes training"
     done = (at.updates if at is not None and at.complete else None) or 0
-    if (updates := values.get("max_updates")) is not None and total is not None and updates != total:
+    updates = values.get("max_updates")
+    lengthened = False
+    if updates is not None and total is not None and updates != total:
+        lengthened = True
         rates = _rate_change(grip, done, total, updates) or "the schedule of the learning rate has another length, too"
         text += f"; {total} -> {updates} updates: {rates}"
     if grip.batch is None or grip.accumulation is None or (after.batch, after.accumulation) == (grip.batch, grip.accumulation):
@@ -249,14 +252,17 @@ def consequences(
     if before == then and grip.profile is not None:
         return f"{text}: the effective batch stays {before}{_moved(grip, after, at, rate)}"
     if before == then:
+        if lengthened:
+            return f"{text}: the effective batch stays {before}, and so does the order"
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
     if grip.profile is not None:
         return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at, rate)}"
     verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
-    return (
+    text = (
         f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
-        f"samples are {verb}; {_rates(after, done, total, before / then)}"
+        f"samples are {verb}"
     )
+    return text if lengthened else f"{text}; {_rates(after, done, total, before / then)}"
 
 
 def _moved(grip: Grip, after: Grip, at: Checkpoint | None, rate: float | None) -> str:

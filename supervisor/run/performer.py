@@ -150,6 +150,7 @@ class Performer:
                 self._outbox.update_attempt(number, values)
             case SaveConfigurations(records=records):
                 self._outbox.save_configurations(records)
+                self._publisher.configurations_changed()
             case FollowWorkers():
                 self._follow_workers()
             case NotifyConfigurations():

@@ -323,7 +323,7 @@ class Publisher:
         self._events.append(event)
 
     def configurations_changed(self) -> None:
-        """A configuration has begun or ended."""
+        """A configuration has begun or ended, or has new measurements."""
         self._reconfigured = True
 
     def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> str | None:

@@ -123,6 +123,17 @@ def test_a_training_that_is_complete_goes_on_only_if_it_gets_longer() -> None:
     assert brain.asked(Launch)[-1].knobs == {"batch": 4}
 
 
+@pytest.mark.parametrize(("phase", "saved"), [(Phase.FAILED, SAVED), (Phase.FINISHED, None)])
+def test_what_may_have_something_to_do_after_its_last_update_is_restarted(phase: Phase, saved: Checkpoint | None) -> None:
+    """It failed in its last evaluation, or has saved nothing."""
+    brain = trains()
+    brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5})
+    end(brain, 0)
+    brain.model = replace(brain.model, phase=phase)
+    request(brain, Change(assignments={"eval_batch": "1"}), saved)
+    assert brain.asked(Launch)[-1].knobs == {"eval_batch": 1}
+
+
 def test_a_longer_training_keeps_its_new_length() -> None:
     brain = trains()
     brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5})
@@ -165,7 +176,7 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     assert longer == "; 20 -> 40 updates: the learning rate there changes from 0.0003 to 0.00035"
     both = consequences(linear, {"max_updates": "40", "batch": "4"}, SAVED, None, 20)
     assert both.startswith(longer)
-    assert both.endswith("the learning rate continues as it was, because the length is given in updates")
+    assert both.endswith("about 40 samples are repeated")
     assert "about 80 samples are skipped" in consequences(GRIP, {"accumulation": "4"}, SAVED, None, None)
     assert consequences(GRIP, {}, SAVED, 5, None) == ""
     assert consequences(GRIP, {}, SAVED, 7, None, ended=True) == "; 2 updates since update 5 are done again"

@@ -306,3 +306,14 @@ async def test_every_screen_can_be_closed_twice_while_the_run_goes_on() -> None:
             assert app.screen is app.dashboard, key
         await press(pilot, "o")
         assert app.screen is not app.dashboard
+
+
+async def test_a_panel_that_was_hidden_goes_on_when_the_terminal_changes_its_size() -> None:
+    feed = RecordingFeed(running(gpu(), updates=5, total_updates=60))
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        for columns, rows, update in ((160, 50, 11), (80, 24, 22), (160, 50, 33), (80, 24, 44)):
+            await resize(pilot, columns, rows)
+            for later in (update, update + 1):
+                feed.send(running(gpu(), updates=later, total_updates=60))
+                await settle(pilot)
+            assert f"{update + 1} / 60" in screen_text(app)

@@ -203,8 +203,10 @@ class RunMemory:
 
     def update(self, processes: Collection[ProcessId], rank_pids: Collection[int]) -> None:
         """Read if it is due. Without processes the result is empty at once."""
-        if not processes:
+        if not processes or self.newest.pss_bytes.keys().isdisjoint(process.pid for process in processes):
+            # Also where the processes of the next attempt follow at once.
             self.newest, self._due = MemoryReading(), float("-inf")
+        if not processes:
             return
         started = self._monotonic()
         if started < self._due:

@@ -122,8 +122,9 @@ def launched(model: Model, event: Launched) -> Model:
     if settings is None:
         # An external command counts its updates from its start, unless memtop makes it resume; the
         # built-in trainer reports where it resumes.
-        since = event.resumed.updates if event.resumed is not None else None
-        model = trainer.begun(emit(model, DropRows((since or 0) + 1)), event, knobs_before)
+        since = 0 if event.resumed is None else event.resumed.updates
+        # Where the checkpoint does not say its update, the first output does.
+        model = trainer.begun(model if since is None else emit(model, DropRows(since + 1)), event, knobs_before)
     if event.set_aside is not None:
         model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
     again = f"; {repeated}" if repeated else ""

@@ -16,7 +16,7 @@ from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, values_of, why_not_continued
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
-from memtop.supervisor.wire import Change
+from memtop.supervisor.wire import Change, Phase
 
 
 def knobs_after(model: Model, change: Change) -> dict[str, str]:
@@ -27,25 +27,28 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
     if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
-        _check_length(model, knobs)
+        _check_length(model, knobs, change.max_updates)
         return knobs
     if model.grip is None:
         raise UsageError(OWN_PROGRAM)
     values_of(wanted, model.grip)  # refuses what is not possible
-    _check_length(model, {**knobs, **wanted})
+    _check_length(model, {**knobs, **wanted}, change.max_updates)
     if not is_lost and (why := why_not_continued(model.grip)) is not None:
         raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
 
 
-def _check_length(model: Model, knobs: dict[str, str]) -> None:
-    """UsageError if no update is left to do: the Trainer would do one too many."""
-    if model.grip is None or model.grip.profile is not None:
+def _check_length(model: Model, knobs: dict[str, str], given: int | None) -> None:
+    """UsageError if no update is left to do: the Trainer would do one too many. `given`: the length
+    that is asked for now. A program that has failed may have something to do after its last
+    update."""
+    saved = model.states.program
+    if model.grip is None or model.grip.profile is not None or saved is None or not saved.complete:
         return
-    values, saved = values_of(knobs, model.grip), model.states.program
+    values = values_of(knobs, model.grip)
     length = values.get("max_updates") or length_after(model.grip, values, model.progress.total_updates)
-    done = saved.updates if model.phase.final and saved is not None and saved.complete else model.update
-    if done is None or length is None or done < length or not (model.phase.final or "max_updates" in values):
+    done = saved.updates if model.phase.final else model.update
+    if done is None or length is None or done < length or (given is None and model.phase is not Phase.FINISHED):
         return
     raise UsageError(
         f"the training has done {done} updates, and its length is {length}; for more, give a greater --max-updates"
