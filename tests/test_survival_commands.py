@@ -26,7 +26,7 @@ def test_a_live_edit_changes_the_split_without_a_restart(runs: Runs) -> None:
     runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training")
     assert runs.show("a")["attempts"][1]["settings"]["batch"] == 4
     runs.memtop("stop", "a")
-    assert "is not running" in runs.memtop("restart", "a", "--live", "--batch", "8", status=1).stderr
+    assert "was stopped at" in runs.memtop("restart", "a", "--live", "--batch", "8", status=1).stderr
 
 
 def test_rollback_returns_to_the_settings_and_the_state_of_an_earlier_configuration(runs: Runs) -> None:

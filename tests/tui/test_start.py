@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -159,30 +158,6 @@ def test_a_waking_event_wakes_the_thread_that_waits_now() -> None:
             assert select.select([file], [], [], 0)[0] == []
             event.set()
             assert select.select([file], [], [], 0)[0] == [file]
-
-
-def test_a_dashboard_that_was_suspended_goes_on(tmp_path: Path) -> None:
-    with demo(tmp_path, "xterm-256color") as (process, master):
-
-        def wait_for(text: bytes) -> None:
-            seen = b""
-            while text not in seen:
-                assert select.select([master], [], [], 120)[0], seen[-2000:]
-                seen += os.read(master, 65536)
-
-        for _ in range(2):
-            process.send_signal(signal.SIGTSTP)
-            wait_for(b"\x1b[?1049l")
-            process.send_signal(signal.SIGCONT)
-            wait_for(b"\x1b[?1049h")
-        os.write(master, b"?")
-        wait_for(b"Keys")
-        os.write(master, b"\x11")  # Ctrl+Q
-        while process.poll() is None:
-            if select.select([master], [], [], 0.1)[0]:
-                os.read(master, 65536)
-        assert process.returncode == 0
-        os.close(master)
 
 
 def test_output_that_nobody_can_write_is_dropped(tmp_path: Path) -> None:
