@@ -309,8 +309,8 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def busy(options: argparse.Namespace) -> dict[str, Any]:
-    """The time from a key press to its effect beside a training, and how the dashboard ends when
-    its terminal is closed."""
+    """How long a key takes to have its effect while a training uses every core, and how long the
+    dashboard takes to end when its terminal is closed."""
     memtop, cores = [sys.executable, "-m", "memtop"], os.cpu_count() or 1
     length = ("--batch", "32", "--accum", "1", "--max-updates", "1000000", "--save-every", "1000000")
     with tempfile.TemporaryDirectory() as runs_dir:

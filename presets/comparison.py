@@ -105,7 +105,7 @@ def changes(before: Settings, after: Settings) -> list[str]:
 
 
 def other_changes(before: Settings, after: Settings, but: Collection[str] = ()) -> list[str]:
-    """What differs beside the split, without these rows, in a few words each."""
+    """What differs apart from the split and from the rows in `but`, in a few words each."""
     return _changes([name for name in differing(before, after) if name not in but], before, after)
 
 

@@ -267,7 +267,7 @@ FIELDS: dict[str, Field] = {
         bounds=(0, MOST_SAMPLES),
     ),
     "save_total_limit": Field(label="save_total_limit", unit="states", shapes="disk", bounds=(1, _COUNT)),
-    "load_best_at_end": Field(also=("load_best_model_at_end",), label="load_best_at_end"),
+    "load_best_at_end": Field(label="load_best_at_end", also=("load_best_model_at_end",)),
     # A sampling frees its memory, and an OOM in it ends nothing.
     "sample.prompts": Field(label="prompts"),
     "sample.every": Field(label="sample.every", unit="updates", bounds=(0, _COUNT)),
@@ -277,7 +277,7 @@ FIELDS: dict[str, Field] = {
     "on_spike": Field(label="on a spike of the loss", option="--on-spike"),
     "leave_out": Field(label="left out", unit="positions in the order of the samples", changes_training=True),
     "log_every": Field(label="log_every", also=("logging_steps", "log_interval"), unit="updates", bounds=(1, _COUNT)),
-    "trackers": Field(also=("report_to",), label="trackers"),
+    "trackers": Field(label="trackers", also=("report_to",)),
 }
 
 LIVE = tuple(name for name, field in FIELDS.items() if field.live != "no")

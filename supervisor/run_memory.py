@@ -44,7 +44,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(pss_bytes: float | None, rss_bytes: float | None) -> HostMemory:
-    """The PSS, or the resident bytes where the kernel does not tell it."""
+    """The PSS, or the resident bytes where the kernel does not report it."""
     if pss_bytes is not None:
         return HostMemory(int(pss_bytes), "PSS")
     return HostMemory() if rss_bytes is None else HostMemory(int(rss_bytes), "RSS")

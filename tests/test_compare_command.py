@@ -115,7 +115,7 @@ def compared(name: str, **settings: object) -> ComparedRun:
 
 
 def test_many_settings_that_only_one_run_has_are_counted() -> None:
-    """As of a recipe beside a program of your own, of which little is known."""
+    """For example of a recipe and of a program whose settings memtop does not know."""
     recipe = compared("recipe", batch=8, **{f"setting.{n}": n for n in range(50)})
     own = compared("own", batch=4, seq_len=16)
     names = differences([recipe.settings, own.settings])

@@ -48,7 +48,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that the settings name; BadInputError if it cannot run here.
 
-    `enter` is told if it must be compiled first.
+    `enter` is called with the phase `compiling` if the optimizer must be compiled first.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay

@@ -115,7 +115,7 @@ def open_deepspeed(
 ) -> Accelerator:
     """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16.
 
-    `enter` is told if DeepSpeed must be compiled first.
+    `enter` is called with the phase `compiling` if DeepSpeed must be compiled first.
     """
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -72,8 +72,8 @@ def waiting(driver: type[Driver]) -> type[Driver]:
 
 
 def forget_output(driver: Driver | None) -> None:
-    """Drop what is still to be written, if the thread that writes it has ended with its terminal:
-    the queue in front of it would stay full, and whoever writes would wait for ever."""
+    """Drop the output that waits to be written, if the thread that writes it has ended with its
+    terminal. The queue would stay full, and a thread that writes would block forever."""
     writer: Any = getattr(driver, "_writer_thread", None)
     if writer is not None and not writer.is_alive():
         with contextlib.suppress(Empty):

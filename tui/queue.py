@@ -102,7 +102,7 @@ class QueueDialog(FormDialog[QueueRequest]):
     def _taken_over(self) -> Iterator[str]:
         """What the new run does as the old one, apart from the training."""
         if self._told:
-            yield f"--notify: the same targets are told ({self._told})"
+            yield f"--notify: notifies the same targets ({self._told})"
         if self._then is not None:
             yield f"--then: at its end it runs {shortened(self._then, _LONGEST_COMMAND)}"
             if not self._run.state.final:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.comparison import compatibility, describe_length, describe_split, other_changes, risk
+from memtop.presets.comparison import compatibility, describe_split, other_changes, risk
 from memtop.presets.edits import is_for_each
 from memtop.presets.fields import can_change_live
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.wire import Change, Phase, RunState
+from memtop.supervisor.run.explain import length_change
+from memtop.supervisor.wire import Change, Checkpoint, Phase, RunState
 
 NUMBER_FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -114,13 +115,11 @@ def _consequences(before: Settings, base: Settings, after: Settings, run: RunSta
 
 def _length(before: Settings, after: Settings, run: RunState) -> str | None:
     """How the change moves the end of the run: an update in progress is done before it."""
+    reached = run.checkpoint
     if run.alive and run.updates is not None:
         seen = None if run.samples_seen is None else run.samples_seen + before.effective_batch
-        return describe_length(before, after, run.updates + 1, seen, run.total_updates)
-    saved = run.checkpoint
-    if saved is None or not saved.complete:
-        return describe_length(before, after, 0, 0, run.total_updates)
-    return describe_length(before, after, saved.updates or 0, saved.samples_seen, run.total_updates)
+        reached = Checkpoint(path="", updates=run.updates + 1, samples_seen=seen, complete=True)
+    return length_change(before, after, reached, run.total_updates)
 
 
 def _zero_words(before: Settings, after: Settings) -> str:

@@ -26,8 +26,8 @@ from memtop.supervisor.wire import Metric
 
 _AVERAGED = 10
 """Updates whose mean loss is compared: the loss of one update depends on its samples."""
-
-
+_MOST_LISTED = 3
+"""Settings that only some runs have: more of them are counted, not listed."""
 _OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes", "host_measure")
 
 
@@ -155,6 +155,8 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
 
 
 def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
+    folded = _folded(runs, differing)
+    listed = [name for name in differing if not any(name in names for names in folded.values())]
     rows: list[tuple[str, Sequence[str]]] = [
         ("", [Verbatim(run.name) for run in runs]),
         ("state", [state_word(run.state, run.ended_by) for run in runs]),
@@ -169,18 +171,14 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
         ("peak RAM", [_host_peak(run) for run in runs]),
         ("time of all attempts", [units.duration(run.seconds) for run in runs]),
-        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in _listed(runs, differing)),
+        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in listed),
     ]
     first = max(cell_len(tr(label)) for label, _ in rows)
     widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
     for label, cells in rows:
         yield row((label, first), *((cell, -width) for cell, width in zip(cells, widths, strict=True)), between="  ")
-    for owners, names in _folded(runs, differing).items():
+    for owners, names in folded.items():
         yield f"{len(names)} settings only of {', '.join(owners)}: --json lists them"
-
-
-_MOST_LISTED = 3
-"""Settings that only some runs have: more of them are counted, not listed."""
 
 
 def _folded(runs: Sequence[ComparedRun], differing: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
@@ -193,11 +191,6 @@ def _folded(runs: Sequence[ComparedRun], differing: Sequence[str]) -> dict[tuple
         if len(owners) < len(runs) and len(known) == 1:
             found.setdefault(owners, []).append(name)
     return {owners: names for owners, names in found.items() if len(names) > _MOST_LISTED}
-
-
-def _listed(runs: Sequence[ComparedRun], differing: Sequence[str]) -> list[str]:
-    folded = {name for names in _folded(runs, differing).values() for name in names}
-    return [name for name in differing if name not in folded]
 
 
 def _mean_words(common: int) -> str:

@@ -205,7 +205,7 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         print_message(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
-        lines = list(meant(folder, change))
+        lines = list(meant(planned(folder, change), change))
         foreseen = _of_own_program(folder, change)
         starting.start_supervisor(folder, change)
         if foreseen:
@@ -238,23 +238,6 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     return f"resumes {where}{meant}"
 
 
-def meant(folder: RunFolder, change: Change) -> Iterator[str]:
-    """What the change means for a run that is over: for its end, and a warning if its settings ran
-    out of memory. A supervisor says it of one that runs."""
-    state = read_state(folder)
-    try:
-        with readable_ledger(folder):
-            rows = read_configurations(folder.path)
-        after = edited(state.settings, change, state.checkpoint, rows)
-    except MemtopError:
-        return  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
-    if change.state_before is None:
-        length = explain.length_change(state.settings, after, state.checkpoint, state.total_updates)
-        yield from [length] if length else []
-    found = None if after is None else risk(after, failed_settings(rows))
-    yield from [found] if found else []
-
-
 class Planned(NamedTuple):
     """A change before it is asked for."""
 
@@ -265,26 +248,39 @@ class Planned(NamedTuple):
 
 
 def planned(folder: RunFolder, change: Change) -> Planned | None:
-    """The run and the changed settings; None if they are the same, not memtop's, or wrong."""
+    """The run and the changed settings; None if they are not memtop's, or cannot be known here."""
     try:
         state = read_state(folder)
         with readable_ledger(folder):
             rows = tuple(read_configurations(folder.path))
         after = edited(state.settings, change, state.checkpoint, rows)
     except (MemtopError, OSError):
-        return None  # as in `meant`
-    return None if after is None or after == state.settings else Planned(state, rows, after)
+        return None  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
+    return None if after is None else Planned(state, rows, after)
 
 
-def say_peak(change: Planned | None) -> None:
+def meant(plan: Planned | None, change: Change) -> Iterator[str]:
+    """What the change means for a run that is over: for its end, and a warning if its settings ran
+    out of memory. A supervisor says it of one that runs."""
+    if plan is None:
+        return
+    state = plan.state
+    if change.state_before is None:
+        length = explain.length_change(state.settings, plan.after, state.checkpoint, state.total_updates)
+        yield from [length] if length else []
+    found = risk(plan.after, failed_settings(plan.rows))
+    yield from [found] if found else []
+
+
+def say_peak(plan: Planned | None) -> None:
     """Print the foreseen peak of the changed settings, or why there is none. It reads the GPUs,
     which takes time if their driver is slow."""
-    if change is not None:
+    if plan is not None and plan.after != plan.state.settings:
         from memtop.cli.gpus import sample
 
         machine = sample()
-        outlook = outlook_of(change.state, change.rows, machine.gpus, machine.host)
-        print_message(f"memtop: {peak_words(outlook, change.after)}")
+        outlook = outlook_of(plan.state, plan.rows, machine.gpus, machine.host)
+        print_message(f"memtop: {peak_words(outlook, plan.after)}")
 
 
 def peak_words(outlook: Outlook, after: Settings) -> str:

@@ -162,13 +162,9 @@ class UpdateAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="update_attem
 
 
 class SaveConfigurations(msgspec.Struct, frozen=True, tag="save_configurations"):
-    """Write these configurations into the ledger."""
+    """Write these configurations into the ledger, and send all to the dashboards."""
 
     records: tuple[ConfigurationRecord, ...]
-
-
-class NotifyConfigurations(msgspec.Struct, frozen=True, tag="notify_configurations"):
-    """Send the configurations to the dashboards: one has begun or ended."""
 
 
 class FollowWorkers(msgspec.Struct, frozen=True, tag="follow_workers"):
@@ -213,7 +209,6 @@ Effect = (
     | AddEvent
     | UpdateAttempt
     | SaveConfigurations
-    | NotifyConfigurations
     | DropRows
     | FollowWorkers
     | Reply

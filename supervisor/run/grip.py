@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -77,6 +78,10 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
         if self.batch is None or self.accumulation is None:
             return None
         return self.batch * self.accumulation * (1 if self.of_all("batch") or self.of_all("accumulation") else self.processes)
+
+    def given(self, values: Mapping[str, Any]) -> Grip:
+        """With the batch and the accumulation of these values of knobs."""
+        return msgspec.structs.replace(self, **{name: values[name] for name in ("batch", "accumulation") if name in values})
 
     @property
     def split(self) -> Split | None:
@@ -233,8 +238,7 @@ def consequences(
     sentence. `total`: how many updates the program does now. `rate`: the learning rate at the
     checkpoint, about. `ended`: the program has ended already."""
     values = values_of(knobs, grip)
-    after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
-    after = msgspec.structs.replace(after, fixed_length=grip.fixed_length or "max_updates" in values)
+    after = msgspec.structs.replace(grip.given(values), fixed_length=grip.fixed_length or "max_updates" in values)
     text = _lost(at, reached, ended=ended)
     if (length := values.get("seq_len")) is not None and length != grip.seq_len:
         text += f"; ! seq_len {grip.seq_len} -> {length}: samples are cut at another length, which changes training"
@@ -292,7 +296,7 @@ def _rate_change(grip: Grip, done: int, total: int, then: int) -> str | None:
 def length_after(grip: Grip, values: dict[str, Any], total: int | None) -> int | None:
     """How many updates a Trainer does with these values of knobs, if it does `total` now. None if
     not known."""
-    after = msgspec.structs.replace(grip, **{name: values[name] for name in ("batch", "accumulation") if name in values})
+    after = grip.given(values)
     if total is None or grip.fixed_length or grip.effective_batch == after.effective_batch:
         return total
     if not grip.effective_batch or not after.effective_batch:

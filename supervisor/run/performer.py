@@ -35,7 +35,6 @@ from memtop.supervisor.run.effects import (
     HoldState,
     KeepCheckpoint,
     Launch,
-    NotifyConfigurations,
     ReadStates,
     ReleaseState,
     Reply,
@@ -153,8 +152,6 @@ class Performer:
                 self._publisher.configurations_changed()
             case FollowWorkers():
                 self._follow_workers()
-            case NotifyConfigurations():
-                self._publisher.configurations_changed()
             case DropRows(update=update):
                 self._publisher.take_back_from(update)
             case CloseUnstarted(number=number, why=why):

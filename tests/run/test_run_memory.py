@@ -190,6 +190,30 @@ def test_processes_that_take_the_kernel_long_are_read_more_rarely() -> None:
     assert memory.newest is not first
 
 
+def test_processes_that_cannot_be_read_are_not_read_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtop.supervisor.run.processes.host_memory.process_memory", lambda pid, proc_root: None)
+    me = identify(os.getpid())
+    assert me is not None
+    moments = iter([0.0, 2.0, 100.0])
+    memory = RunMemory(lambda: next(moments))
+    memory.update([me], ())
+    first = memory.newest
+    assert [role.pss_bytes for role in first.roles] == [None]
+    memory.update([me], ())
+    assert memory.newest is first
+
+
+def test_a_reading_of_the_attempt_before_does_not_count() -> None:
+    me, parent = identify(os.getpid()), identify(os.getppid())
+    assert me is not None
+    assert parent is not None
+    moments = iter([0.0, 2.0, 100.0, 102.0])
+    memory = RunMemory(lambda: next(moments))
+    memory.update([me], ())
+    memory.update([parent], ())
+    assert me.pid not in memory.newest.pss_bytes
+
+
 def test_one_number_for_the_memory_of_a_run() -> None:
     roles = (
         RoleMemory(role="launcher", processes=1, pss_bytes=5 * MIB),

@@ -393,7 +393,7 @@ async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest
         await press(pilot, "f")
         assert "✗ the disk is full" in screen_text(app)
         await pilot.pause(0.4)
-        assert "✗ the disk is full" in screen_text(app), "nobody may have read it yet"
+        assert "✗ the disk is full" in screen_text(app), "a failure stays until the run changes its state"
         feed.send(running(gpu(), state=wire.Phase.STOPPED, alive=False))
         await settle(pilot)
         assert "the disk is full" not in screen_text(app), "it was about an earlier state"

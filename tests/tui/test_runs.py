@@ -338,7 +338,7 @@ async def test_a_run_is_queued_after_the_selected_one(here: Runs) -> None:
         await press(pilot, "u")
         assert isinstance(app.screen, QueueDialog)
         text = " ".join(screen_text(app).replace("│", " ").split())
-        assert "--notify: the same targets are told (2)" in text
+        assert "--notify: notifies the same targets (2)" in text
         assert "--then: at its end it runs echo over" in text
         assert "! first runs that, too, when it ends: before this run begins" in text
         assert "after first" in screen_text(app)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from textual.drivers._writer_thread import MAX_QUEUED_WRITES, WriterThread
 
 from memtop.cli.dashboard import remember, remembered
 from memtop.tui.driver import WakingEvent, forget_output, wait_for_hangup
+from tests.terminal import Terminal
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
 RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.help")
@@ -160,8 +164,34 @@ def test_a_waking_event_wakes_the_thread_that_waits_now() -> None:
             assert select.select([file], [], [], 0)[0] == [file]
 
 
+def test_a_dashboard_that_was_suspended_takes_keys_again(tmp_path: Path) -> None:
+    # Only a shell with a terminal of its own stops and continues programs.
+    shell = ["setsid", "--wait", "--ctty", "bash", "--norc", "-i"]
+    terminal = Terminal(shell, columns=100, rows=30, cwd=str(tmp_path), environment={**os.environ, "PS1": "ready> "})
+    try:
+        terminal.wait_for("ready>")
+        terminal.keys(f"{shlex.quote(sys.executable)} -m memtop watch --demo\n")
+        for _ in range(2):
+            terminal.wait_for("tiny-llama", "Help")
+            below = psutil.Process(terminal.process.pid).children(recursive=True)
+            (dashboard,) = (process for process in below if "--demo" in process.cmdline())
+            dashboard.send_signal(signal.SIGTSTP)
+            terminal.wait_for("Stopped", "ready>")
+            terminal.keys("fg\n")
+        terminal.wait_for("tiny-llama", "Help")
+        terminal.keys("?")
+        terminal.wait_for("Keys and marks")
+        terminal.leave("Keys and marks")
+        terminal.keys("q")
+        dashboard.wait(120)
+        terminal.keys("exit\n")
+        assert terminal.wait() == 0
+    finally:
+        terminal.close()
+
+
 def test_output_that_nobody_can_write_is_dropped(tmp_path: Path) -> None:
-    """Otherwise whoever writes waits for ever."""
+    """Otherwise a thread that writes blocks forever."""
     with (tmp_path / "read-only").open("w+") as file:
         writer = WriterThread(file)
         for _ in range(MAX_QUEUED_WRITES):

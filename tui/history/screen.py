@@ -170,7 +170,7 @@ class HistoryScreen(FullScreen):
                 continue
             if of == "host":
                 if letter == "r" and not self._buckets(HOST, name):
-                    words, name = "run RSS", "run_rss_bytes"  # the kernel does not tell more
+                    words, name = "run RSS", "run_rss_bytes"  # the kernel reports no PSS
                 found.append(Curve(words, unit, self._buckets(HOST, name)))
                 continue
             each = [Curve(f"{tr(words)} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]

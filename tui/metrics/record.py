@@ -45,8 +45,8 @@ def new_in(folder: Path, after: Metric | None) -> NewRecords:
 
 
 def _run_memory(ledger: Ledger) -> list[Bucket]:
-    """The host memory of the run's processes over time: PSS, or RSS where the kernel does not tell
-    it."""
+    """The host memory of the run's processes over time: PSS, or RSS where the kernel does not
+    report it."""
     extent = ledger.extent()
     series = {} if extent is None else ledger.history(HOST, *extent)
     return series.get("run_pss_bytes") or series.get("run_rss_bytes") or []

@@ -30,8 +30,8 @@ class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
     rank_lines: tuple[str, ...] = ()
     """torchrun's lines about that rank."""
     own_error: str | None = None
-    """The error of the program itself, if the last line is that of a launcher (`accelerate launch`)
-    about its exit status."""
+    """The newest error that the program printed. Only set if the last line comes from a launcher
+    (`accelerate launch`) and names the program's exit status."""
 
 
 class DeadWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -198,19 +198,21 @@ class RunMemory:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.newest = MemoryReading()
+        self._read: frozenset[ProcessId] = frozenset()
+        """The processes of the newest reading."""
         self._monotonic = monotonic
         self._due = float("-inf")
 
     def update(self, processes: Collection[ProcessId], rank_pids: Collection[int]) -> None:
-        """Read if it is due. Without processes the result is empty at once."""
-        if not processes or self.newest.pss_bytes.keys().isdisjoint(process.pid for process in processes):
-            # Also where the processes of the next attempt follow at once.
+        """Read if it is due. A reading of other processes, such as those of the attempt before, no
+        longer counts."""
+        if self._read.isdisjoint(processes):
             self.newest, self._due = MemoryReading(), float("-inf")
         if not processes:
             return
         started = self._monotonic()
         if started < self._due:
             return
-        self.newest = role_memory(processes, rank_pids)
+        self._read, self.newest = frozenset(processes), role_memory(processes, rank_pids)
         ended = self._monotonic()
         self._due = started + max(EVERY_SECONDS, _SHARE * (ended - started))

@@ -9,7 +9,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.effects import NotifyConfigurations, SaveConfigurations
+from memtop.supervisor.run.effects import SaveConfigurations
 from memtop.supervisor.run.events import Sampled
 from memtop.supervisor.run.grip import shape_key
 from memtop.supervisor.run.model import Model, emit, note
@@ -23,7 +23,7 @@ def put(model: Model, configurations: Configurations) -> Model:
         return model
     records = configurations.to_save()
     model = replace(model, configurations=configurations.saved())
-    return emit(model, SaveConfigurations(records), NotifyConfigurations())
+    return emit(model, SaveConfigurations(records))
 
 
 def keep(model: Model) -> Model:

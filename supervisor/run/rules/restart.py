@@ -26,9 +26,8 @@ def begin(model: Model, change: Change, cause: Cause, *, client: int | None = No
     if model.grip is not None:
         # It may save over its only checkpoint, or be killed while it does.
         holding = Holding(change=change, client=client, request=request)
-        knobs = values_of(trainer.knobs_after(model, change), model.grip)
-        split = {name: knobs[name] for name in ("batch", "accumulation") if name in knobs}
-        return emit(replace(model, holding=holding), KeepCheckpoint(grip=model.grip, after=replace(model.grip, **split)))
+        after = model.grip.given(values_of(trainer.knobs_after(model, change), model.grip))
+        return emit(replace(model, holding=holding), KeepCheckpoint(grip=model.grip, after=after))
     return proceed(model, change)
 
 
