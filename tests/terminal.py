@@ -45,6 +45,11 @@ class Terminal:
     def keys(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def clear(self) -> None:
+        """Forget the screen, so that `wait_for` finds only what the program draws from now on."""
+        self._read(0.05)
+        self._screen.reset()
+
     def echoes(self) -> bool:
         """Whether it shows what is typed, as it does unless a program has taken the whole
         screen."""

@@ -143,6 +143,8 @@ class DashboardApp(App[DashboardResult]):
             self.push_screen(RunsScreen(self._dashboard, self._dashboard.runs_dir, is_first=True))
         if self._notices is not None:
             self.watch(self._dashboard, "store", self._notify, init=False)
+        # After a suspension the terminal is empty; Textual would draw only what changes.
+        self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh())
         if not self.is_headless:
             ended = WakingEvent()
             arguments = (asyncio.get_running_loop(), ended)
