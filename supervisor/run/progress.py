@@ -221,6 +221,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.plan is None else self.plan.total_updates
 
     @property
+    def has_loaded(self) -> bool:
+        """Whether the program trains: its first update is in progress, or done."""
+        return self.step is not None or self.plan is not None or self.phase == "training"
+
+    @property
     def at_the_end(self) -> bool:
         """Whether no update is left to begin: the last one is in progress or done, but perhaps not
         saved yet.

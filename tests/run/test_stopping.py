@@ -80,7 +80,8 @@ def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: s
     brain = training(agents=frozenset({0}))
     if work == "checkpoint":
         # The supervisor may have begun after the update before it.
-        progress = heard(replace(brain.model.progress, step=None), {"type": "checkpoint", "updates": 7, "seconds": 150.0})
+        progress = heard(replace(brain.model.progress, step=None), {"type": "phase", "phase": "training"})
+        progress = heard(progress, {"type": "checkpoint", "updates": 7, "seconds": 150.0})
     else:
         progress = heard(brain.model.progress, {"type": "evaluation", "update": 7, "time": 90000.0, "clock": 1140.0})
     brain.model = replace(brain.model, progress=replace(progress, offers=frozenset({"stop"})))
@@ -91,14 +92,15 @@ def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: s
     assert brain.messages("stop")[0].endswith(f"SIGTERM follows in 330 s ({why})")
 
 
-def _asked_before_its_first_update(settings: Settings, rate: float | None, seconds: float) -> Brain:
+def _asked_before_its_first_update(settings: Settings, rate: float | None, seconds: float, phase: str = "training") -> Brain:
     """A run with the speed of an earlier configuration, stopped so long after its newest report."""
     brain = training(settings=SETTINGS, agents=frozenset({0}))
+    brain.now = 10_000.0
     begun = brain.model.configurations.present
     assert begun is not None
     measured = replace(begun, configuration=replace(begun.configuration, samples_per_second=rate))
     known = Configurations(records=(measured,)).begin_attempt(2, "restart", settings, 999.0)
-    progress = Progress(last_heard=brain.now - seconds, offers=frozenset({"stop"}))
+    progress = heard(Progress(offers=frozenset({"stop"})), {"type": "phase", "phase": phase, "clock": brain.now - seconds})
     brain.model = replace(brain.model, settings=settings, configurations=known, progress=progress)
     stop(brain)
     return brain
@@ -132,6 +134,13 @@ def test_the_first_update_of_an_attempt_is_given_the_time_that_it_needs(
     assert rungs(brain, patience - 1.0, 1.0) == ["SIGTERM"]
     if why:
         assert rungs(brain, patience - 1.0, 1.0) == ["SIGKILL"], "it saves on SIGTERM, too"
+
+
+@pytest.mark.parametrize("phase", ["loading", "compiling", "data"])
+def test_a_program_that_loads_has_nothing_to_finish_however_long_it_is_silent(phase: str) -> None:
+    brain = _asked_before_its_first_update(LARGER, 2.0, 9000.0, phase)
+    assert brain.messages("stop")[0].endswith("SIGTERM follows in 60 s")
+    assert rungs(brain, 59.0, 1.0, 39.0, 1.0) == ["SIGTERM", "SIGKILL"]
 
 
 def test_a_live_change_that_makes_updates_longer_is_waited_for() -> None:

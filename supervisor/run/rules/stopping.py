@@ -61,14 +61,16 @@ def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
     own = model.grip is not None and model.grip.saves_on_sigterm is True
     saves = (model.settings is not None or own) and model.stalled is None
     progress = model.progress
-    first = progress.step is None
-    waits = model.waits.stretched(
-        progress.step_seconds or 0.0,
-        progress.save_seconds or 0.0,
-        _silent_seconds(model) if first else progress.longest_pause,
-        forecast_seconds=_forecast_seconds(model),
-        saves_on_sigterm=saves,
-    )
+    waits = model.waits
+    # While it loads, it has no update in progress and nothing to save, however long it is silent.
+    if progress.has_loaded:
+        waits = waits.stretched(
+            progress.step_seconds or 0.0,
+            progress.save_seconds or 0.0,
+            _silent_seconds(model) if progress.step is None else progress.longest_pause,
+            forecast_seconds=_forecast_seconds(model),
+            saves_on_sigterm=saves,
+        )
     profile = model.grip.profile if model.grip is not None else None
     # A program that hangs does not save either.
     manner = None if asked or profile is None or model.stalled is not None else profile.stop
@@ -84,8 +86,8 @@ def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
 
 
 def _silent_seconds(model: Model) -> float:
-    """How long the attempt has reported nothing before its first update: for so long its first
-    update has taken, or its start."""
+    """How long the attempt has reported nothing before its first update: for so long that has
+    taken."""
     assert model.attempt is not None
     progress, now = model.progress, model.now
     if progress.last_heard is None and progress.last_time is not None:
