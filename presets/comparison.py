@@ -76,12 +76,14 @@ def describe_split(before: Settings, after: Settings) -> str:
 def describe_length(
     before: Settings, after: Settings, updates: int, samples_seen: int | None, total_updates: int | None
 ) -> str | None:
-    """What another effective batch does to the end of a run that goes on after so many updates and
-    samples, in one line: a run keeps its number of samples. None if nothing, or if the end is not
-    known.
+    """What another effective batch, or another length, does to the end of a run that goes on after
+    so many updates and samples, in one line: a run keeps its number of samples unless another one
+    is asked for. None if nothing, or if the end is not known.
     """
     old, new = before.effective_batch, after.effective_batch
-    if old == new or (before.target_samples, before.epochs) != (after.target_samples, after.epochs):
+    if (before.target_samples, before.epochs) != (after.target_samples, after.epochs):
+        return _other_length(before, after, updates, samples_seen, total_updates)
+    if old == new:
         return None
     left = None if total_updates is None else (total_updates - updates) * old
     if before.target_samples and samples_seen is not None and not after.leave_out:
@@ -95,6 +97,28 @@ def describe_length(
         f"the run ends after update {updates + now}, not {updates + was}: it keeps its number of samples "
         f"({now} more updates of {new}, not {was} of {old})"
     )
+
+
+def _other_length(before: Settings, after: Settings, updates: int, seen: int | None, total_updates: int | None) -> str | None:
+    """What another number of samples does to the end of the run and to the learning rate."""
+    old, new = before.effective_batch, after.effective_batch
+    if seen is None:
+        return None
+    target = before.target_samples or (0 if total_updates is None else seen + (total_updates - updates) * old)
+    if before.target_samples and not after.target_samples:
+        return f"the run ends after {after.epochs:g} epochs: the schedule of the learning rate has another length, too"
+    longer = after.target_samples or round(target * after.epochs / before.epochs)
+    if not target or after.leave_out:
+        return None
+    was = updates + math.ceil(max(0, target - seen) / old) if total_updates is None else total_updates
+    now = updates + math.ceil(max(0, longer - seen) / new)
+    if was == now:
+        return None
+    rates = [f"{one.rate_at(seen + new, length):.4g}" for one, length in ((before, target), (after, longer))]
+    text = f"the run ends after update {now}, not {was}"
+    if rates[0] == rates[1]:
+        return f"{text}: the learning rate of update {updates + 1} stays {rates[0]}"
+    return f"{text}: the learning rate of update {updates + 1} changes from {rates[0]} to {rates[1]}"
 
 
 def changes(before: Settings, after: Settings) -> list[str]:

@@ -195,6 +195,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return sum(b * a for b, a in self.rank_splits)
         return self.batch * self.accumulation * self.world_size
 
+    def rate_at(self, samples_seen: int, target_samples: int) -> float:
+        """The learning rate of the update that ends at `samples_seen`: linear warm-up, then a
+        cosine.
+
+        It depends on progress in samples alone, so a changed batch neither restarts nor stretches
+        it.
+        """
+        warmup = self.warmup_samples or self.warmup_fraction * target_samples
+        if samples_seen < warmup:
+            return self.learning_rate * samples_seen / warmup
+        rest = min(1.0, (samples_seen - warmup) / max(1.0, target_samples - warmup))
+        final = self.final_learning_rate_fraction
+        return self.learning_rate * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * rest)))
+
     @property
     def splits(self) -> tuple[Split, ...]:
         """B and A of each process."""

@@ -30,7 +30,8 @@ from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.run.view import read_configurations
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.view import read_configurations, read_state
 from memtop.supervisor.wire import Change, Configuration, Event, Phase, Proposal, RunState
 from tests.conftest import Runs
 from tests.run.test_rollback import state
@@ -157,6 +158,19 @@ def test_an_attempt_without_an_end_runs_only_if_its_program_does(dead: RunFolder
     write_json(dead.attempt(1) / "process.json", ProcessFile(program.pid, program.started_ticks, program.pid, 0))
     assert run(["show", str(dead.path)]) == 0
     assert "  attempt 1   start: running\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("at", "known"), [(None, True), (20, True), (10, False)])
+def test_an_attempt_without_an_update_leaves_the_run_where_it_was(dead: RunFolder, at: int | None, known: bool) -> None:
+    """`at`: where the second attempt has begun."""
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        ledger.add_attempt(1, "start", None, 1.0)
+        ledger.add_attempt(2, "restart", None, 2.0)
+        ledger.add_reports(1, 0, [Step(update=n, loss=4 - n / 20, time=float(n)) for n in range(1, 21)], 1)
+    state = RunState(name="a", folder=str(dead.path), state=Phase.FINISHED, attempt=2, created=1.0, updates=at)
+    write_json(dead.state_path, StateFile(run=state, socket=""))
+    found = read_state(dead)
+    assert (found.updates, found.loss, found.samples_per_second) == ((20, 3.0, 1.5) if known else (10, None, None))
 
 
 @pytest.mark.parametrize(

@@ -25,20 +25,6 @@ from memtop.train import BadInputError, first_line
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.compile_lock import Enter, compiling
 
-
-def learning_rate(settings: Settings, samples_seen: int, target_samples: int) -> float:
-    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine.
-
-    It depends on progress in samples alone, so a changed batch neither restarts nor stretches it.
-    """
-    warmup = settings.warmup_samples or settings.warmup_fraction * target_samples
-    if samples_seen < warmup:
-        return settings.learning_rate * samples_seen / warmup
-    rest = min(1.0, (samples_seen - warmup) / max(1.0, target_samples - warmup))
-    final = settings.final_learning_rate_fraction
-    return settings.learning_rate * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * rest)))
-
-
 Moments = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -31,7 +31,6 @@ from memtop.train.engine import Engine, SkippedSteps
 from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.exchange import Ranks
 from memtop.train.live_settings import LiveSettings
-from memtop.train.optimizers import learning_rate
 from memtop.train.order import Position, SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packing import is_prepared
 from memtop.train.sampling import Sampler
@@ -237,7 +236,7 @@ class Trainer:
         end = plan.end
         self._guard.phase = "optimizer"
         with self._stopwatch.part("optimizer_seconds"):
-            rate = learning_rate(self.settings, end, self.target_samples)
+            rate = self.settings.rate_at(end, self.target_samples)
             norm = self._engine.step(rate)
         digest = sample_digest(plan.ids)
         loss, norm = self._read_results(norm)

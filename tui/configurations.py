@@ -15,14 +15,17 @@ from memtop.presets.comparison import changes, describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import Verbatim, separator, tr
+from memtop.supervisor.recovery.configuration import edited, kept_length
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.wire import Change, Configuration
+from memtop.supervisor.run.explain import length_change
+from memtop.supervisor.wire import Change, Configuration, RunState
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
-from memtop.tui.restart_plan import where_it_resumes
+from memtop.tui.restart_plan import where_it_goes_on, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
 from memtop.tui.words import OUTCOMES, in_words
@@ -301,9 +304,28 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
             f"Returns to the newest checkpoint kept at or before update {units.count(row.until_update)}: later updates are "
             "trained again, their state is moved aside, not deleted."
         )
+        if _length_of(row.settings) != _length_of(now.settings if now is not None else None):
+            lines.append("The run gets the length of that time again.")
     elif run is not None:
         lines.append(_sentence(where_it_resumes(run)))
+        if (length := _length_without_state(row, store, run)) is not None:
+            lines.append(_sentence(length))
     return lines
+
+
+def _length_of(settings: Settings | None) -> tuple[int, float] | None:
+    return None if settings is None else (settings.target_samples, settings.epochs)
+
+
+def _length_without_state(row: Configuration, store: Store, run: RunState) -> str | None:
+    """What a return to these settings does to the length of the run."""
+    reached, change = where_it_goes_on(run), Change(configuration=row.number)
+    try:
+        after = edited(run.settings, change, reached, store.configurations)
+    except UsageError:
+        return None  # the supervisor refuses it and says why
+    moved = length_change(run.settings, after, reached, run.total_updates)
+    return moved or kept_length(change, after, store.configurations)
 
 
 def _sentence(words: str) -> str:

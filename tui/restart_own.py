@@ -19,6 +19,7 @@ from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_c
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.form import FormDialog, buttons, field
+from memtop.tui.restart_plan import nothing_left
 from memtop.tui.screen import TITLE_NAME, Words
 
 _FIELDS = ("batch", "accumulation", "seq_len")
@@ -69,6 +70,8 @@ class OwnProgramDialog(FormDialog[Change]):
         changed = {name: text for name, text in texts.items() if text != self._shown[name]}
         run, words = self._run, ""
         why = why_not_continued(self._grip) if run.updates else None
+        if why is None and not changed:
+            why = nothing_left(run, by_memtop=self._grip.profile is None)
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
             words = consequences(self._grip, changed, at, run.updates, run.total_updates)

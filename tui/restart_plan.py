@@ -11,7 +11,7 @@ from memtop.presets.edits import is_for_each
 from memtop.presets.fields import can_change_live
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.run.explain import length_change
+from memtop.supervisor.run import explain
 from memtop.supervisor.wire import Change, Checkpoint, Phase, RunState
 
 NUMBER_FIELDS = ("batch", "accumulation", "seq_len")
@@ -92,7 +92,7 @@ _EXPLAINED = (
 def _consequences(before: Settings, base: Settings, after: Settings, run: RunState | None) -> tuple[str, ...]:
     """`base`: the settings after the preset, `after`: after the typed values, too."""
     lines = [*data_consequences(before, after)]
-    if run is not None and (moved := _length(before, after, run)):
+    if run is not None and (moved := explain.length_change(before, after, where_it_goes_on(run), run.total_updates)):
         lines.append(moved)
     if base.splits != after.splits and base.preset != before.preset:
         lines.append(f"batch and accumulation stay as typed; preset {after.preset} alone gives {base.split_text}")
@@ -113,13 +113,12 @@ def _consequences(before: Settings, base: Settings, after: Settings, run: RunSta
     return tuple(lines)
 
 
-def _length(before: Settings, after: Settings, run: RunState) -> str | None:
-    """How the change moves the end of the run: an update in progress is done before it."""
-    reached = run.checkpoint
-    if run.alive and run.updates is not None:
-        seen = None if run.samples_seen is None else run.samples_seen + before.effective_batch
-        reached = Checkpoint(path="", updates=run.updates + 1, samples_seen=seen, complete=True)
-    return length_change(before, after, reached, run.total_updates)
+def where_it_goes_on(run: RunState) -> Checkpoint | None:
+    """From where the run goes on after a restart: an update in progress is done before it."""
+    if not run.alive or run.updates is None or run.settings is None:
+        return run.checkpoint
+    seen = None if run.samples_seen is None else run.samples_seen + run.settings.effective_batch
+    return Checkpoint(path="", updates=run.updates + 1, samples_seen=seen, complete=True)
 
 
 def _zero_words(before: Settings, after: Settings) -> str:
@@ -132,9 +131,19 @@ def _zero_words(before: Settings, after: Settings) -> str:
     return "less memory per GPU" if after.zero.stage > before.zero.stage else "more memory per GPU"
 
 
+def nothing_left(run: RunState, *, by_memtop: bool = True) -> str | None:
+    """Why a run that is complete cannot be restarted with its length; None if it is not."""
+    at, total = run.checkpoint, run.total_updates
+    if run.state is not Phase.FINISHED or at is None or not at.complete or at.updates is None or total is None:
+        return None
+    return explain.nothing_left(run.name, at.updates, total, by_memtop=by_memtop) if at.updates >= total else None
+
+
 def where_it_resumes(run: RunState) -> str:
     """One sentence on the update from which the restarted run resumes."""
     checkpoint = run.checkpoint
+    if (complete := nothing_left(run)) is not None:
+        return complete
     if run.alive:
         return "finishes its update, saves and resumes there; no sample is repeated or skipped"
     if checkpoint is None or not checkpoint.complete:

@@ -102,7 +102,8 @@ def run_line(state: RunState | Unreadable) -> str:
         return row((Verbatim(state.name), 20), (f"unreadable: {state.error}", 0))
     total = "" if state.total_updates is None else f"/{state.total_updates}"
     loss = "" if state.loss is None else f"  loss {state.loss:.4f}"
-    where = "no updates yet" if state.updates is None else f"update {state.updates}{total}{loss}"
+    nothing = "no updates" if state.state.final else "no updates yet"
+    where = nothing if state.updates is None else f"update {state.updates}{total}{loss}"
     adopted = [("(adopted)", 0)] if state.adopted else []
     cells = [(Verbatim(state.name), 20), (state.word, 10), (f"attempt {state.attempt} ", 0), (f"{where} ", 0), *adopted]
     return row(*cells)

@@ -31,7 +31,7 @@ from memtop.presets.comparison import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
-from memtop.supervisor.recovery.configuration import edited, failed_settings
+from memtop.supervisor.recovery.configuration import edited, failed_settings, kept_length
 from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
@@ -46,6 +46,7 @@ from memtop.supervisor.wire import (
     AcceptSpike,
     Answer,
     Change,
+    Checkpoint,
     CheckpointNow,
     Configuration,
     Edit,
@@ -243,6 +244,8 @@ class Planned(NamedTuple):
 
     state: RunState
     rows: tuple[Configuration, ...]
+    at: Checkpoint | None
+    """Where it resumes if the run is over."""
     after: Settings
     """The changed settings."""
 
@@ -253,10 +256,13 @@ def planned(folder: RunFolder, change: Change) -> Planned | None:
         state = read_state(folder)
         with readable_ledger(folder):
             rows = tuple(read_configurations(folder.path))
-        after = edited(state.settings, change, state.checkpoint, rows)
+        at = state.checkpoint
+        if change.state_before is not None:
+            at = checkpoints.newest_until(checkpoints.kept_states(folder.latest_state), change.state_before)
+        after = edited(state.settings, change, at, rows)
     except (MemtopError, OSError):
         return None  # The supervisor refuses it and reports the reason, or rebuilds the ledger.
-    return None if after is None else Planned(state, rows, after)
+    return None if after is None else Planned(state, rows, at, after)
 
 
 def meant(plan: Planned | None, change: Change) -> Iterator[str]:
@@ -265,9 +271,9 @@ def meant(plan: Planned | None, change: Change) -> Iterator[str]:
     if plan is None:
         return
     state = plan.state
-    if change.state_before is None:
-        length = explain.length_change(state.settings, plan.after, state.checkpoint, state.total_updates)
-        yield from [length] if length else []
+    length = explain.length_change(state.settings, plan.after, plan.at, state.total_updates)
+    length = length or kept_length(change, plan.after, plan.rows)
+    yield from [length] if length else []
     found = risk(plan.after, failed_settings(plan.rows))
     yield from [found] if found else []
 

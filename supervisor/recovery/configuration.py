@@ -112,7 +112,7 @@ def edited(
     done = checkpoint if checkpoint is not None and checkpoint.complete else None
     try:
         return edit_settings(
-            _base(settings, change.configuration, rows),
+            _base(settings, change, done, rows),
             preset=change.preset,
             max_updates=change.max_updates,
             assignments=change.assignments,
@@ -125,17 +125,30 @@ def edited(
         raise UsageError(str(error)) from None
 
 
-def _base(settings: Settings, number: int | None, rows: Sequence[Configuration]) -> Settings:
-    """What is edited: the present settings, or those of an earlier configuration with the run's
-    present length.
+def _base(settings: Settings, change: Change, done: Checkpoint | None, rows: Sequence[Configuration]) -> Settings:
+    """What is edited: the present settings, or those of an earlier configuration. Without its state
+    the run keeps its present length if it has reached the earlier one, or if that is not known in
+    samples.
     """
+    number = change.configuration
     if number is None:
         return settings
     earlier = next((row.settings for row in rows if row.number == number), None)
     if earlier is None:
         there = f"there are 1 to {rows[-1].number}" if rows else "there is none yet"
         raise UsageError(f"configuration {number}: this run has no such configuration; {there}")
+    if change.state_before is not None or earlier.target_samples > (done.samples_seen or 0 if done is not None else 0):
+        return earlier
     return replace(earlier, target_samples=settings.target_samples, epochs=settings.epochs)
+
+
+def kept_length(change: Change, after: Settings | None, rows: Iterable[Configuration]) -> str | None:
+    """That a return to an earlier configuration leaves the length of the run as it is; None if it
+    does not, or if that configuration has the same length."""
+    earlier = next((row.settings for row in rows if row.number == change.configuration), None)
+    if earlier is None or after is None or (earlier.target_samples, earlier.epochs) == (after.target_samples, after.epochs):
+        return None
+    return "the run keeps its present length"
 
 
 def live_values(before: Settings | None, after: Settings | None, also: Collection[str] = ()) -> dict[str, object]:

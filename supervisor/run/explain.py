@@ -157,6 +157,14 @@ def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
     return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
 
 
+def nothing_left(run: str, done: int, length: int, *, by_memtop: bool = True) -> str:
+    """Why a run that has finished is not restarted. `by_memtop`: memtop can make it longer."""
+    longer = f"`memtop restart {run} --max-updates N` trains longer"
+    if not by_memtop:
+        longer = "`memtop train -- COMMAND` with a greater length in the program's own options trains longer"
+    return f"nothing is left to train: {done} updates are done, and the length is {length}; {longer}"
+
+
 _NOTHING: dict[type[Request], str] = {
     FreeCache: "nothing to free",
     CheckpointNow: "nothing to save",

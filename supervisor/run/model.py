@@ -306,6 +306,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.output.update if self.by_output and self.output is not None else self.progress.update
 
     @property
+    def total_updates(self) -> int | None:
+        """As the program has reported it, or printed."""
+        printed = self.output.total_updates if self.output is not None else None
+        return printed if self.progress.total_updates is None else self.progress.total_updates
+
+    @property
     def number(self) -> int:
         """Of the newest attempt whose program was started; 0 before the first."""
         return self.attempt.number if self.attempt is not None else 0

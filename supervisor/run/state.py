@@ -16,6 +16,7 @@ from memtop.supervisor.run.grip import Grip, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.rules import spikes
 from memtop.supervisor.wire import Checkpoint, Phase, Proposal, RunState, Stage
 
@@ -29,6 +30,28 @@ def run_state(model: Model) -> RunState:
     state, progress = _reported(model), model.progress
     counted, by_hooks = progress.step is not None, progress.plan is not None
     return with_output(state, model.output, model.now.time, counted=counted, pace=progress.pace, by_hooks=by_hooks)
+
+
+def lacks_update(state: RunState) -> bool:
+    """Whether a later attempt of the run has ended without an update."""
+    return state.state.final and state.attempt > 1 and state.loss is None and state.step_seconds is None
+
+
+def with_last_update(state: RunState, ledger: Ledger) -> RunState:
+    """The run stands where the attempt before has left it, with the loss and the speed of that
+    one."""
+    row = next(iter(ledger.metrics(1)), None)
+    if row is None or row.attempt == state.attempt or state.updates not in (None, row.update):
+        return state
+    speeds = (record.configuration.samples_per_second for record in reversed(ledger.configurations()))
+    return replace(
+        state,
+        updates=row.update,
+        samples_seen=state.samples_seen or row.samples_seen,
+        loss=row.loss,
+        learning_rate=row.learning_rate,
+        samples_per_second=next((speed for speed in speeds if speed is not None), None),
+    )
 
 
 def _reported(model: Model) -> RunState:

@@ -5,7 +5,9 @@ effects carried out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sqlite3
 import sys
 import time
 from collections import deque
@@ -46,10 +48,22 @@ from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, FromAgent, Peer, Publisher
 from memtop.supervisor.run.starting import Standby
-from memtop.supervisor.run.state import run_state
+from memtop.supervisor.run.state import lacks_update, run_state, with_last_update
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
-from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Phase, Request, StateUpdate, Status, Subscribe
+from memtop.supervisor.wire import (
+    Answer,
+    Change,
+    Leave,
+    Look,
+    Outcome,
+    Phase,
+    Request,
+    RunState,
+    StateUpdate,
+    Status,
+    Subscribe,
+)
 
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
@@ -215,9 +229,8 @@ class Supervisor:
             if newest.ended is not None:
                 # What the ledger could not take at its end.
                 self._read_reports(to_the_end=True)
-            self.handle(Replayed())
-            if newest.ended is not None:
                 self._read_output(to_the_end=True)
+            self.handle(Replayed())
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -326,9 +339,17 @@ class Supervisor:
             self._ledger_problem = self._outbox.problem
             self.handle(WriteChecked(topic="ledger", problem=self._ledger_problem))
 
+    def _shown(self) -> RunState:
+        state = run_state(self.model)
+        if not lacks_update(state):
+            return state
+        with contextlib.suppress(sqlite3.Error):  # the outbox names its damage
+            state = with_last_update(state, self._outbox.ledger)
+        return state
+
     def _publish(self) -> None:
         machine = self.model.sample.machine if self.model.sample is not None else None
-        self._publisher.tick(lambda: run_state(self.model), machine)
+        self._publisher.tick(self._shown, machine)
         if self._publisher.state_file_due():
             checked = self._performer.save_state(self.model, decided=False)
             if checked is not None:
@@ -423,10 +444,10 @@ class Supervisor:
                 # Only dashboards request history.
                 peer.has_screen = history > 0
                 machine = self.model.sample.machine if self.model.sample is not None else None
-                self._check("history", self._publisher.greet(peer, history, run_state(self.model), machine))
+                self._check("history", self._publisher.greet(peer, history, self._shown(), machine))
             case Status():
                 machine = self.model.sample.machine if self.model.sample is not None else None
-                peer.send(StateUpdate(run=run_state(self.model), machine=machine))
+                peer.send(StateUpdate(run=self._shown(), machine=machine))
             case Look():
                 self._sensors.machine_watch.look_closely()
                 peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="looking closely"))

@@ -26,7 +26,7 @@ from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, Sta
 from memtop.supervisor.run.record.grip_checkpoints import newest_for
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
-from memtop.supervisor.run.state import of_program
+from memtop.supervisor.run.state import lacks_update, of_program, with_last_update
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -77,7 +77,12 @@ def read_state(folder: RunFolder) -> RunState:
         changes["reason"] = f"the supervisor is gone, training continues: memtop watch {folder.name} starts a new one"
     if changes.get("state", state.state) is not Phase.STARTING:
         changes["stage"] = None
-    return msgspec.structs.replace(state, **changes)
+    state = msgspec.structs.replace(state, **changes)
+    if lacks_update(state):
+        # Who reads the ledger for itself names its damage.
+        with contextlib.suppress(RunFolderError), reading_ledger(folder) as ledger:
+            state = state if ledger is None else with_last_update(state, ledger)
+    return state
 
 
 def _unrecorded_end(folder: RunFolder, state: RunState, *, stalled: bool) -> dict[str, Any]:

@@ -58,6 +58,27 @@ def prints(brain: Brain, first: int, **values: Any) -> None:
     brain.tell(OutputRead(seen))
 
 
+def test_a_complete_program_is_not_started_again_for_nothing() -> None:
+    def asked(total: int | None, *, held: Grip | None = None, **assignments: str) -> str:
+        brain = trains(held or grip())
+        assert brain.model.output is not None
+        brain.model = replace(brain.model, output=replace(brain.model.output, total_updates=total))
+        end(brain, 0)
+        assert brain.model.phase is Phase.FINISHED
+        request = Restart(id=1, change=Change(assignments=assignments))
+        brain.tell(Requested(client=1, request=request, states=brain.model.states))
+        return "launched" if brain.asked(Launch) else brain.answers()[-1].message
+
+    words = (
+        "nothing is left to train: 20 updates are done, and the length is 20; `memtop train -- COMMAND` with a greater length"
+    )
+    assert asked(20).startswith(words)
+    # What another batch leaves to do is not known; nor is the length, if it is not printed.
+    assert asked(20, **HALF) == asked(25) == asked(None) == "launched"
+    # It begins again.
+    assert asked(20, held=grip("chatlm"), position="lost") == "launched"
+
+
 def test_the_public_state_names_profile_and_knobs() -> None:
     found = run_state(trains(grip()).model)
     assert found.program is not None

@@ -13,11 +13,29 @@ from memtop.supervisor.run.effects import HoldState, Launch, ReleaseState, Updat
 from memtop.supervisor.run.events import Examined, Launched, LaunchRefused, RemedyFacts, StateHeld
 from memtop.supervisor.run.model import AttemptStage, CurrentAttempt, move
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, PendingRestart, Waiting
+from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.rules.attempts import foreseen
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Outcome, Phase
-from tests.run.brain import BEGUN, GIB, MIB, SETTINGS, end, restart, row, state_of, states, stop, taken_over, training
+from tests.run.brain import (
+    BEGUN,
+    GIB,
+    HALF,
+    MIB,
+    PLAN,
+    SETTINGS,
+    STEP,
+    Brain,
+    end,
+    restart,
+    row,
+    state_of,
+    states,
+    stop,
+    taken_over,
+    training,
+)
 
 
 def test_a_forecast_for_a_live_run_starts_where_it_will_stop() -> None:
@@ -46,6 +64,79 @@ def test_a_restart_begins_when_the_program_has_ended_and_happens_once() -> None:
     assert [answer.message for answer in brain.answers() if answer.outcome is Outcome.DONE] == [
         "attempt 2 started; 2 updates since the last saved state (at update 5) are done again"
     ]
+
+
+COMPLETE = "nothing is left to train: 9 updates are done, and the length is 9; `memtop restart a --max-updates N` trains longer"
+
+
+@pytest.mark.parametrize("length", [{"target_samples": 9 * SETTINGS.effective_batch}, {"target_samples": 0, "epochs": 2.0}])
+def test_a_complete_run_is_restarted_only_if_it_gets_longer_or_goes_back(length: dict[str, float]) -> None:
+    def finished() -> Brain:
+        brain = training(settings=replace(SETTINGS, **length), agents=frozenset({0}))
+        last = {**STEP, "update": 9, "samples_seen": 9 * SETTINGS.effective_batch}
+        brain.report({**PLAN, "total_updates": 9}, last, {"type": "end", "outcome": "finished", "saved": True})
+        end(brain, 0, 9, 5)
+        assert brain.model.phase is Phase.FINISHED
+        return brain
+
+    for change in (Change(), Change(assignments={"batch": "4", "accumulation": "8"}), Change(max_updates=9)):
+        brain = finished()
+        restart(brain, change)
+        assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.REFUSED, COMPLETE)
+        assert brain.asked(Launch) == []
+    for change in (Change(max_updates=10), Change(assignments={"epochs": "3"}), Change(state_before=5)):
+        brain = finished()
+        restart(brain, change)
+        assert len(brain.asked(Launch)) == 1
+
+
+@pytest.mark.parametrize("length", [{"target_samples": 20 * SETTINGS.effective_batch}, {"target_samples": 0, "epochs": 2.0}])
+def test_a_greater_length_says_what_becomes_of_the_learning_rate(length: dict[str, float]) -> None:
+    settings = replace(SETTINGS, learning_rate=1.0, final_learning_rate_fraction=0.0, warmup_fraction=0.0, **length)
+    brain = training(9, settings=settings, agents=frozenset({0}))
+    brain.report({**PLAN, "total_updates": 20})
+    restart(brain, Change(max_updates=40))
+    # The update in progress is the 10th: the next one ends at 11 of 20, or of 40.
+    words = "the run ends after update 40, not 20: the learning rate of update 11 changes from 0.4218 to 0.8247"
+    assert brain.answers()[-1].message == f"restarting from train_latest_state; {words}"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "change", "ends", "says"),
+    [
+        # It is after update 7, and the update in progress is done first.
+        (20, Change(configuration=1), 20, "the run ends after update 20, not 40: "),
+        (8, Change(configuration=1), 40, "the run keeps its present length"),
+        (0, Change(configuration=1), 40, "the run keeps its present length"),
+        (20, Change(configuration=1, state_before=5), 20, "the run ends after update 20, not 40: "),
+        (6, Change(configuration=1, state_before=5), 6, "the run ends after update 6, not 40: "),
+        (0, Change(configuration=1, state_before=5), 0, "the run ends after 2 epochs: "),
+    ],
+)
+def test_a_return_takes_the_length_of_that_time(earlier: int, change: Change, ends: int, says: str) -> None:
+    each = SETTINGS.effective_batch
+    first = replace(SETTINGS, target_samples=earlier * each, epochs=2.0)
+    longer = replace(HALF, target_samples=40 * each)
+    begun = Configurations().begin_attempt(1, "start", first, 1.0).begin_attempt(2, "longer", longer, 2.0)
+    brain = training(settings=longer, configurations=begun)
+    brain.report({**PLAN, "total_updates": 40})
+    restart(brain, change)
+    brain.tell(StateHeld())
+    assert says in brain.answers()[-1].message
+    end(brain, 0, 8, 5)
+    settings = brain.asked(Launch)[-1].settings
+    assert settings is not None
+    assert (settings.batch, settings.target_samples) == (SETTINGS.batch, ends * each)
+
+
+def test_an_attempt_that_finds_nothing_to_train_says_so() -> None:
+    brain = training(5)
+    restart(brain, Change(assignments={"batch": "1"}))
+    end(brain, 0, 9)
+    brain.tell(Launched(number=2, started=brain.wall, states=states(9)))
+    brain.report({**PLAN, "updates": 9, "resumed": True}, {"type": "end", "outcome": "finished", "saved": True})
+    end(brain, 0, 9)
+    assert (brain.model.phase, brain.model.reason) == (Phase.FINISHED, "attempt 2 made no updates")
 
 
 def test_a_change_that_turns_out_impossible_leaves_a_stopped_run() -> None:

@@ -112,7 +112,9 @@ def test_what_cannot_be_changed_is_refused_in_one_line(change: Change, words: st
 def test_a_training_that_is_complete_goes_on_only_if_it_gets_longer() -> None:
     brain = trains()
     brain.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 5})
-    words = "the training has done 5 updates, and its length is {}; for more, give a greater --max-updates"
+    words = (
+        "nothing is left to train: 5 updates are done, and the length is {}; `memtop restart a --max-updates N` trains longer"
+    )
     assert ask(brain, Change(max_updates=5)) == words.format(5)
     end(brain, 0)
     assert brain.model.phase is Phase.FINISHED

@@ -111,7 +111,8 @@ def test_a_program_that_does_not_start_returns_to_the_settings_before(runs: Runs
     assert {batch for _, batch, _ in updates(runs)} == {4}
     runs.wait("a", lambda d: d["supervisor_pid"] is None)
     told = runs.memtop("restart", "a", "--detach", status=2).stderr
-    assert told == "memtop: the training has done 48 updates, and its length is 48; for more, give a greater --max-updates\n"
+    words = "nothing is left to train: 48 updates are done, and the length is 48"
+    assert told == f"memtop: {words}; `memtop restart a --max-updates N` trains longer\n"
     told = runs.memtop("restart", "a", "--batch", "1", "--max-updates", "50", "--detach").stderr
     assert "memtop: resumes at update 48; 48 -> 50 updates: the learning rate there changes from 0 to " in told
     assert "; batch 4 x 1 -> 1 x 1: ! the effective batch changes from 4 to 1" in told

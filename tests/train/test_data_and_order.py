@@ -19,7 +19,6 @@ from memtop.train.data import Data, OpenedData, byte_document, open_data
 from memtop.train.data.samples import PackedText, collate
 from memtop.train.data.tokens import BEGIN, END, PAD, VOCABULARY, ByteTokens, TokenStore
 from memtop.train.objective import IGNORED, counted_positions
-from memtop.train.optimizers import learning_rate
 from memtop.train.order import Key, SampleOrder, Table, plan_updates, sample_digest
 from memtop.train.state_files import Cut
 
@@ -244,7 +243,7 @@ def test_the_text_is_the_machines_own_and_bounded() -> None:
 
 
 def rate(samples_seen: int, of: Settings = SETTINGS) -> float:
-    return learning_rate(of, samples_seen, of.target_samples)
+    return of.rate_at(samples_seen, of.target_samples)
 
 
 def test_the_rate_rises_then_falls_along_a_cosine() -> None:

@@ -179,6 +179,22 @@ def test_a_configuration_that_ended_by_a_kill_says_so() -> None:
         assert f"! It ended: {word}. That may happen again." in consequences(ended, store, with_state=False)
 
 
+def test_a_rollback_says_what_becomes_of_the_length() -> None:
+    store = fold(Store(), running(gpu()))
+    run = store.run
+    assert run is not None
+    assert run.settings is not None
+    assert run.samples_seen is not None
+    for samples, with_state, words in (
+        (run.samples_seen + 10 * run.settings.effective_batch, False, "The run ends after update"),
+        (run.samples_seen // 2, False, "The run keeps its present length."),
+        (run.samples_seen // 2, True, "The run gets the length of that time again."),
+    ):
+        earlier = replace(ROWS[0], settings=replace(run.settings, target_samples=samples))
+        after = fold(store, wire.ConfigurationRows(rows=(earlier, *ROWS[1:])))
+        assert [line for line in consequences(earlier, after, with_state=with_state) if line.startswith(words)]
+
+
 def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:
     peak = ROWS[1].peak
     assert peak is not None

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.presets.schema import Zero
-from memtop.supervisor.wire import Change, Checkpoint
+from memtop.supervisor.wire import Change, Checkpoint, Phase
 from memtop.tui.restart_plan import number_text, restart_plan, where_it_resumes
 from tests.tui.support import NOW, SETTINGS, run_state
 
@@ -69,6 +69,14 @@ def test_another_effective_batch_moves_the_end_of_the_run(done: dict[str, object
     if words is not None and run.alive:
         assert plan.lines[1].endswith("it keeps its number of samples (4 more updates of 128, not 15 of 32)")
     assert len(restart_plan(before, {**SAME, "batch": "4", "accumulation": "8"}, "standard", run=run).lines) == 1
+
+
+def test_a_complete_run_is_not_said_to_resume() -> None:
+    saved = Checkpoint(path="/s", updates=20, samples_seen=640, complete=True)
+    run = run_state(state=Phase.FINISHED, alive=False, total_updates=20, checkpoint=saved)
+    words = "nothing is left to train: 20 updates are done, and the length is 20; `memtop restart "
+    assert where_it_resumes(run).startswith(words)
+    assert where_it_resumes(replace(run, total_updates=21)).startswith("resumes at update 20")
 
 
 def test_all_that_a_preset_changes_is_listed() -> None:

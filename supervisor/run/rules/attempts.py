@@ -46,7 +46,23 @@ def settings_after(model: Model, change: Change) -> Settings | None:
     if model.proven is None:
         trainer.knobs_after(model, change)
         return None
-    return edited(model.proven, change, _resumed_from(model, change), model.configurations.rows)
+    after = edited(model.proven, change, _resumed_from(model, change), model.configurations.rows)
+    _check_length(model, change, after)
+    return after
+
+
+def _check_length(model: Model, change: Change, after: Settings | None) -> None:
+    """UsageError if the run has finished and these settings leave nothing to do."""
+    before, at = model.proven, _resumed_from(model, change)
+    if model.phase is not Phase.FINISHED or before is None or after is None or at is None or not at.complete:
+        return
+    if after.target_samples:
+        left = at.samples_seen is None or at.samples_seen < after.target_samples
+    else:
+        left = bool(before.target_samples) or after.epochs > before.epochs or change.state_before is not None
+    if not left:
+        done = at.updates or 0
+        raise UsageError(explain.nothing_left(model.run.name, done, model.progress.total_updates or done))
 
 
 def _resumed_from(model: Model, change: Change) -> Checkpoint | None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.recovery.configuration import live_values
+from memtop.supervisor.recovery.configuration import kept_length, live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
@@ -240,6 +240,7 @@ def _consequences(model: Model, change: Change, after: Settings | None) -> str:
     """
     before, reached = model.settings, attempts.reached_by(model, change)
     length = explain.length_change(before, after, reached, model.progress.total_updates)
+    length = length or kept_length(change, after, model.configurations.rows)
     split = explain.split_change(before, after) + (f"; {length}" if length else "")
     return split + explain.risk_of(after, model.configurations.rows)
 

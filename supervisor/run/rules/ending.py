@@ -56,6 +56,9 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
     if phase is Phase.FINISHED and (why := verification.without_training(model)) is not None:
         phase, reason, diagnosis = Phase.FAILED, why, {"summary": why, "evidence": list(event.log.lines)}
+    resumed = model.settings is not None or (model.asked is not None and model.asked.checkpoint is not None)
+    if phase is Phase.FINISHED and resumed and model.number > 1 and model.update is None:
+        reason = f"attempt {model.number} made no updates"
     verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
     if phase is Phase.FINISHED and model.left_over:
         verdict = _with_leftovers(model, event)

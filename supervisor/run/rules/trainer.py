@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.configuration import OWN_PROGRAM
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, values_of, why_not_continued
@@ -39,20 +40,21 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
 
 
 def _check_length(model: Model, knobs: dict[str, str], given: int | None) -> None:
-    """UsageError if no update is left to do: the Trainer would do one too many. `given`: the length
-    that is asked for now. A program that has failed may have something to do after its last
-    update."""
-    saved = model.states.program
-    if model.grip is None or model.grip.profile is not None or saved is None or not saved.complete:
+    """UsageError if no update is left to do: the Trainer would do one too many, others end at once.
+    `given`: the length that is asked for now. A program that has failed may have something to do
+    after its last update."""
+    grip, saved = model.grip, model.states.program
+    if grip is None or saved is None or not saved.complete or why_not_continued(grip) is not None:
         return
-    values = values_of(knobs, model.grip)
-    length = values.get("max_updates") or length_after(model.grip, values, model.progress.total_updates)
+    values = values_of(knobs, grip)
+    if grip.profile is None:
+        length = values.get("max_updates") or length_after(grip, values, model.progress.total_updates)
+    else:  # what another split makes of its length is not known
+        length = model.total_updates if knobs == model.knobs else None
     done = saved.updates if model.phase.final else model.update
     if done is None or length is None or done < length or (given is None and model.phase is not Phase.FINISHED):
         return
-    raise UsageError(
-        f"the training has done {done} updates, and its length is {length}; for more, give a greater --max-updates"
-    )
+    raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=grip.profile is None))
 
 
 def _begins_again(model: Model) -> bool:
