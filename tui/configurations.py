@@ -305,7 +305,7 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
             "trained again, their state is moved aside, not deleted."
         )
         if _length_of(row.settings) != _length_of(now.settings if now is not None else None):
-            lines.append("The run gets the length of that time again.")
+            lines.append("The run gets the length of that time again, unless nothing would be left to train.")
     elif run is not None:
         lines.append(_sentence(where_it_resumes(run)))
         if (length := _length_without_state(row, store, run)) is not None:

@@ -126,20 +126,22 @@ def edited(
 
 
 def _base(settings: Settings, change: Change, done: Checkpoint | None, rows: Sequence[Configuration]) -> Settings:
-    """What is edited: the present settings, or those of an earlier configuration. Without its state
-    the run keeps its present length if it has reached the earlier one, or if that is not known in
-    samples.
+    """What is edited: the present settings, or those of an earlier configuration. The run keeps its
+    present length if it would have nothing left to do with the earlier one, as far as that is
+    known.
     """
     number = change.configuration
     if number is None:
         return settings
-    earlier = next((row.settings for row in rows if row.number == number), None)
-    if earlier is None:
+    row = next((row for row in rows if row.number == number), None)
+    if row is None or row.settings is None:
         there = f"there are 1 to {rows[-1].number}" if rows else "there is none yet"
         raise UsageError(f"configuration {number}: this run has no such configuration; {there}")
-    if change.state_before is not None or earlier.target_samples > (done.samples_seen or 0 if done is not None else 0):
-        return earlier
-    return replace(earlier, target_samples=settings.target_samples, epochs=settings.epochs)
+    if row.settings.target_samples:
+        left = done is None or (done.samples_seen or 0) < row.settings.target_samples
+    else:  # in epochs: what that is in samples is not known
+        left = change.state_before is not None and row.outcome != "finished"
+    return row.settings if left else replace(row.settings, target_samples=settings.target_samples, epochs=settings.epochs)
 
 
 def kept_length(change: Change, after: Settings | None, rows: Iterable[Configuration]) -> str | None:

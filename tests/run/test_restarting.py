@@ -110,6 +110,7 @@ def test_a_greater_length_says_what_becomes_of_the_learning_rate(length: dict[st
         (0, Change(configuration=1), 40, "the run keeps its present length"),
         (20, Change(configuration=1, state_before=5), 20, "the run ends after update 20, not 40: "),
         (6, Change(configuration=1, state_before=5), 6, "the run ends after update 6, not 40: "),
+        (5, Change(configuration=1, state_before=5), 40, "the run keeps its present length"),
         (0, Change(configuration=1, state_before=5), 0, "the run ends after 2 epochs: "),
     ],
 )

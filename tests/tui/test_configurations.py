@@ -188,7 +188,7 @@ def test_a_rollback_says_what_becomes_of_the_length() -> None:
     for samples, with_state, words in (
         (run.samples_seen + 10 * run.settings.effective_batch, False, "The run ends after update"),
         (run.samples_seen // 2, False, "The run keeps its present length."),
-        (run.samples_seen // 2, True, "The run gets the length of that time again."),
+        (run.samples_seen // 2, True, "The run gets the length of that time again, unless"),
     ):
         earlier = replace(ROWS[0], settings=replace(run.settings, target_samples=samples))
         after = fold(store, wire.ConfigurationRows(rows=(earlier, *ROWS[1:])))
