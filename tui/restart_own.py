@@ -11,13 +11,15 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Static
 
+from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.wire import Change, RunState
+from memtop.supervisor.wire import Change, Checkpoint, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.restart_plan import nothing_left
 from memtop.tui.screen import TITLE_NAME, Words
@@ -35,6 +37,28 @@ def grip_of(run: RunState) -> Grip | None:
     return grip if grip is not None and any(getattr(grip, name) is not None for name in _FIELDS) else None
 
 
+def resumed_from(run: RunState) -> Checkpoint | None:
+    """From where memtop lets the user's own program go on, or the program itself is known to; None
+    if it begins again."""
+    try:
+        file = RunFolder(Path(run.folder)).state()
+    except RunFolderError:
+        file = None
+    held = file is not None and file.grip is not None and why_not_continued(file.grip) is None
+    if not held and not run.resumes:
+        return None
+    at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
+    return at if at is not None and at.complete else None
+
+
+def where_own_resumes(run: RunState) -> str:
+    """The same in one sentence."""
+    at = resumed_from(run)
+    if at is None:
+        return explain.FROM_ZERO
+    return "resumes from its newest checkpoint" if at.updates is None else f"resumes at update {units.count(at.updates)}"
+
+
 class OwnProgramDialog(FormDialog[Change]):
     """Closes with the change to send, or None."""
 
@@ -49,12 +73,13 @@ class OwnProgramDialog(FormDialog[Change]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog form") as box:
-            box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)} from its newest checkpoint")
+            box.border_title = tr(f"Restart {shortened(self._run.name, TITLE_NAME)}")
             with Horizontal(classes="fields"):
                 for name, text in self._shown.items():
                     yield from field(name, text)
             yield Words(id="problem", classes="problem")
             yield Words(id="consequences")
+            yield Words(tr(where_own_resumes(self._run)), id="resumes", classes="muted")
             yield Static(clean(" ".join(self._run.command)), classes="muted", markup=False)
             yield from buttons("Restart")
 
@@ -71,7 +96,7 @@ class OwnProgramDialog(FormDialog[Change]):
         run, words = self._run, ""
         why = why_not_continued(self._grip) if run.updates else None
         if why is None and not changed:
-            why = nothing_left(run, by_memtop=self._grip.profile is None)
+            why = nothing_left(run, resumed_from(run))
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
             words = consequences(self._grip, changed, at, run.updates, run.total_updates)

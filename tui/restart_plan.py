@@ -131,9 +131,10 @@ def _zero_words(before: Settings, after: Settings) -> str:
     return "less memory per GPU" if after.zero.stage > before.zero.stage else "more memory per GPU"
 
 
-def nothing_left(run: RunState, *, by_memtop: bool = True) -> str | None:
-    """Why a run that is complete cannot be restarted with its length; None if it is not."""
-    at, total = run.checkpoint, run.total_updates
+def nothing_left(run: RunState, at: Checkpoint | None) -> str | None:
+    """Why a run that is complete cannot be restarted with its length; None if it is not. `at`: from
+    where it goes on."""
+    total, by_memtop = run.total_updates, run.program is None or run.program.profile is None
     if run.state is not Phase.FINISHED or at is None or not at.complete or at.updates is None or total is None:
         return None
     return explain.nothing_left(run.name, at.updates, total, by_memtop=by_memtop) if at.updates >= total else None
@@ -142,7 +143,7 @@ def nothing_left(run: RunState, *, by_memtop: bool = True) -> str | None:
 def where_it_resumes(run: RunState) -> str:
     """One sentence on the update from which the restarted run resumes."""
     checkpoint = run.checkpoint
-    if (complete := nothing_left(run)) is not None:
+    if (complete := nothing_left(run, checkpoint)) is not None:
         return complete
     if run.alive:
         return "finishes its update, saves and resumes there; no sample is repeated or skipped"

@@ -17,7 +17,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
-from memtop.supervisor import units, wire
+from memtop.supervisor import wire
 from memtop.supervisor.clean import clean
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
@@ -33,6 +33,8 @@ from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fact, fit,
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
 from memtop.tui.queue import QueueDialog
+from memtop.tui.restart_own import resumed_from, where_own_resumes
+from memtop.tui.restart_plan import nothing_left, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine
 from memtop.tui.store import Store
 
@@ -325,9 +327,12 @@ class RunsScreen(FullScreen):
         if row.run.alive or not (row.run.state.final or waits):
             self.say(f"{row.name} is {row.run.word}: there is nothing to resume")
             return
-        saved = row.run.checkpoint if row.run.resumes else None
-        where = "from the beginning" if saved is None else f"from update {units.count(saved.updates)}"
-        lines = [f"{clean(row.name)} goes on {where}, with its last settings."]
+        own = row.run.settings is None
+        if (complete := nothing_left(row.run, resumed_from(row.run) if own else row.run.checkpoint)) is not None:
+            self.say(complete)
+            return
+        where = where_own_resumes(row.run) if own else where_it_resumes(row.run)
+        lines = [f"{clean(row.name)}, with its last settings: {where}."]
         title, word = ("Begin a waiting run", "Begin now") if waits else ("Resume a run", "Resume")
         if waits:
             lines = [f"{clean(row.name)} waits no longer and begins at once, whatever else runs."]

@@ -226,11 +226,13 @@ def _repeated_updates(folder: RunFolder, change: Change) -> str | None:
 
 
 def _of_own_program(folder: RunFolder, change: Change) -> str | None:
-    """What the change means for a program built on Hugging Face's Trainer that is not running now.
-    A supervisor says it of one that runs."""
+    """What the change means for the user's own program, which is not running now. A supervisor says
+    it of one that runs."""
     state, file = read_state(folder), folder.state()
-    if file is None or file.grip is None or state.settings is not None:
+    if file is None or state.settings is not None:
         return None
+    if file.grip is None:
+        return explain.FROM_ZERO
     found = grip_checkpoints.newest_for(folder.path, file.grip, file.grip.since)
     if found is None or not found.complete:
         return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"

@@ -157,6 +157,10 @@ def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
     return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
 
 
+FROM_ZERO = "starts again from update 0, unless it resumes by itself: memtop knows no checkpoint of this program"
+"""What a restart does to the user's own program if memtop has nothing to resume from."""
+
+
 def nothing_left(run: str, done: int, length: int, *, by_memtop: bool = True) -> str:
     """Why a run that has finished is not restarted. `by_memtop`: memtop can make it longer."""
     longer = f"`memtop restart {run} --max-updates N` trains longer"

@@ -182,7 +182,7 @@ def test_a_program_that_does_not_save_on_a_signal_is_not_given_longer(why: str) 
             "stopping: the program finishes its update, saves and exits",
             "the training process saves after the present update",
             # A program that saves may still begin anew.
-            "restarting: the same command starts again",
+            f"restarting: the same command {explain.FROM_ZERO}",
         ),
         *(
             (
@@ -190,7 +190,7 @@ def test_a_program_that_does_not_save_on_a_signal_is_not_given_longer(why: str) 
                 offers,
                 "stopping: memtop sends SIGINT to the program; what it saves is up to the program",
                 "this program cannot save on request",
-                "restarting: the same command starts again",
+                f"restarting: the same command {explain.FROM_ZERO}",
             )
             for offers in (None, frozenset({"free_cache"}))
         ),

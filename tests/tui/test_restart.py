@@ -272,6 +272,7 @@ async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own(tmp_
     async with opened(feed, size=(100, 30)) as (app, pilot):
         await press(pilot, "r")
         assert "the same settings as now" in words(app)
+        assert "resumes at update 5" in words(app)
         app.screen.query_one("#batch", Input).value = "none"
         await settle(pilot)
         assert "batch none: must be a whole number from 1 on" in words(app)

@@ -34,6 +34,7 @@ from memtop.tui.runs import RunsScreen
 from memtop.tui.screen import ConfirmDialog
 from tests.conftest import Runs
 from tests.run.brain import spec
+from tests.run.test_rollback import state
 from tests.terminal import Terminal
 from tests.tui.support import SETTINGS, RecordingFeed, machine, press, running, screen_text, settle
 
@@ -159,6 +160,11 @@ async def listed(
         yield app, pilot, screen
 
 
+def words(app: DashboardApp) -> str:
+    """The text of a dialog without its borders."""
+    return " ".join(screen_text(app).replace("│", " ").split())
+
+
 def names(screen: RunsScreen) -> list[str]:
     return [row.name for row in screen.rows]
 
@@ -257,13 +263,27 @@ async def test_a_run_is_resumed_after_a_question(three: Path, monkeypatch: pytes
     async with listed(three) as (app, pilot, _):
         await press(pilot, "r")
         assert isinstance(app.screen, ConfirmDialog)
-        assert "from the beginning" in screen_text(app)
+        assert "starts at the first update: nothing has been saved yet" in words(app)
         await press(pilot, "n")
         assert asked == []
         await press(pilot, "r", "y")
         await settle(pilot)
         assert asked == [three / "new"]
         assert "new: the run resumes" in screen_text(app)
+
+
+async def test_what_a_restart_means_is_said_before(three: Path) -> None:
+    whole = stored(three, "whole", NOW + 60, updates=40)
+    state(whole.latest_state, 40)
+    async with listed(three, wanted=4) as (app, pilot, screen):
+        await press(pilot, "r")
+        assert app.screen is screen
+        assert "nothing is left to train: 40 updates are done" in screen_text(app)
+    stored(three, "own", NOW + 120, settings=None, command=("python", "train.py"))
+    async with listed(three, wanted=5) as (app, pilot, _):
+        await press(pilot, "r")
+        assert isinstance(app.screen, ConfirmDialog)
+        assert "starts again from update 0, unless it resumes by itself" in words(app)
 
 
 async def test_a_read_only_list_resumes_nothing(three: Path) -> None:

@@ -84,7 +84,7 @@ async def restart(dashboard: Dashboard, key: str) -> None:
 
 
 async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> Change | None:
-    from memtop.tui.restart_own import OwnProgramDialog, grip_of
+    from memtop.tui.restart_own import OwnProgramDialog, grip_of, where_own_resumes
 
     grip = grip_of(run)
     if grip is not None:
@@ -93,7 +93,7 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
         f"Restart {run.name} with the same command?",
         "",
         Verbatim(" ".join(run.command)),
-        "Its settings are not known, so none can be changed here.",
+        f"It {where_own_resumes(run)}. Its settings are not known, so none can be changed here.",
     ]
     answer = await dashboard.app.push_screen_wait(ConfirmDialog("Restart", lines, confirm="Restart"))
     return Change() if answer else None

@@ -184,7 +184,7 @@ def _restarting(model: Model) -> str:
     if model.grip is not None:
         return _resuming(model)
     if model.settings is None:
-        return "restarting: the same command starts again"
+        return f"restarting: the same command {explain.FROM_ZERO}"
     if model.saved is None and not model.alive:
         why = "nothing has been saved yet" if model.states.newest is None else "the saved state is not complete"
         return f"starting at the first update: {why}"
