@@ -25,7 +25,17 @@ from memtop.supervisor.run.notices import targets_of
 from memtop.supervisor.run.queue import REVIVE_SECONDS, begin_next, revive_queued, spec_like
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ownership import why_not_own
-from memtop.supervisor.run.runs import COLUMNS, Placed, RunRow, living_elsewhere, placed, row_of, run_folders, with_turns
+from memtop.supervisor.run.runs import (
+    COLUMNS,
+    Placed,
+    RunRow,
+    living_elsewhere,
+    placed,
+    row_of,
+    run_folders,
+    stamp_of,
+    with_turns,
+)
 from memtop.supervisor.run.starting import free_name, start_run
 from memtop.supervisor.wire import Change, Phase
 from memtop.tui.choices import order_of, order_text
@@ -124,7 +134,7 @@ class RunsScreen(FullScreen):
             for path in gone:
                 del self._rows[path]
             # The newest first: they are at the top.
-            wanted = [folder for folder in reversed(folders) if _changes(self._rows.get(folder.path))]
+            wanted = await asyncio.to_thread(lambda: [one for one in reversed(folders) if _changes(self._rows.get(one.path))])
             for first in range(0, len(wanted), _AT_ONCE):
                 part = wanted[first : first + _AT_ONCE]
                 rows = await asyncio.to_thread(self._rows_of, part)
@@ -438,8 +448,8 @@ def _folders(runs_dir: Path) -> list[RunFolder]:
 
 
 def _changes(row: RunRow | None) -> bool:
-    """Whether a run must be read again."""
-    return row is None or row.run is None or row.run.alive or not row.run.state.final
+    """Whether a run must be read again. One that is over may have been restarted since."""
+    return row is None or row.run is None or row.run.alive or not row.run.state.final or row.stamp != stamp_of(row.folder)
 
 
 def _searchable(row: RunRow) -> str:

@@ -97,6 +97,8 @@ class RunRow(NamedTuple):
     """Of a run that waits in the queue: the smallest is the next."""
     turn: int | None = None
     """Of a run that waits in the queue: 1 is the next of its folder."""
+    stamp: tuple[int, ...] = ()
+    """What `stamp_of` was when it was read."""
 
     @property
     def name(self) -> str:
@@ -113,9 +115,23 @@ class RunRow(NamedTuple):
         return next((Path(word).name for word in words if word.endswith(".py")), Path(words[0]).name if words else None)
 
 
+def stamp_of(folder: RunFolder) -> tuple[int, ...]:
+    """A value that changes when the run begins another attempt, or its state is written."""
+    found = []
+    for path in (folder.state_path, folder.path / "attempts"):
+        with contextlib.suppress(OSError):  # `row_of` names what cannot be read
+            found.append(path.stat().st_mtime_ns)
+    return tuple(found)
+
+
 def row_of(folder: RunFolder) -> RunRow:
     """What a list shows of a run, or why it cannot be read. Of a run whose ledger is damaged, it
     shows what `state.json` says."""
+    stamp = stamp_of(folder)
+    return _read(folder)._replace(stamp=stamp)
+
+
+def _read(folder: RunFolder) -> RunRow:
     run = place = None
     try:
         spec = folder.spec()

@@ -286,6 +286,16 @@ async def test_what_a_restart_means_is_said_before(three: Path) -> None:
         assert "starts again from update 0, unless it resumes by itself" in words(app)
 
 
+async def test_a_run_that_was_restarted_is_read_again(three: Path) -> None:
+    async with listed(three) as (app, pilot, screen):
+        folder = RunFolder(three / "old")
+        run = RunState(name="old", folder=str(folder.path), state=Phase.FINISHED, attempt=2, created=NOW)
+        write_json(folder.state_path, StateFile(run=run, socket="none"))
+        while "failed" in screen_text(app):
+            await pilot.pause(0.02)
+        assert [row.run.attempt for row in screen.rows if row.run is not None] == [1, 1, 2]
+
+
 async def test_a_read_only_list_resumes_nothing(three: Path) -> None:
     feed = RecordingFeed(machine())
     feed.read_only = True
