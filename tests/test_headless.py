@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import pytest
 from memtop.cli import foreground
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
+from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate, Stop, Subscribe
 from tests.conftest import UNTIL_GO, Runs, wait_for_file
 from tests.tui.support import SETTINGS
 
@@ -114,6 +116,45 @@ def test_a_supervisor_that_repeatedly_fails_to_start_is_an_error(
     monkeypatch.setattr(foreground.starting, "revive", revive)
     with pytest.raises(RunFolderError, match="in use"):
         follow(*[STATE] * 9)
+
+
+def _twice() -> None:
+    """Ctrl+C and a signal at once: two equal ones may become one."""
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_two_interrupts_at_once_stop_the_run_too(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    sent: list[Request] = []
+
+    class Interrupted(Connection):
+        async def send(self, request: Request) -> None:
+            sent.append(request)
+
+        async def receive(self) -> Message | None:
+            _twice()
+            await asyncio.Event().wait()
+            return None
+
+    assert follow(Interrupted()) == 130
+    assert [type(request) for request in sent] == [Subscribe, Stop]
+    assert "it is still being stopped; memtop show" in capsys.readouterr().err
+
+
+def test_a_run_whose_supervisor_was_not_reached_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def nobody(path: Path) -> Connection:
+        _twice()
+        raise NotRunningError("nobody")
+
+    monkeypatch.setattr(foreground, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(foreground.starting, "revive", lambda path: False)
+    monkeypatch.setattr(foreground.client.AsyncRunClient, "connect", nobody)
+    monkeypatch.setattr(foreground, "read_state", lambda folder: STATE)
+    assert foreground.follow(RunFolder(tmp_path / "a"), since=0.0) == 130
+    words = "run a goes on: its supervisor does not answer, so nothing was stopped; memtop stop a stops it\n"
+    assert capsys.readouterr().err.endswith(words)
 
 
 def test_earlier_events_are_not_printed(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

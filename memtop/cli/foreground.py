@@ -64,6 +64,7 @@ class _Follower:
         self._folder = folder
         self._interrupts = 0
         self._stop_printed = False
+        self._stop_sent = False
         self._silence_printed = False
         self._last_line = 0.0
         self._last_update: int | None = None
@@ -134,7 +135,7 @@ class _Follower:
         stop_asked = False
         pending = asyncio.ensure_future(connection.receive())
         try:
-            while self._interrupts < 2:
+            while self._interrupts < 2 or not stop_asked:
                 done, _ = await asyncio.wait({pending}, timeout=0.2)
                 if self._interrupts and not stop_asked:
                     # Send it to each new supervisor: the one before may have died before it stopped
@@ -144,6 +145,7 @@ class _Follower:
                         self._print(f"stopping{self._what_it_saves()}; Ctrl+C again does not wait for that")
                     self._stop_printed = True
                     await connection.send(Stop(id=2))
+                    self._stop_sent = True
                 if not done:
                     continue
                 finished, pending = pending, asyncio.ensure_future(connection.receive())
@@ -235,7 +237,11 @@ class _Follower:
         state = self._state
         if state is None or (self._interrupts and not state.state.final):
             name = self._folder.name
-            self._print(f"run {name}: it is still being stopped; memtop show {name} shows how it ended")
+            if self._stop_sent:
+                self._print(f"run {name}: it is still being stopped; memtop show {name} shows how it ended")
+            else:
+                why = "its supervisor does not answer, so nothing was stopped"
+                self._print(f"run {name} goes on: {why}; memtop stop {name} stops it")
             return 130
         if state.state is Phase.FAILED and state.proposal is not None:
             for line in proposal_lines(state.proposal, resumes=state.resumes):
