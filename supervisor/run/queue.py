@@ -133,13 +133,20 @@ def _goes_on(folder: RunFolder, state: RunState) -> bool:
     return state.alive or (not state.state.final and view.supervisor_alive(folder))
 
 
+def names_of(spec: RunSpec) -> frozenset[str] | None:
+    """The GPUs that a run names, by number or uuid; None if it may use any."""
+    named = spec.settings.gpus if spec.settings is not None else spec.gpus
+    if named:
+        return frozenset(name.strip() for name in named.split(","))
+    on_cpu = spec.settings is not None and spec.settings.device == "cpu"
+    return frozenset() if on_cpu else None
+
+
 def _cards(spec: RunSpec, machine: MachineSnapshot) -> tuple[GpuSample, ...]:
     """The GPUs of a run; all of the machine if it may use any."""
-    named = spec.settings.gpus if spec.settings is not None else spec.gpus
-    if not named:
-        on_cpu = spec.settings is not None and spec.settings.device == "cpu"
-        return () if on_cpu else machine.gpus
-    names = {name.strip() for name in named.split(",")}
+    names = names_of(spec)
+    if names is None:
+        return machine.gpus
     return tuple(gpu for gpu in machine.gpus if str(gpu.index) in names or (gpu.uuid or "") in names)
 
 

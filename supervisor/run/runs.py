@@ -95,8 +95,10 @@ class RunRow(NamedTuple):
     """It is in another runs folder than the one that is listed."""
     place: float | None = None
     """Of a run that waits in the queue: the smallest is the next."""
+    gpus: frozenset[str] | None = None
+    """Of a run that waits in the queue: the GPUs that it names; None if it may use any."""
     turn: int | None = None
-    """Of a run that waits in the queue: 1 is the next of its folder."""
+    """Of a run that waits in the queue: 1 is the next of its folder on its GPUs."""
     stamp: tuple[int, ...] = ()
     """What `stamp_of` was when it was read."""
 
@@ -132,18 +134,18 @@ def row_of(folder: RunFolder) -> RunRow:
 
 
 def _read(folder: RunFolder) -> RunRow:
-    run = place = None
+    run = place = gpus = None
     try:
         spec = folder.spec()
         run = view.read_state(folder)
         if run.state is Phase.QUEUED and spec.queue:
             # It loads what starts supervisors.
-            from memtop.supervisor.run.queue import place_of
+            from memtop.supervisor.run.queue import names_of, place_of
 
-            place = place_of(folder, spec)
+            place, gpus = place_of(folder, spec), names_of(spec)
         with reading_ledger(folder) as ledger:
             if ledger is None:
-                return RunRow(folder, run, place=place)
+                return RunRow(folder, run, place=place, gpus=gpus)
             attempts = ledger.attempts()
             peaks = [attempt.peak_bytes for attempt in attempts] + [ledger.highest_peak(run.attempt)]
             host_peak = ledger.host_peak()
@@ -156,17 +158,26 @@ def _read(folder: RunFolder) -> RunRow:
     joules = [attempt.energy_joules for attempt in attempts if attempt.energy_joules is not None]
     highest = max((peak for peak in peaks if peak is not None), default=None)
     energy = sum(joules) if joules else None
-    return RunRow(folder, run, peak_bytes=highest, host_peak=host_peak, energy_joules=energy, place=place)
+    return RunRow(folder, run, peak_bytes=highest, host_peak=host_peak, energy_joules=energy, place=place, gpus=gpus)
 
 
 def with_turns(rows: Iterable[RunRow]) -> list[RunRow]:
     """The rows, with the turn of each run that waits in the queue of its folder."""
-    found = list(rows)
-    waiting: dict[Path, list[RunRow]] = {}
+    found, waiting, turns = list(rows), dict[Path, list[RunRow]](), dict[Path, int]()
     for row in sorted((row for row in found if row.place is not None), key=lambda row: (row.place, row.name)):
-        waiting.setdefault(row.folder.path.parent, []).append(row)
-    turns = {row.folder.path: turn for queue in waiting.values() for turn, row in enumerate(queue, 1)}
+        before = waiting.setdefault(row.folder.path.parent, [])
+        turns[row.folder.path] = 1 + sum(_waits_for(row.gpus, one.gpus) for one in before)
+        before.append(row)
     return [row._replace(turn=turns.get(row.folder.path)) for row in found]
+
+
+def _waits_for(mine: frozenset[str] | None, theirs: frozenset[str] | None) -> bool:
+    """Whether a run that names these GPUs waits for one that does, as far as the names show it: a
+    number and a uuid may be one GPU."""
+    if not mine or theirs is None:
+        return True
+    numbers = {name.isdecimal() for name in mine | theirs}
+    return bool(mine & theirs) or (bool(theirs) and len(numbers) > 1)
 
 
 # --- the table ------------------------------------------------------------------------------------

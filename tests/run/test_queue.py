@@ -174,6 +174,15 @@ def test_the_list_of_runs_shows_whose_turn_it_is(tmp_path: Path) -> None:
     assert states == {"name": "state", "x": "queued 2", "y": "queued 3", "z": "queued 1", "t": "training", "w": "queued"}
 
 
+def test_only_runs_on_the_same_gpus_take_a_turn(tmp_path: Path) -> None:
+    """A number and a uuid may be one GPU; a run on the CPU waits for all."""
+    places = {"x": "0", "y": "1", "z": "0,1", "u": "GPU-1", "c": "", "v": "2"}
+    for n, (name, gpus) in enumerate(places.items()):
+        run_in(tmp_path, name, Phase.QUEUED, lives=True, created=n, gpus=gpus)
+    rows = with_turns(map(row_of, run_folders(tmp_path)))
+    assert {row.name: row.turn for row in rows} == {"x": 1, "y": 1, "z": 3, "u": 4, "c": 5, "v": 2}
+
+
 def test_only_a_run_that_waits_for_its_turn_can_be_the_next(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not wait: it is training"):
         begin_next(run_in(tmp_path, "a", Phase.TRAINING, lives=True))
