@@ -405,6 +405,28 @@ async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest
             await pilot.pause(0.05)
 
 
+async def test_a_failure_stays_although_the_state_changes_right_after_it() -> None:
+    feed = RecordingFeed(running(gpu()))
+    feed.answers = ((wire.Outcome.FAILED, "the disk is full"),)
+    async with opened(feed, "f") as (app, pilot):
+        feed.send(running(gpu(), state=wire.Phase.STOPPED, alive=False))
+        await settle(pilot)
+        assert "✗ the disk is full" in screen_text(app)
+
+
+async def test_a_failure_under_another_screen_is_about_the_state_at_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footer, "MESSAGE_SECONDS", 0.2)
+    feed = RecordingFeed(running(gpu()))
+    async with opened(feed, "o") as (app, pilot):
+        # The dashboard below is not drawn meanwhile.
+        feed.send(running(gpu(), state=wire.Phase.STOPPING))
+        await settle(pilot)
+        app.dashboard.say("the disk is full", "failed")
+        await press(pilot, "escape")
+        await pilot.pause(0.4)
+        assert "✗ the disk is full" in screen_text(app)
+
+
 async def test_a_message_under_another_screen_is_a_toast() -> None:
     feed = training_feed()
     async with opened(feed, "o", notifications=True) as (app, pilot):
