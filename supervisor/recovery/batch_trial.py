@@ -77,7 +77,7 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
     if tried:
         return f"{title}: B {min(tried)} ran out of memory in this run"
     if forecast is not None and forecast.fraction is not None and forecast.fraction >= EDGE_FROM:
-        size = f"{units.size(forecast.peak_bytes)} of {units.size(forecast.total_bytes)}"
+        size = f"{units.size(forecast.taken_bytes)} of {units.size(forecast.total_bytes)}"
         return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
     if forecast is None or forecast.fraction is None:
         return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
