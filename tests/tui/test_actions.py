@@ -172,7 +172,7 @@ async def test_a_digit_shows_the_preset_and_enter_applies_it() -> None:
             assert isinstance(app.screen, PresetDialog)
             assert app.screen.query_one(LineList).cursor == name
             assert "4 x 8 x 1" in screen_text(app)
-            (at,) = [row for row in screen_text(app).splitlines() if "▸" in row and name in row]
+            (at,) = [row for row in screen_text(app).splitlines() if re.search(r"▸[● ] \d ", row)]
             assert f"▸  {key}    {name} " in at
             (present,) = [row for row in screen_text(app).splitlines() if "●" in row and "│" in row]
             assert " ● 5    standard " in present
