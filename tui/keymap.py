@@ -7,6 +7,7 @@ from pathlib import Path
 
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.store import ConnectionState, Store, candidates, holders
+from memtop.tui.words import lack_of_memory
 
 
 @dataclass(frozen=True)
@@ -311,8 +312,10 @@ def foreign(action: Action, run: RunState) -> str | None:
 
 def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
     if action.id == "recovery":
-        open_ = store.proposal is not None or run.spike is not None
-        return None if open_ else "the run has not run out of memory, and its loss has had no spike"
+        if store.proposal is not None or run.spike is not None:
+            return None
+        lack = lack_of_memory(store.configurations)
+        return "the run has not run out of memory, and its loss has had no spike" if lack is None else lack[0]
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
     if action.id == "whole_log":

@@ -20,10 +20,20 @@ from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.schema import Settings
 from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.wire import RunState
-from memtop.tui.line import STRONG, TEXT, Line, cropped, foreign
+from memtop.tui.line import MUTED, STRONG, TEXT, Line, cropped, foreign, wrap_within
 from memtop.tui.line_list import Entry, LineList, ListContent
+from memtop.tui.panel import LinePanel
 from memtop.tui.restart_plan import where_it_resumes
-from memtop.tui.screen import Dialog, KeysDialog, Words
+from memtop.tui.screen import Dialog, KeysDialog
+from memtop.tui.store import Store
+
+_WIDEST = 130
+_SIDES = 4
+"""Cells of the frame and of the margins beside the text."""
+_TABLE = 14
+"""The most lines of the table."""
+_AROUND = 2 + 1 + 2
+"""Lines of the frame, below the table, and of the buttons."""
 
 
 class PresetDialog(Dialog[str]):
@@ -62,8 +72,7 @@ class PresetDialog(Dialog[str]):
         with Vertical(classes="dialog presets") as box:
             box.border_title = tr(f"Preset for {self._run.name}")
             yield LineList(self._draw)
-            yield Words(id="description", classes="muted")
-            yield Words(tr(where_it_resumes(self._run)), classes="muted")
+            yield LinePanel(self._draw_description, id="description")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("Apply"), id="confirm", variant="primary", compact=True)
@@ -82,16 +91,35 @@ class PresetDialog(Dialog[str]):
             if look.preset.key == key:
                 self.query_one(LineList).move_to(name)
 
+    def on_resize(self) -> None:
+        self._describe()
+
     @on(LineList.Moved)
     def _pointed(self) -> None:
-        chosen = self._chosen()
-        if chosen is not None:
-            self.query_one("#description", Words).say(_description(self._outlooks[chosen]))
+        if self._chosen() is not None:
+            self._describe()
 
     @on(LineList.Chosen)
     @on(Button.Pressed, "#confirm")
     def action_apply(self) -> None:
         self.dismiss(self._chosen())
+
+    def _describe(self) -> None:
+        """Show the text of the preset under the cursor, on as many lines as it needs and as there
+        is room for."""
+        panel = self.query_one("#description", LinePanel)
+        width = min(_WIDEST, self.app.size.width * 96 // 100) - _SIDES
+        panel.styles.height = len(self._described(width))
+        panel.show(Store())
+
+    def _draw_description(self, store: Store, width: int, height: int) -> list[Line]:
+        return self._described(width)[:height]
+
+    def _described(self, width: int) -> list[Line]:
+        chosen = self._chosen()
+        table = min(_TABLE, len(self._outlooks) + 1)
+        room = self.app.size.height * 96 // 100 - table - _AROUND
+        return [] if chosen is None else described(self._outlooks[chosen], where_it_resumes(self._run), width, room)
 
     def action_keys(self) -> None:
         self.app.push_screen(KeysDialog(self))
@@ -164,23 +192,41 @@ def _cells(look: Outlook, settings: Settings) -> tuple[str, ...]:
     )
 
 
-def _description(look: Outlook) -> str:
-    """The preset in words: what a switch changes in this run, and what a new run would use."""
-    changed = _listed(look.changes) or tr("nothing changes")
-    lines = [separator(". ").join((tr(look.preset.title), tr(look.preset.description)))]
-    lines.append(f"{tr('Switch')}{separator(': ')}{tr(look.switch)}{separator(', ')}{changed}")
+def described(look: Outlook, resumes: str, width: int, room: int) -> list[Line]:
+    """The preset in words on so many lines: what a switch changes in this run, where it resumes,
+    and what a new run would use. The least important words are cut first."""
+    texts = {
+        "preset": separator(". ").join((tr(look.preset.title), tr(look.preset.description))),
+        "switch": _of_a_switch(look),
+        "risk": "" if look.risk is None else tr(f"! {look.risk}"),
+        "resumes": "" if look.switch == "refused" else tr(resumes),
+        "whole": _as_a_new_run(look),
+    }
+    lines: dict[str, list[Line]] = {}
+    for name in ("switch", "risk", "resumes", "preset", "whole"):
+        left = room - sum(map(len, lines.values()))
+        if texts[name] and left > 0:
+            lines[name] = wrap_within(Verbatim(texts[name]), width, left, MUTED if name != "risk" else "edge")
+    return [part for name in texts for part in lines.get(name, ())]
+
+
+def _of_a_switch(look: Outlook) -> str:
     if look.switch == "refused":
-        lines[1] = tr(f"Switch: refused, {look.reason}")
-    elif look.switch == "converts":
-        lines[1] += f" ({tr(look.reason)})"
-    if look.risk is not None:
-        lines.append(tr(f"! {look.risk}"))
-    if look.switch_whole == "refused" and look.reason_whole != look.reason:
-        lines.append(tr(f"Whole: refused, {look.reason_whole}"))
-    elif look.switch_whole != "refused" and look.whole_changes != look.changes:
-        head = tr(f"Whole ({look.switch_whole}, memtop train --fresh --preset {look.preset.name})")
-        lines.append(f"{head}{separator(': ')}{_listed(change for change in look.whole_changes if change not in look.changes)}")
-    return "\n".join(lines)
+        return tr(f"Switch: refused, {look.reason}")
+    changed = _listed(look.changes) or tr("nothing changes")
+    why = f" ({tr(look.reason)})" if look.switch == "converts" else ""
+    return f"{tr('Switch')}{separator(': ')}{tr(look.switch)}{separator(', ')}{changed}{why}"
+
+
+def _as_a_new_run(look: Outlook) -> str:
+    """What else changes with all values of the preset; empty if nothing does, or if a switch is
+    refused for the same reason."""
+    if look.switch_whole == "refused":
+        return "" if look.reason_whole == look.reason else tr(f"As a new run: refused, {look.reason_whole}")
+    if look.whole_changes == look.changes:
+        return ""
+    head = tr(f"As a new run (memtop train --fresh --preset {look.preset.name})")
+    return f"{head}{separator(': ')}{_listed(change for change in look.whole_changes if change not in look.changes)}"
 
 
 def _listed(changes: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ def predicted_line(forecast: Forecast, width: int) -> Line:
     if forecast.fraction is None:
         return fit(line((f"~{units.size(forecast.peak_bytes)} predicted", "predicted")), width)
     of = units.scale(forecast.total_bytes)
-    size = f"~{of.number(forecast.peak_bytes)} of {of.number(forecast.total_bytes)} {of.unit}"
+    size = f"~{of.number(forecast.taken_bytes)} of {of.number(forecast.total_bytes)} {of.unit}"
     numbers = line(
         (size, "predicted"),
         (f" {units.percent(forecast.fraction):>7} ", "predicted"),

@@ -146,7 +146,7 @@ def where_it_resumes(run: RunState) -> str:
     if (complete := nothing_left(run, checkpoint)) is not None:
         return complete
     if run.alive:
-        return "finishes its update, saves and resumes there; no sample is repeated or skipped"
+        return "the run finishes its update, saves and resumes there; no sample is repeated or skipped"
     if checkpoint is None or not checkpoint.complete:
         why = "nothing has been saved yet" if checkpoint is None else "the saved state is not complete"
         return f"starts at the first update: {why}"

@@ -54,13 +54,23 @@ class SpeedScreen(FullScreen):
 
     def _take(self, store: Store) -> None:
         self.query_one(LineList).redraw()
+        # A key that has nothing to do is not shown.
+        self.query_one(KeyLine).refresh()
         self.show_panels(store)
 
     def headline(self, store: Store) -> Line:
         return named("What would make {name} faster", store.run.name if store.run is not None else "")
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "try" or bool(self._proposals)
+
+    @property
+    def _proposals(self) -> tuple[Remedy, ...]:
+        run = self.dashboard.store.run
+        return run.advice.proposals if run is not None and run.advice is not None else ()
+
     def hint(self, store: Store, width: int) -> Line:
-        return line(("a change is kept only if samples/s rises by more than its spread", MUTED))
+        return () if not self._proposals else line(("a change is kept only if samples/s rises by more than its spread", MUTED))
 
     def _draw_page(self, width: int) -> ListContent:
         run = self.dashboard.store.run
@@ -91,12 +101,11 @@ class SpeedScreen(FullScreen):
 
     def action_try(self) -> None:
         store = self.dashboard.store
-        advice = store.run.advice if store.run is not None else None
         key = self.query_one(LineList).cursor
-        remedy = next((one for one in (advice.proposals if advice else ()) if (one.id, one.title) == key), None)
+        remedy = next((one for one in self._proposals if (one.id, one.title) == key), None)
         if remedy is None or store.run is None:
-            self.say("there is no proposal to try")
-        elif (problem := no_changes(store)) is not None:
+            return
+        if (problem := no_changes(store)) is not None:
             self.say(problem)
         elif store.run.state is not Phase.TRAINING:
             self.say(f"a trial measures a run that trains: this one is {store.run.word}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.wire import Configuration
 from memtop.tui.line import Line, line, width_of, wrap
 
 BOTTLENECKS = {"data": "data-bound", "compute": "compute-bound", "launch": "launch-bound", "swap": "swapping"}
@@ -39,6 +42,27 @@ _KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len
 def in_words(text: str) -> str:
     """The text with kinds of failure (`gpu_oom`) written out: `out of GPU memory at update 812`."""
     return _KIND.sub(lambda found: _KINDS[Kind(found[1])], text)
+
+
+_LACKS = {kind.value: words for kind, words in _KINDS.items() if kind is not Kind.NOT_MEMORY}
+
+
+def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | None] | None:
+    """The newest lack of memory among a run's configurations in words, and the configuration with
+    which the run went on (None: it has not). None if memory has not run out.
+    """
+    at = next((at for at in range(len(rows) - 1, -1, -1) if rows[at].outcome in _LACKS), None)
+    if at is None:
+        return None
+    failed, after = rows[at], rows[at + 1] if rows[at + 1 :] else None
+    what = _LACKS[failed.outcome or ""]
+    if failed.until_update is not None:
+        what = f"{what} at update {units.count(failed.until_update + 1)}"
+    if after is None:
+        return f"{what}, no remedy is known here", None
+    if failed.settings is None or after.settings is None or failed.settings.split_text == after.settings.split_text:
+        return f"{what}, the run went on", after
+    return f"{what}, the run went on with {after.settings.split_text}", after
 
 
 def age(seconds: float) -> str:

@@ -76,15 +76,21 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
     tried = [batch for batch in failed if batch <= split.batch]
     if tried:
         return f"{title}: B {min(tried)} ran out of memory in this run"
+    return forecast_refusal(title, split.batch / settings.batch, forecast, is_next=split == larger_splits(settings)[0])
+
+
+def forecast_refusal(title: str, factor: float, forecast: Forecast | None, *, is_next: bool) -> str | None:
+    """Why a micro-batch that is larger by this factor must not be tried, by its forecast; None if
+    it may be. `is_next`: it is that of the next exact split."""
     if forecast is not None and forecast.fraction is not None and forecast.fraction >= EDGE_FROM:
-        size = f"{units.size(forecast.peak_bytes)} of {units.size(forecast.total_bytes)}"
+        size = f"{units.size(forecast.taken_bytes)} of {units.size(forecast.total_bytes)}"
         return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
     if forecast is None or forecast.fraction is None:
         return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
-    if split.batch <= settings.batch * LARGEST_STEP:
+    if factor <= LARGEST_STEP:
         return None
-    step = f"{title}: a step of {units.change(split.batch / settings.batch - 1, 0)}"
-    if split != larger_splits(settings)[0]:
+    step = f"{title}: a step of {units.change(factor - 1, 0)}"
+    if not is_next:
         return f"{step}; more than +25 % at once is tried only for the next exact split"
     if forecast.fraction >= ROOMY_BELOW:
         limit = units.percent(ROOMY_BELOW, 0)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, next_split
+from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, forecast_refusal, next_split
 from memtop.supervisor.recovery.configuration import optimizer_on_gpu
 from memtop.supervisor.recovery.situation import restart_command
 from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
@@ -112,6 +112,17 @@ def loader_processes(workers: int, world_size: int, loaders: int = 1) -> int:
     return workers * world_size * loaders
 
 
+class OwnSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """The batch and the accumulation of the user's own program, in its own terms, where a restart
+    can change them."""
+
+    batch: int
+    accumulation: int
+    effective_batch: int
+    accumulation_of: int = 1
+    """The accumulation must be a multiple of this."""
+
+
 def advise(
     measured: Measured,
     settings: Settings | None,
@@ -119,17 +130,21 @@ def advise(
     failed: Collection[int] = (),
     *,
     run: str = "RUN",
+    own: OwnSplit | None = None,
 ) -> Advice:
     """The bottleneck with its evidence, what can be tried against it, and what must not be done
     now.
 
-    `settings` is None for an external command, for which nothing can be proposed. `failed`:
-    micro-batches that ran out of memory in this run; `run`: its name, for the commands.
+    `settings` is None for the user's own program: `own` is what a restart can change in it. Its
+    proposal is a command that a person types. `failed`: micro-batches that ran out of memory in
+    this run; `run`: its name, for the commands.
     """
     bottleneck, summary = bottleneck_of(measured)
     rungs: list[Remedy | str | None] = []
     if settings is not None and bottleneck != "unknown":
         rungs = list(_ladder(bottleneck, measured, settings, forecast or _unknown, failed))
+    elif bottleneck in ("compute", "launch"):
+        rungs = [_of_own_program(own, forecast or _unknown, failed)]
     return Advice(
         bottleneck=bottleneck,
         summary=summary,
@@ -142,7 +157,8 @@ def advise(
 def _with_command(remedy: Remedy, run: str) -> Remedy:
     """A change that the running trainer can make is tried; others need a restart."""
     tried = f"memtop advise {shlex.quote(run)} --try"
-    return replace(remedy, command=tried if remedy.id in _TRIED else restart_command(run, remedy.assignments))
+    is_tried = remedy.id in _TRIED and remedy.resumable != "none"
+    return replace(remedy, command=tried if is_tried else restart_command(run, remedy.assignments))
 
 
 _TRIED = ("larger_batch", "workers")
@@ -286,6 +302,32 @@ def larger_batch(settings: Settings, split: Split, forecast: Forecast | None, bo
         resumable="resumes" if settings.zero.stage else "live",
         assignments={"batch": str(split.batch), "accumulation": str(split.accumulation)},
         forecast=forecast,
+    )
+
+
+def _of_own_program(own: OwnSplit | None, forecast: ForecastOf, failed: Collection[int]) -> _Rung:
+    """The next larger micro-batch of the user's own program with the same effective batch."""
+    if own is None:
+        return "a larger micro-batch: memtop cannot set it in this program; its options or its script can"
+    parts = own.accumulation // own.accumulation_of
+    factor = next((number for number in range(2, parts + 1) if parts % number == 0), None)
+    if factor is None:
+        return f"batch {own.batch}: it is already the whole effective batch of each process"
+    batch, accumulation = own.batch * factor, own.accumulation // factor
+    title = f"batch {own.batch} -> {batch}"
+    if tried := [one for one in failed if one <= batch]:
+        return f"{title}: B {min(tried)} ran out of memory in this run"
+    expected = forecast(batch)
+    if (why := forecast_refusal(title, factor, expected, is_next=True)) is not None:
+        return why
+    return Remedy(
+        id="larger_batch",
+        title=f"{title}, accumulation {own.accumulation} -> {accumulation}: effective batch stays {own.effective_batch}",
+        why="fewer, larger kernels can help; the restart first says where your program resumes",
+        keeps_math=True,
+        resumable="none",
+        assignments={"batch": str(batch), "accumulation": str(accumulation)},
+        forecast=expected,
     )
 
 

@@ -22,11 +22,18 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """A predicted peak. `basis` names its source; never show it as a measurement."""
 
     peak_bytes: int
+    """Of the run alone."""
     total_bytes: int | None = None
     fraction: float | None = None
+    """Of the total, with what other processes hold."""
     band: Band = Band.UNKNOWN
     basis: str
     """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`."""
+
+    @property
+    def taken_bytes(self) -> int | None:
+        """The bytes behind `fraction`."""
+        return None if self.fraction is None or self.total_bytes is None else round(self.fraction * self.total_bytes)
 
 
 class Written(msgspec.Struct, frozen=True):

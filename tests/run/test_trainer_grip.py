@@ -10,9 +10,12 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.recovery.bottleneck import Measured
+from memtop.supervisor.recovery.values import Advice, Peak
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
 from memtop.supervisor.run.events import CheckpointKept, Examined, Launched, RemedyFacts, Requested, Sampled
-from memtop.supervisor.run.grip import Grip, consequences, rate_at
+from memtop.supervisor.run.grip import Grip, consequences, rate_at, shape_key
+from memtop.supervisor.run.rules.prevention import advised
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
 from tests.run.brain import RUN, Brain, end, proposal, row, states, taken_over, training
@@ -395,3 +398,38 @@ def test_the_foreseen_rate_is_the_one_of_the_schedule(schedule: str, warmup: int
         optimizer.step()
         scheduler.step()
     assert rate_at(replace(grip, schedule="polynomial"), 1, 20) is None
+
+
+def measures(brain: Brain, peak: int) -> Advice:
+    """The advice for a program that computes all the time, with this peak at its present batch."""
+    sample = Sampled(machine=MachineSnapshot(time=1.0, host=HostSample(total_bytes=64 << 30, used_bytes=peak + (1 << 30))))
+    brain.model = replace(brain.model, sample=sample)
+    key = shape_key(GRIP, {}, "", on_gpu=False)
+    (record,) = brain.model.configurations.records
+    shown = replace(record.configuration, peak=Peak(batch=8, bytes=peak, updates=20, settings_key=key))
+    after = replace(brain.model.configurations, records=(replace(record, configuration=shown),))
+    brain.model = replace(brain.model, configurations=after)
+    found = Measured(updates=20, on_gpu=False, step_seconds=1.0, data_wait_seconds=0.01, rank_cores=2.0)
+    brain.model = advised(brain.model, found)
+    assert brain.model.advice is not None
+    return brain.model.advice
+
+
+def test_the_advice_for_a_program_whose_batch_can_change_has_the_command_to_type() -> None:
+    advice = measures(trains(), 8 << 30)
+    (remedy,) = advice.proposals
+    assert remedy.title == "batch 8 -> 16, accumulation 2 -> 1: effective batch stays 16"
+    assert remedy.command == f"memtop restart {RUN.name} --batch 16 --accum 1"
+    assert remedy.resumable == "none", "memtop does not try it by itself"
+    assert remedy.forecast is not None
+    assert remedy.forecast.peak_bytes == 16 << 30
+    assert measures(trains(), 30 << 30).proposals == ()
+    assert "predicted 95.3 %" in measures(trains(), 30 << 30).refused[0]
+    nothing = measures(trains(grip=replace(GRIP, batch=16, accumulation=1)), 8 << 30)
+    assert (nothing.proposals, nothing.refused) == ((), ("batch 16: it is already the whole effective batch of each process",))
+
+
+def test_the_advice_for_any_other_program_says_why_there_is_no_command() -> None:
+    advice = measures(training(settings=None), 8 << 30)
+    assert advice.proposals == ()
+    assert advice.refused == ("a larger micro-batch: memtop cannot set it in this program; its options or its script can",)

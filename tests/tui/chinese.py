@@ -75,7 +75,7 @@ def check(app: DashboardApp, *names: str) -> None:
     assert [row for row in rows if cell_len(row) != app.size.width] == []
     known = ("tiny-llama", "tiny", "ada", "root", "1g.10gb", "plan", *names)
     left = {row.strip(): words for row in rows if (words := left_in_english(row, *known))}
-    assert left == {}
+    assert left == {}, left
 
 
 def columns_of(text: str) -> list[str]:

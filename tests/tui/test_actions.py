@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from textual.pilot import Pilot
 from textual.widgets import Button, Input, Select
 
-from memtop.presets import edit_settings, load_presets, load_recipes, resolve
+from memtop.presets import edit_settings, load_presets, load_recipes, presets_for, resolve
 from memtop.presets.schema import Zero
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
@@ -172,7 +172,7 @@ async def test_a_digit_shows_the_preset_and_enter_applies_it() -> None:
             assert isinstance(app.screen, PresetDialog)
             assert app.screen.query_one(LineList).cursor == name
             assert "4 x 8 x 1" in screen_text(app)
-            (at,) = [row for row in screen_text(app).splitlines() if "▸" in row]
+            (at,) = [row for row in screen_text(app).splitlines() if re.search(r"▸[● ] \d ", row)]
             assert f"▸  {key}    {name} " in at
             (present,) = [row for row in screen_text(app).splitlines() if "●" in row and "│" in row]
             assert " ● 5    standard " in present
@@ -180,6 +180,26 @@ async def test_a_digit_shows_the_preset_and_enter_applies_it() -> None:
             assert feed.requests[number - 1 :] == [Restart(id=number, change=Change(preset=name))]
         await press(pilot, "9")
         assert "no preset of the recipe first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
+
+
+@pytest.mark.parametrize("recipe", ["first-run", "pretrain-t5", "sft-qlora"])
+async def test_the_presets_fit_on_a_small_terminal(recipe: str) -> None:
+    settings = resolve(load_recipes()[recipe], preset=load_presets()["standard"], whole=False)
+    async with opened(RecordingFeed(running(gpu(0), settings=settings)), "1", size=(80, 24)) as (app, pilot):
+        for _ in presets_for(recipe):
+            text = screen_text(app)
+            box = app.screen.query_one(".dialog")
+            assert box.max_scroll_y == 0
+            assert "Cancel        Apply" in text
+            assert re.search("Switch: (resumes|converts|refused)", text)
+            await press(pilot, "down")
+        if recipe == "first-run":
+            await press(pilot, "4")
+            rows = [row.strip("│ ") for row in screen_text(app).splitlines()]
+            at = next(
+                number for number, row in enumerate(rows) if "As a new run (memtop train --fresh --preset minimal)" in row
+            )
+            assert any(row.endswith("…") for row in rows[at : at + 4]), "the end that has no room is marked"
 
 
 async def test_the_table_shows_what_a_switch_keeps_and_what_a_new_run_would_take() -> None:
@@ -194,7 +214,7 @@ async def test_the_table_shows_what_a_switch_keeps_and_what_a_new_run_would_take
         assert names[7:] == ["qlora-16g-safe", "qlora-16g-min"]
         assert "t5-balanced" not in text
         assert "Switch: resumes, workers 2 -> 1" in text
-        assert "Whole (new run, memtop train --fresh --preset qlora-16g-min): T 1024 -> 512" in text
+        assert "As a new run (memtop train --fresh --preset qlora-16g-min): T 1024 -> 512" in text
         await press(pilot, "3")
         assert "Switch: refused, zero.stage 3: a 4-bit base cannot be sharded" in screen_text(app)
         await press(pilot, "escape", "r")
@@ -403,6 +423,28 @@ async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest
         await settle(pilot)
         while "read-only" in screen_text(app):
             await pilot.pause(0.05)
+
+
+async def test_a_failure_stays_although_the_state_changes_right_after_it() -> None:
+    feed = RecordingFeed(running(gpu()))
+    feed.answers = ((wire.Outcome.FAILED, "the disk is full"),)
+    async with opened(feed, "f") as (app, pilot):
+        feed.send(running(gpu(), state=wire.Phase.STOPPED, alive=False))
+        await settle(pilot)
+        assert "✗ the disk is full" in screen_text(app)
+
+
+async def test_a_failure_under_another_screen_is_about_the_state_at_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footer, "MESSAGE_SECONDS", 0.2)
+    feed = RecordingFeed(running(gpu()))
+    async with opened(feed, "o") as (app, pilot):
+        # The dashboard below is not drawn meanwhile.
+        feed.send(running(gpu(), state=wire.Phase.STOPPING))
+        await settle(pilot)
+        app.dashboard.say("the disk is full", "failed")
+        await press(pilot, "escape")
+        await pilot.pause(0.4)
+        assert "✗ the disk is full" in screen_text(app)
 
 
 async def test_a_message_under_another_screen_is_a_toast() -> None:

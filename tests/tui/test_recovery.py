@@ -20,6 +20,7 @@ from memtop.tui.line_list import LineList
 from memtop.tui.processes.screen import ProcessesScreen
 from memtop.tui.recovery import OomCard
 from memtop.tui.screen import ConfirmDialog
+from memtop.tui.words import lack_of_memory
 from tests.tui.support import (
     ALLOCATOR,
     BY_HAND,
@@ -29,6 +30,7 @@ from tests.tui.support import (
     SMALLER,
     RecordingFeed,
     click,
+    configuration,
     dead,
     gpu,
     machine,
@@ -268,6 +270,56 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
         assert "memtop has no automatic remedy left 1. see who else" in text
         assert "2. a smaller model: 46.4 M" in text
         assert "Enter applies" not in text
+
+
+LACKED = (
+    configuration(1, 16, outcome="gpu_oom", until_update=811),
+    configuration(2, 8, attempt=2, until_update=None, outcome=None),
+)
+SURVIVED = "out of GPU memory at update 812, the run went on with 8 x 4 x 1"
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_lack_of_memory_that_the_run_has_survived_is_named_below_the_header_and_by_the_key(
+    size: tuple[int, int],
+) -> None:
+    feed = RecordingFeed(running(gpu()), wire.ConfigurationRows(rows=LACKED))
+    async with opened(feed, size=size) as (app, pilot):
+        assert f"✓ {SURVIVED} (u: more)" in screen_text(app).splitlines()[1]
+        await press(pilot, "w")
+        assert app.screen is app.dashboard
+        assert f"· Recovery: {SURVIVED}" in screen_text(app)
+        feed.send(running(gpu(), warnings=("the disk is slow",)))
+        await settle(pilot)
+        assert "! the disk is slow  (and 1 more)" in screen_text(app).splitlines()[1]
+        # Another attempt by hand is not about it any more.
+        later = configuration(3, 4, attempt=3, until_update=None, outcome=None)
+        feed.send(running(gpu(), attempt=3), wire.ConfigurationRows(rows=(*LACKED, later)))
+        await press(pilot, "w")
+        assert "✓" not in screen_text(app).splitlines()[1]
+        assert f"· Recovery: {SURVIVED}" in screen_text(app)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ((), None),
+        ((configuration(1, 8),), None),
+        ((configuration(1, 8, outcome="not_memory"), configuration(2, 8)), None),
+        ((configuration(1, 8, outcome="disk_full", until_update=None),), "disk full, no remedy is known here"),
+        (
+            (configuration(1, 8, outcome="host_oom_killed"), configuration(2, 8)),
+            "killed for lack of host memory at update 21, the run went on",
+        ),
+        (
+            (configuration(1, 8, outcome="host_oom_alloc", settings=None), configuration(2, 8, settings=None)),
+            "out of host memory at update 21, the run went on",
+        ),
+    ],
+)
+def test_the_newest_lack_of_memory_in_words(rows: tuple[wire.Configuration, ...], words: str | None) -> None:
+    found = lack_of_memory(rows)
+    assert (None if found is None else found[0]) == words
 
 
 async def test_of_several_commands_the_first_is_shown_and_enter_copies_all() -> None:

@@ -7,16 +7,20 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
+from memtop.supervisor.recovery.batch_trial import Split, split_refusal
+from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Advice
 from memtop.supervisor.wire import Change, Try
 from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
+from memtop.tui.remedies import predicted_line
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
 from tests.tui.support import (
     BY_HAND,
     GIB,
     NOW,
+    SETTINGS,
     SMALLER,
     RecordingFeed,
     gpu,
@@ -75,6 +79,14 @@ async def test_the_screen_shows_what_limits_the_speed_what_would_help_and_what_w
         assert app.screen is app.dashboard
 
 
+def test_a_forecast_in_bytes_and_in_percent_is_the_same_where_others_hold_memory() -> None:
+    found = foreseen(1 * GIB, 20 * GIB, "line", others_bytes=3 * GIB)
+    assert "~4.0 of 20.0 GiB  20.0 %" in plain(predicted_line(found, 80))
+    refused = split_refusal(SETTINGS, Split(batch=32, accumulation=1), foreseen(8 * GIB, 20 * GIB, "line", 10 * GIB))
+    assert refused is not None
+    assert "predicted 90.0 % (18.0 GiB of 20.0 GiB" in refused
+
+
 async def test_enter_tries_the_marked_proposal_and_shows_the_answer() -> None:
     feed = RecordingFeed(running(gpu()))
     feed.answers = ((wire.Outcome.ACCEPTED, "measuring before"), (wire.Outcome.DONE, "kept: samples/s rose by 12.0 %"))
@@ -100,10 +112,13 @@ async def test_where_nothing_can_be_tried_the_reason_is_given() -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE, state=wire.Phase.STOPPED, alive=False))
     async with opened(feed, "b", "t", size=(80, 24)) as (app, pilot):
         assert "· a trial measures a run that trains: this one is stopped" in screen_text(app)
+        assert "Enter Try" in screen_text(app)
         feed.send(running(gpu(), advice=replace(ADVICE, proposals=())))
-        await press(pilot, "escape")
-        await press(pilot, "b", "t")
-        assert "· there is no proposal to try" in screen_text(app)
+        await settle(pilot)
+        await press(pilot, "enter", "t")
+        assert "There is no proposal." in screen_text(app)
+        assert "Enter Try" not in screen_text(app)
+        assert "a change is kept" not in screen_text(app)
     assert feed.requests == []
 
 

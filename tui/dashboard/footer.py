@@ -19,7 +19,7 @@ from memtop.tui.keymap import BAR, Action, foreign, is_idle, key_of, label_of, o
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
-from memtop.tui.words import LASTING, MESSAGE_SECONDS, report_lines
+from memtop.tui.words import MESSAGE_SECONDS, report_lines
 
 _WORDS_FROM = 110
 """With this many columns the full labels fit."""
@@ -126,7 +126,8 @@ _SECONDS = 20.0
 class FlashPanel(LinePanel):
     """The newest message on as many lines as it needs; after a while on one line, and at last gone.
 
-    A failure stays until the run is in another state.
+    A failure stays until the run is in another state, but at least as long as any message: the
+    state may change right after it.
     """
 
     def __init__(self) -> None:
@@ -135,6 +136,8 @@ class FlashPanel(LinePanel):
         """The text and its kind."""
         self._state: tuple[Phase, int] | None = None
         """The run's state and its attempt at the time of the message."""
+        self._was_shown = False
+        """Whether the message has been there for MESSAGE_SECONDS."""
         self._folding: Timer | None = None
         self._going: Timer | None = None
 
@@ -142,21 +145,26 @@ class FlashPanel(LinePanel):
     def has_message(self) -> bool:
         return self._text is not None
 
-    def show_message(self, text: str, kind: str, terminal_lines: int) -> None:
-        self._text, self._state = (text, kind), _state_of(self._store)
+    def show_message(self, text: str, kind: str, store: Store, terminal_lines: int) -> None:
+        """`store`: the dashboard's, which may be newer than the one that is drawn here."""
+        self._text, self._state, self._was_shown = (text, kind), _state_of(store), False
         if self._going is not None:
             self._going.stop()
-        self._going = None if kind in LASTING else self.set_timer(MESSAGE_SECONDS, self.clear_message)
+        self._going = None if kind == "busy" else self.set_timer(MESSAGE_SECONDS, self._end_its_time)
         self._unfold(_LINES if terminal_lines >= _TALL else _LINES_LOW)
 
     def clear_message(self) -> None:
-        self._text = None
+        self._text, self._was_shown = None, False
         self.fold()
 
     def show(self, store: Store) -> None:
-        is_over = self._text is not None and self._text[1] == "failed" and _state_of(store) != self._state
         super().show(store)
-        if is_over:
+        if self._was_shown and _state_of(store) != self._state:
+            self.clear_message()
+
+    def _end_its_time(self) -> None:
+        self._was_shown = True
+        if self._text is not None and (self._text[1] != "failed" or _state_of(self._store) != self._state):
             self.clear_message()
 
     def fold(self) -> None:

@@ -15,6 +15,7 @@ from memtop.tui.line import SHORTEST_NAME, Line, beginning, fit, line
 from memtop.tui.machine.gpu import driver_silence
 from memtop.tui.store import ConnectionState, Store
 from memtop.tui.trends import before_the_end, first_full, sentence
+from memtop.tui.words import lack_of_memory
 
 _AGAIN = "r starts it again"
 _FROM_ZERO = f"{_AGAIN} from the beginning"
@@ -119,6 +120,15 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
         return tr(f"… trial of {run.trial.title}: {run.trial.state}")
     if run.spike is not None:
         return with_key(f"! {tr(run.spike.message)}", tr(" (w: go back, go on or stop)"), width)
+    survived = _survived(store, run)
     if run.warnings:
-        return f"! {tr(run.warnings[-1])}{_and_more(len(run.warnings) - 1)}"
-    return ""
+        return f"! {tr(run.warnings[-1])}{_and_more(len(run.warnings) - 1 + bool(survived))}"
+    return with_key(f"{PHASE_MARKS[Phase.FINISHED][0]} {tr(survived)}", tr(" (u: more)"), width) if survived else ""
+
+
+def _survived(store: Store, run: RunState) -> str:
+    """How this attempt has gone on after a lack of memory; empty if there was none."""
+    lack = lack_of_memory(store.configurations)
+    if lack is None or lack[1] is None or lack[1].attempt != run.attempt:
+        return ""
+    return lack[0]

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.recovery.batch_trial import upper_bound
-from memtop.supervisor.recovery.bottleneck import Measured, advise
+from memtop.supervisor.recovery.bottleneck import Measured, OwnSplit, advise
 from memtop.supervisor.recovery.configuration import configuration_key
 from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.events import Answered
+from memtop.supervisor.run.grip import Grip, shape_key
 from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, ask, note, refused
 from memtop.supervisor.run.reports import Pressure
 from memtop.supervisor.run.rules import restart
@@ -66,13 +67,38 @@ def answered(model: Model, pending: Ask, event: Answered) -> Model:
 
 def advised(model: Model, measured: Measured) -> Model:
     """Renew the advice from new medians."""
-    found = advise(measured, model.settings, lambda batch: forecast(model, batch), failed_batches(model), run=model.run.name)
+    found = advise(
+        measured,
+        model.settings,
+        lambda batch: forecast(model, batch),
+        failed_batches(model),
+        run=model.run.name,
+        own=_own_split(model.grip),
+    )
     return replace(model, advice=found)
+
+
+def _own_split(grip: Grip | None) -> OwnSplit | None:
+    """What a restart can change in the user's own program; None if it is nothing."""
+    if grip is None or not grip.batch or not grip.accumulation or not grip.effective_batch:
+        return None
+    if {"batch", "accumulation"} & grip.fixed.keys():
+        return None
+    each = grip.processes if grip.of_all("accumulation") else 1
+    return OwnSplit(
+        batch=grip.batch, accumulation=grip.accumulation, effective_batch=grip.effective_batch, accumulation_of=each
+    )
 
 
 def failed_batches(model: Model) -> set[int]:
     """Micro-batches that ran out of memory in this run under settings like the present ones."""
     present = model.settings
+    if model.grip is not None and present is None:
+        key = _own_key(model, model.grip)
+        records = [record for record in model.configurations.records if record.died_of_memory]
+        return {
+            peak.batch for record in records if (peak := record.configuration.peak) is not None and peak.settings_key == key
+        }
     return {
         settings.batch
         for record in model.configurations.records
@@ -85,13 +111,19 @@ def forecast(model: Model, batch: int) -> Forecast | None:
     """The peak with another micro-batch, by this run's measurements; None if they do not allow a
     forecast.
     """
-    settings, sample = model.settings, model.sample
-    if settings is None or sample is None:
+    settings, sample, grip = model.settings, model.sample, model.grip
+    measured = [row.peak for row in model.configurations.rows if row.peak is not None]
+    if sample is None:
         return None
-    rows = model.configurations.rows
-    peaks = peaks_of(settings, [row.peak for row in rows if row.peak is not None], on_gpu=model.on_gpu)
+    if settings is not None:
+        peaks, present = peaks_of(settings, measured, on_gpu=model.on_gpu), settings.batch
+    elif grip is not None and grip.batch is not None:
+        key = _own_key(model, grip)
+        peaks, present = tuple(peak for peak in measured if peak.settings_key == key), grip.batch
+    else:
+        return None
     total, taken = _capacity(model, sample.machine)
-    own = next((peak for peak in reversed(peaks) if peak.batch == settings.batch and not peak.failed), None)
+    own = next((peak for peak in reversed(peaks) if peak.batch == present and not peak.failed), None)
     # All used memory that does not belong to the run.
     others = max(0, taken - own.bytes) if own is not None and taken is not None else None
     line = line_through(peaks)
@@ -100,6 +132,10 @@ def forecast(model: Model, batch: int) -> Forecast | None:
     if own is None or total is None:
         return None
     return upper_bound(own.bytes, own.batch, batch, total, others or 0)
+
+
+def _own_key(model: Model, grip: Grip) -> str:
+    return shape_key(grip, model.knobs, model.allocator, on_gpu=model.on_gpu)
 
 
 def _capacity(model: Model, machine: MachineSnapshot) -> tuple[int | None, int | None]:
