@@ -151,5 +151,5 @@ def test_without_a_profile_settings_are_refused(runs: Runs, words: tuple[str, ..
     runs.memtop("train", "--detach", *words, "--name", "a", "--", sys.executable, "train.py")
     runs.wait("a", lambda d: d["state"] == "training")
     refused = runs.memtop("restart", "a", "--batch", "8", "--detach", status=2).stderr
-    assert "a profile would tell memtop more" in refused
+    assert "a profile tells memtop more" in refused
     runs.memtop("stop", "a")
