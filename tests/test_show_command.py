@@ -316,7 +316,7 @@ def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, d
         ([], "run 'a': no earlier configuration has other settings: it was never started"),
         ([SETTINGS], "run 'a': no earlier configuration has other settings: its first configuration is its only one"),
         ([SETTINGS, SETTINGS], "run 'a': no earlier configuration has other settings: it has 1 to 2"),
-        ([None], "this run's program is your own: memtop cannot change its settings"),
+        ([None], requests._OWN),
     ],
 )
 def test_a_rollback_without_an_earlier_configuration_says_why(

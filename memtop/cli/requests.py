@@ -356,7 +356,7 @@ def before_spike_of(folder: RunFolder) -> Change:
     return change
 
 
-_OWN = "this run's program is your own: memtop cannot change its settings"
+_OWN = "this run's program is your own, and memtop has never changed its settings: there are none to return to"
 
 
 def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Change:

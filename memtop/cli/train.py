@@ -47,6 +47,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS, SPLIT
 from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.profile.command import shell_text, simple
 from memtop.supervisor.profile.detection import Proposal, propose
 from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
@@ -191,7 +192,7 @@ def train(
         defaults = {name.replace("-", "_"): configured(name).value for name in ("save-every", "on-spike")}
         given = {name: text for name, text in defaults.items() if text}
         edits = replace(edits, assignments={**given, **values})
-    chosen = _profile(program, program_profile) if program else None
+    chosen, program = _profile(program, program_profile) if program else (None, program)
     if program_profile is not None and not program:
         raise UsageError(f"--program-profile {program_profile}: it is for your own program, after `--`")
     plan = NewRun() if program else new_run(recipe_name, preset, edits, gpu_list, fresh=fresh)
@@ -223,26 +224,37 @@ def _find_run(name: str, runs_dir: Path) -> RunFolder:
     return find_run(name, runs_dir)
 
 
-def _profile(program: tuple[str, ...], given: str | None) -> Proposal | None:
-    """The profile of the user's program, and why; None if none fits, or none is wanted."""
+def _profile(program: tuple[str, ...], given: str | None) -> tuple[Proposal | None, tuple[str, ...]]:
+    """The profile of the user's program, and why; None if none fits, or none is wanted. And the
+    command: with a profile, that of `sh -c` is started without the shell."""
     found = configured("program-profile")
     name, option = (given, "--program-profile") if given is not None else (found.value, found.where)
     if name == "none":
-        return None
+        return None, program
+    text = shell_text(program)
+    inner = program if text is None else simple(text)
     try:
         profiles = load_profiles()
     except PresetFileError as error:
         raise UsageError(f"{error}; --program-profile none starts without profiles") from None
     if name == "auto":
-        chosen = propose(profiles.values(), program, str(Path.cwd()))
+        chosen = propose(profiles.values(), inner or program, str(Path.cwd()))
     elif name in profiles:
         chosen = Proposal(profiles[name], f"chosen by {option}")
     else:
         known = f"{', '.join(profiles)}, auto and none{did_you_mean(str(name), profiles)}"
         raise UsageError(f"{option} {name!r}: unknown; there are {known}")
+    if inner is None and ".py" in (text or ""):
+        why = f"`{program[0]} -c` has more than one simple command, so memtop can change nothing in it"
+        advice = "give the program itself: memtop train -- python ..."
+        if name != "auto":
+            raise UsageError(f"{option} {name}: {why}; {advice}")
+        print_message(f"memtop: no profile: {why}; {advice}")
+        return None, program
     if chosen is not None:
         print_message(f"memtop: profile {chosen.profile.name}: {chosen.why}; --program-profile NAME chooses another, or none")
-    return chosen
+        return chosen, inner or program
+    return None, program
 
 
 def step_pattern(pattern: str | None) -> str | None:

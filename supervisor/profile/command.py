@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from memtop.presets.program_profiles import ByFlag
 PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 """Launchers that are installed beside the Python that they start."""
+_SHELL = re.compile(r"(ba|da|z|k)?sh")
+# Nothing in these characters has a meaning for a shell, but for the quotation marks.
+_PLAIN = re.compile(r"""[\w \t./,:@%+='"-]*""")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
 _PROCESSES = ("--nproc_per_node", "--num_processes", "--num_gpus", "--nproc-per-node", "--num-processes", "--num-gpus")
 _MACHINES = ("--nnodes", "--num_machines", "--num_nodes")
@@ -68,6 +72,25 @@ def parsed(words: Sequence[str]) -> Command | None:
     else:
         return None
     return Command(words=words, begins=at + 1, script=words[at], processes=_processes(words[:at]))
+
+
+def shell_text(words: Sequence[str]) -> str | None:
+    """The text of `sh -c TEXT`; None for another command."""
+    is_shell = len(words) == 3 and words[1] == "-c" and _SHELL.fullmatch(words[0].rpartition("/")[2])
+    return words[2] if is_shell else None
+
+
+def simple(text: str) -> tuple[str, ...] | None:
+    """The words of a shell's text that is one command and means the same without the shell; None if
+    it is more."""
+    if not _PLAIN.fullmatch(text):
+        return None
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError:
+        return None  # a quotation mark is missing
+    words = words[1:] if words[:1] == ("exec",) else words
+    return words if words and "=" not in words[0] else None
 
 
 def started_by(words: Sequence[str], starter: str) -> Command | None:

@@ -18,9 +18,9 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change, Checkpoint, Configuration
 
 OWN_PROGRAM = (
-    "this run's program is your own: memtop does not know where it takes its settings from, and can change only "
-    "allocator; `memtop restart RUN` alone starts the same command again, `memtop train -- COMMAND` starts another one; "
-    "a profile would tell memtop more: see docs/your-own-script.md"
+    "this run's program is your own, and memtop does not know where it takes its settings from: it can change only the "
+    "allocator settings (PYTORCH_CUDA_ALLOC_CONF), with `--set allocator=...`; `memtop restart RUN` starts the same command "
+    "again, `memtop train -- COMMAND` another one; a profile tells memtop more: see docs/your-own-script.md"
 )
 
 
@@ -161,7 +161,9 @@ def live_values(before: Settings | None, after: Settings | None, also: Collectio
     `also`: fields that are set even if `before` and `after` have the same value.
     """
     if before is None or after is None:
-        raise UsageError("this program is your own: it cannot change while it runs; restart it")
+        raise UsageError(
+            "this program is your own, and memtop cannot change it while it runs; leave out --live, and it is restarted"
+        )
     fields = differing(before, after)
     if fixed := not_live(before, fields):
         why = "cannot change while the program runs"

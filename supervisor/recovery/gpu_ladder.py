@@ -95,7 +95,7 @@ def allocator(situation: Situation) -> Rung:
     present = situation.settings.allocator
     for where, options in (("the environment", situation.allocator), ("the settings", present)):
         if any(option.partition(":")[0] == _EXPANDABLE for option in options.split(",")):
-            return f"allocator: {_EXPANDABLE} is already set in {where}"
+            return f"allocator settings (PYTORCH_CUDA_ALLOC_CONF): {_EXPANDABLE} is already set in {where}"
     values = {"allocator": with_expandable_segments(present)}
     return situation.rung("allocator", why_allocator(situation.diagnosis), values, title=ALLOCATOR, speed=1.0)
 

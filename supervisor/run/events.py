@@ -282,8 +282,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """The machine was sampled, once a second."""
 
     machine: MachineSnapshot
-    run_rss_bytes: int | None = None
-    """Resident bytes of all processes of the run together."""
+    rss_bytes: dict[int, int] = {}
+    """By pid, resident bytes of each process of the run."""
     run_memory: tuple[RoleMemory, ...] = ()
     pss_bytes: dict[int, int] = {}
     """By pid, what each process has of `run_memory`."""
@@ -297,6 +297,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """Medians of the newest updates and samples, every few samples."""
     keep: bool = False
     """Whether this sample goes into the ledger."""
+
+    @property
+    def run_rss_bytes(self) -> int | None:
+        return sum(self.rss_bytes.values()) if self.rss_bytes else None
 
     @property
     def run_pss_bytes(self) -> int | None:

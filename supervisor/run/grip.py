@@ -159,13 +159,19 @@ def values_of(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:
     known = KNOBS if grip.profile is None else KNOB_NAMES
     unknown = [name for name in knobs if name not in known]
     if unknown:
-        what = "built on Hugging Face's Trainer" if grip.profile is None else f"with the profile {grip.profile.name}"
-        raise UsageError(f"{', '.join(unknown)}: of a program {what}, memtop sets {', '.join(known)}")
+        raise UsageError(f"{', '.join(unknown)}: {only_knobs(grip)}")
     if grip.profile is not None:
         return _of_profile(knobs, grip)
     if "seq_len" in knobs and grip.seq_len is None:
         raise UsageError("seq_len: the arguments of this program's Trainer have no such field; change it in the script")
     return {name: _value(name, text) for name, text in knobs.items()}
+
+
+def only_knobs(grip: Grip) -> str:
+    """What memtop can change in the program, and how a person changes the rest."""
+    what = "is built on Hugging Face's Trainer" if grip.profile is None else f"has the profile {grip.profile.name}"
+    known = ", ".join(KNOBS if grip.profile is None else KNOB_NAMES)
+    return f"this program is your own and {what}: memtop can change only {known}; for others, memtop train -- COMMAND"
 
 
 def _of_profile(knobs: dict[str, str], grip: Grip) -> dict[str, Any]:

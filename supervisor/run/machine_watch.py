@@ -44,7 +44,7 @@ class MachineWatch:
         It is called on the event loop only.
         """
         self.machine: MachineSnapshot | None = None
-        self.run_rss_bytes: int | None = None
+        self.rss_bytes: dict[int, int] = {}
         """Resident bytes of the run's processes together. None if there are none."""
         self.rank_cores: float | None = None
         """How many CPU cores a rank keeps busy, on average. None if not known yet."""
@@ -138,7 +138,7 @@ class MachineWatch:
         self.machine = sampler.sample()
         rows = [row for member in self._members if (row := read_stat(member.pid)) is not None and row.identity == member]
         living = [row.identity for row in rows if not row.is_dead]
-        self.run_rss_bytes = sum(row.rss_bytes for row in rows) if living else None
+        self.rss_bytes = {row.identity.pid: row.rss_bytes for row in rows} if living else {}
         rank_pids = {rank.pid for rank in ranks}
         of_ranks = rank_pids | {pid for pid, role in self.roles.items() if role == "rank"}
         cores = self._cpu_meter.update((row for row in rows if row.identity.pid in of_ranks), time.monotonic())

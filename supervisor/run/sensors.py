@@ -165,7 +165,7 @@ class Sensors:
                 measured = self._measurements.medians(machine, gpus, samples_per_second=rate, swap_in=swap_in, roles=roles)
         return Sampled(
             machine=machine,
-            run_rss_bytes=watch.run_rss_bytes,
+            rss_bytes=watch.rss_bytes,
             run_memory=watch.run_memory,
             pss_bytes=dict(watch.pss_bytes),
             gpu_base_bytes=watch.gpu_base_bytes,

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from memtop.presets.program_profiles import ByFlag
-from memtop.supervisor.profile.command import last, parsed, started_by, with_option, with_words
+from memtop.supervisor.profile.command import last, parsed, shell_text, simple, started_by, with_option, with_words
 
 BATCH = ByFlag(names=("--batch_size", "-b"), shortened=True)
 
@@ -39,6 +39,34 @@ def test_the_script_and_its_own_words(
 @pytest.mark.parametrize("command", ["python -c 'import train.py'", "bash run.sh", "./a.out --x"])
 def test_a_program_without_a_script_of_python(command: str) -> None:
     assert parsed(shlex.split(command)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("python train.py --lr=3e-4 --name 'my run'", ("python", "train.py", "--lr=3e-4", "--name", "my run")),
+        ("exec python3 -m package.train", ("python3", "-m", "package.train")),
+        ("cd src && python train.py", None),
+        ("python train.py | tee log", None),
+        ("python train.py > log", None),
+        ("python train.py; echo done", None),
+        ("python train.py --out $HOME/out", None),
+        ("python train.py *.json", None),
+        ("python train.py ~/data", None),
+        ("WORLD_SIZE=1 python train.py", None),
+        ("python train.py\necho done", None),
+        ("python train.py 'missing", None),
+        ("", None),
+    ],
+)
+def test_a_shell_is_left_out_where_it_does_nothing(text: str, words: tuple[str, ...] | None) -> None:
+    assert shell_text(("/bin/bash", "-c", text)) == text
+    assert simple(text) == words
+
+
+def test_what_is_no_text_for_a_shell() -> None:
+    for words in (("python", "-c", "1"), ("sh", "-c", "exec $0", "python"), ("sh", "train.sh")):
+        assert shell_text(words) is None
 
 
 def test_a_program_with_words_of_its_own_in_front() -> None:

@@ -60,7 +60,7 @@ class Life(World):
         if self.model is not None:
             host = HostSample(total_bytes=64 * GIB, available_bytes=32 * GIB, used_bytes=32 * GIB)
             machine = MachineSnapshot(time=self.wall, host=host)
-            self.handle(on.Sampled(machine=machine, run_rss_bytes=GIB, keep=number % 3 == 0))
+            self.handle(on.Sampled(machine=machine, rss_bytes={5: GIB}, keep=number % 3 == 0))
 
     def act_disk(self, number: int) -> None:
         self.disk_full = self.ledger.full = number % 3 == 0

@@ -93,7 +93,11 @@ def test_the_public_state_names_profile_and_knobs() -> None:
     ("held", "assignments", "says"),
     [
         (grip(fixed={"seq_len": "it belongs to the model"}), {"seq_len": "8"}, "seq_len: it belongs to the model"),
-        (grip(), {"lora.r": "8"}, "lora.r: of a program with the profile nanogpt, memtop sets batch, accumulation, seq_len"),
+        (
+            grip(),
+            {"lora.r": "8"},
+            "lora.r: this program is your own and has the profile nanogpt: memtop can change only batch, ",
+        ),
         (grip(), {"batch": "0"}, "batch 0: must be a whole number from 1 on"),
         (
             grip(processes=4),

@@ -57,6 +57,20 @@ def test_global_variables_and_a_checkpoint_that_is_overwritten(runs: Runs) -> No
     assert [row["update"] for row in metrics] == sorted({row["update"] for row in metrics})
 
 
+def test_a_program_inside_a_shell_has_a_profile_too(runs: Runs) -> None:
+    shutil.copytree(PROGRAMS / "globals", runs.root, dirs_exist_ok=True)
+    text = f"{sys.executable} train.py small.py"
+    said = runs.memtop("train", "--detach", "--name", "a", "--", "sh", "-c", text).stderr
+    assert "memtop: profile nanogpt: " in said
+    assert runs.show("a")["command"] == text.split()
+    runs.memtop("stop", "a")
+    many = ("--name", "b", "--headless", "--", "sh", "-c", f"true && {text} --help")
+    said = runs.memtop("train", *many, status=None).stderr
+    assert "memtop: no profile: `sh -c` has more than one simple command, so memtop can change nothing in it; " in said
+    refused = runs.memtop("train", "--program-profile", "nanogpt", *many, status=2).stderr
+    assert refused.startswith("memtop: --program-profile nanogpt: `sh -c` has more than one simple command")
+
+
 def test_a_knob_without_effect_is_an_event(runs: Runs) -> None:
     start(runs, "globals", "train.py", "--ignores_batch=True")
     runs.memtop("restart", "a", "--batch", "1", "--detach")
@@ -137,5 +151,5 @@ def test_without_a_profile_settings_are_refused(runs: Runs, words: tuple[str, ..
     runs.memtop("train", "--detach", *words, "--name", "a", "--", sys.executable, "train.py")
     runs.wait("a", lambda d: d["state"] == "training")
     refused = runs.memtop("restart", "a", "--batch", "8", "--detach", status=2).stderr
-    assert "a profile would tell memtop more" in refused
+    assert "a profile tells memtop more" in refused
     runs.memtop("stop", "a")

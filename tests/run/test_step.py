@@ -258,19 +258,22 @@ def test_a_failure_on_the_cpu_is_the_peak_and_ends_the_configuration() -> None:
 
 def test_a_failure_on_the_cpu_adds_what_has_grown_since_the_newest_sample() -> None:
     """The rank reports resident bytes, in which shared pages count in full."""
-    roles = (RoleMemory(role="rank", processes=1, pss_bytes=180 * MIB),)
+    roles = (
+        RoleMemory(role="rank", processes=1, pss_bytes=180 * MIB),
+        RoleMemory(role="loader worker", processes=1, pss_bytes=70 * MIB),
+    )
     machine = MachineSnapshot(time=1.0, host=HostSample())
     brain = training(progress=Progress(), phase=Phase.STARTING)
     brain.report({"type": "hello", "time": 990.0, "pid": 2}, PLAN)
-    brain.tell(Sampled(machine=machine, run_rss_bytes=250 * MIB, run_memory=roles, pss_bytes={2: 180 * MIB}))
+    brain.tell(Sampled(machine=machine, rss_bytes={2: 250 * MIB, 3: 140 * MIB}, run_memory=roles, pss_bytes={2: 180 * MIB}))
     (before,) = brain.model.configurations.rows
     assert before.peak is not None
-    assert before.peak.bytes == 180 * MIB
+    assert before.peak.bytes == (180 + 70) * MIB
     assert [rank.pss_bytes for rank in run_state(brain.model).ranks] == [180 * MIB]
     brain.report(OOM, SPLIT)
     first, _ = brain.model.configurations.rows
     assert first.peak is not None
-    assert first.peak.bytes == (180 + 300 - 250) * MIB
+    assert first.peak.bytes == (180 + 70 + 300 - 250) * MIB, "a loader worker has not grown"
 
 
 def test_the_plan_shows_that_what_was_sampled_is_the_peak() -> None:

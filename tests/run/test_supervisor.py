@@ -327,7 +327,7 @@ def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> Non
     start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=2)
-    assert "can change only allocator; `memtop restart RUN` alone" in refused.stderr
+    assert "it can change only the allocator settings (PYTORCH_CUDA_ALLOC_CONF), with `--set allocator=...`; " in refused.stderr
     assert runs.show("a")["alive"]
 
 
@@ -335,7 +335,7 @@ def test_a_refused_restart_leaves_an_ended_run_as_it_was(runs: Runs) -> None:
     start(runs, 5)
     before = runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
     assert (
-        "can change only allocator; `memtop restart RUN` alone"
+        "it can change only the allocator settings (PYTORCH_CUDA_ALLOC_CONF), with `--set allocator=...`; "
         in runs.memtop("restart", "a", "--batch", "4", "--detach", status=2).stderr
     )
     assert runs.show("a") == before

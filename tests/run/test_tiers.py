@@ -88,6 +88,10 @@ def test_a_ledger_from_before_the_last_series_is_read_and_goes_on(tmp_path: Path
         database.commit()
     ledger = Ledger(path)
     assert ledger.host_peak() == HostMemory(7, "RSS")
+    for second in range(1205, 1225):
+        ledger.recorder.add(snapshot(START + second), 9, 4)
+    ledger.recorder.flush()
+    assert ledger.host_peak() == HostMemory(9, "RSS"), "the highest PSS may have been before"
     for second in range(5, 25):
         ledger.recorder.add(snapshot(START + second), 9, 4 + (second == 9))
     ledger.recorder.flush()

@@ -93,12 +93,15 @@ def test_a_restart_keeps_the_checkpoint_and_gives_the_settings_to_the_program() 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (Change(assignments={"lora.r": "4"}), "lora.r: of a program built on Hugging Face's Trainer, memtop sets batch"),
+        (
+            Change(assignments={"lora.r": "4"}),
+            "lora.r: this program is your own and is built on Hugging Face's Trainer: memtop",
+        ),
         (Change(assignments={"batch": "0"}), "batch 0: must be a whole number from 1 on"),
         (Change(assignments={"batch": "auto"}), "batch auto: must be a whole number"),
         (Change(assignments={"gradient_checkpointing": "2"}), "gradient_checkpointing 2: must be true or false"),
         (Change(assignments={"seq_len": "64"}), "seq_len: the arguments of this program's Trainer have no such field"),
-        (Change(preset="low"), "this run's program is your own"),
+        (Change(preset="low"), "this program is your own and is built on Hugging Face's Trainer: memtop can change only batch"),
         (Change(configuration=7), "configuration 7: this run has no such configuration; there are 1 to 1"),
     ],
 )

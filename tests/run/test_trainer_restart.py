@@ -55,7 +55,7 @@ def test_another_split_continues_where_it_was(runs: Runs) -> None:
     assert knobs == {"batch": 2, "accumulation": 2, **others}
     assert runs.events("a", "knob") == []
     refused = runs.memtop("restart", "a", "--set", "lora.r=4", "--detach", status=2).stderr
-    assert refused.startswith("memtop: lora.r: of a program built on Hugging Face's Trainer, memtop sets batch, accumulation,")
+    assert refused.startswith("memtop: lora.r: this program is your own and is built on Hugging Face's Trainer: memtop can")
 
 
 def test_a_batch_that_the_program_sets_itself_is_found_out(runs: Runs) -> None:

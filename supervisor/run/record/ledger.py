@@ -453,8 +453,9 @@ class Ledger:
         return tiers.read(self._db, key, since, until)
 
     def host_peak(self) -> HostMemory:
-        """The highest host memory of the run's processes together, of the samples."""
-        return host_memory(*(tiers.highest(self._db, HOST, name) for name in ("run_pss_bytes", "run_rss_bytes")))
+        """The highest host memory of the run's processes together. Older ledgers have no PSS."""
+        both = ("run_pss_bytes", "run_rss_bytes")
+        return host_memory(*(tiers.highest(self._db, HOST, name, wherever="run_rss_bytes") for name in both))
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
         """The newest full snapshot between the two moments.

@@ -13,7 +13,6 @@ import sqlite3
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import msgspec
 
@@ -199,15 +198,23 @@ def read(db: sqlite3.Connection, key: str, since: float, until: float, *, most: 
     return found
 
 
-def highest(db: sqlite3.Connection, key: str, series: str) -> float | None:
-    """The highest value that a series of a source ever had. None if it has none."""
-    place = series_of(key).index(series)
+def highest(db: sqlite3.Connection, key: str, series: str, *, wherever: str) -> float | None:
+    """The highest value that a series of a source ever had. None if it has none, or none in an
+    interval that has a value of the series `wherever`: its peak may have been there."""
+    places = [series_of(key).index(name) for name in (series, wherever)]
     # The coarsest intervals are few, and cover the whole history.
     rows = db.execute(
         "SELECT numbers FROM history JOIN sources ON source = id WHERE seconds = ? AND key = ?", (TIERS[-1][0], key)
     )
-    found = (next(islice(_unpacked(numbers), place, None), _NO_SAMPLES) for (numbers,) in rows)
-    return max((high for _, _, high, count in found if count), default=None)
+    peak = None
+    for (numbers,) in rows:
+        known = list(_unpacked(numbers))
+        (_, _, high, count), (*_, expected) = (known[n] if n < len(known) else _NO_SAMPLES for n in places)
+        if count:
+            peak = high if peak is None else max(peak, high)
+        elif expected:
+            return None
+    return peak
 
 
 def _first(db: sqlite3.Connection, seconds: int) -> float | None:

@@ -10,7 +10,6 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import SaveConfigurations
-from memtop.supervisor.run.events import Sampled
 from memtop.supervisor.run.grip import shape_key
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.record.configurations import Configurations, same
@@ -107,16 +106,14 @@ def _note_failure(model: Model, rank: int, report: Oom) -> Model:
         return model
     if (report.time or 0.0) < present.configuration.started:
         return model  # an earlier one's, which an earlier supervisor has dealt with
+    failed = model.progress.ranks.get(rank)
+    before = model.sample.rss_bytes.get(failed.pid or 0) if model.sample is not None and failed is not None else None
+    held = model.sample.host_memory.size if model.sample is not None else None
+    if held is not None and before is not None:
+        # What the rank has more of than at the newest sample is its own.
+        return note_host(model, held + max(0, report.rss_bytes - before))
     others = sum(other.rss_bytes or 0 for other in model.progress.rank_memory() if other.rank != rank)
-    return note_host(model, _at_failure(model.sample, report.rss_bytes + others))
-
-
-def _at_failure(sample: Sampled | None, resident_bytes: int) -> int:
-    """The host memory when an allocation failed. The ranks report resident bytes: what they have
-    more of than at the newest sample is their own."""
-    if sample is None or sample.host_memory.size is None or sample.run_rss_bytes is None:
-        return resident_bytes
-    return sample.host_memory.size + max(0, resident_bytes - sample.run_rss_bytes)
+    return note_host(model, report.rss_bytes + others)
 
 
 def _settings_changed(model: Model, report: SettingsChanged) -> Model:

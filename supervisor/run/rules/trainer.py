@@ -14,7 +14,7 @@ from memtop.supervisor.recovery.configuration import OWN_PROGRAM
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
-from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, values_of, why_not_continued
+from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, only_knobs, values_of, why_not_continued
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
 from memtop.supervisor.wire import Change, Phase
@@ -24,7 +24,7 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
     """The settings that the next attempt is given; UsageError if the change is not possible."""
     wanted = knobs_of(change)
     if replace(change, assignments={}, reason="", configuration=None, max_updates=None) != Change():
-        raise UsageError(OWN_PROGRAM)
+        raise UsageError(OWN_PROGRAM if model.grip is None else only_knobs(model.grip))
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
     if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
@@ -66,7 +66,7 @@ def _position_given(change: Change) -> bool:
     """Whether a person has said that the position may be lost."""
     text = change.assignments.get(POSITION)
     if text is not None and text != "lost":
-        raise UsageError(f"{POSITION} {text}: lost is the only value; the program begins to count again then")
+        raise UsageError(f"{POSITION} {text}: lost is the only value; with it the program counts from zero again")
     return text is not None
 
 
