@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from memtop.presets.program_profiles import KNOB_NAMES
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
-from memtop.supervisor.run.grip import Grip, why_not_continued
+from memtop.supervisor.run.grip import Grip, of_program, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.rules import spikes
-from memtop.supervisor.wire import Checkpoint, Phase, Proposal, RunState, Stage
+from memtop.supervisor.wire import Phase, Proposal, RunState, Stage
 
 _OF_ATTEMPT = ("started", "ended", "exit_status", "ended_by")
 _OF_STEP = ("epoch", "learning_rate", "padding_fraction")
@@ -197,10 +197,6 @@ def _first_known(first: Knobs, other: Knobs) -> Knobs:
 def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:
     resumes = why_not_continued(grip) is None
     return Program(grip="profile", profile=name, why=grip.why, knobs=grip.knobs, resumes=resumes, checkpoint=found)
-
-
-def of_program(saved: Checkpoint) -> ProgramCheckpoint:
-    return ProgramCheckpoint(path=saved.path, update=saved.updates, complete=saved.complete)
 
 
 def _while_alive(model: Model) -> dict[str, Any]:
