@@ -1,4 +1,4 @@
-"""Whether something killed a program: from an exit status to the word for a state. Pure."""
+"""Exit statuses: in words, and whether something killed the program. Pure."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def signal_status(status: int | None) -> int | None:
     if status is not None and (status - 128 in _REPORTED_BY_SHELLS or 256 < status < 256 + 65):
         return (128 if status < 256 else 256) - status
     return status
+
+
+def describe_status(status: int | None) -> str:
+    if status is None:
+        return "exit status unknown (the process and its shim were both killed)"
+    if status < 0:
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = "?"
+        return f"ended by signal {-status} ({name})"
+    if status == 0:
+        return "exit status 0 without having finished"
+    return f"exit status {status}"
 
 
 def state_word(state: str, ended_by: int | None) -> str:

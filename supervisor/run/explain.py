@@ -4,7 +4,6 @@ functions that decide nothing.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from memtop.presets.comparison import describe_length, describe_split, edits_tex
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PHASES, Diagnosis, Kind
-from memtop.supervisor.killed import signal_status
+from memtop.supervisor.killed import describe_status
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
@@ -71,12 +70,6 @@ def outcome(
         message = log.own_error or lines[-1]
     summary = f"{summary}: {message}" if message else summary
     return Phase.FAILED, summary, {"summary": summary, "evidence": list(lines)}
-
-
-def fatal_signal(log: LogEnd, status: int | None) -> int | None:
-    """The signal that ended the program, or the first of its ranks that died; None without one."""
-    ended = signal_status(log.first_dead_rank[1] if log.first_dead_rank is not None else status)
-    return -ended if ended is not None and ended < 0 else None
 
 
 def killed_for_memory(found: Diagnosis) -> bool:
@@ -189,20 +182,6 @@ def over(run: str, word: str, ended: float | None, request: type[Request]) -> st
         "killed": f"run {run!r} was killed at {at}",
     }.get(word, f"run {run!r} finished at {at}")
     return f"{what}; {_NOTHING[request]}"
-
-
-def describe_status(status: int | None) -> str:
-    if status is None:
-        return "exit status unknown (the process and its shim were both killed)"
-    if status < 0:
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:
-            name = "?"
-        return f"ended by signal {-status} ({name})"
-    if status == 0:
-        return "exit status 0 without having finished"
-    return f"exit status {status}"
 
 
 _ABSENCES = {

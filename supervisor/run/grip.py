@@ -12,7 +12,7 @@ import msgspec
 
 from memtop.presets.program_profiles import KNOB_NAMES, ProgramProfile, filled
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.program import Knobs
+from memtop.supervisor.program import Knobs, ProgramCheckpoint
 from memtop.supervisor.run.positions import Split, moved
 from memtop.supervisor.wire import Change, Checkpoint
 
@@ -137,6 +137,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What it resumes from."""
     begun: bool = False
     """It has done an update, but has not shown where it began."""
+
+
+def of_program(saved: Checkpoint) -> ProgramCheckpoint:
+    return ProgramCheckpoint(path=saved.path, update=saved.updates, complete=saved.complete)
 
 
 def shape_key(grip: Grip, knobs: dict[str, str], allocator: str, *, on_gpu: bool) -> str:

@@ -12,13 +12,12 @@ from msgspec.structs import replace
 from memtop.presets.program_profiles import KNOB_NAMES
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
-from memtop.supervisor.run.grip import Grip, why_not_continued
+from memtop.supervisor.run.grip import Grip, of_program, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.rules import spikes
-from memtop.supervisor.wire import Checkpoint, Phase, Proposal, RunState, Stage
+from memtop.supervisor.wire import Phase, Proposal, RunState, Stage
 
 _OF_ATTEMPT = ("started", "ended", "exit_status", "ended_by")
 _OF_STEP = ("epoch", "learning_rate", "padding_fraction")
@@ -30,28 +29,6 @@ def run_state(model: Model) -> RunState:
     state, progress = _reported(model), model.progress
     counted, by_hooks = progress.step is not None, progress.plan is not None
     return with_output(state, model.output, model.now.time, counted=counted, pace=progress.pace, by_hooks=by_hooks)
-
-
-def lacks_update(state: RunState) -> bool:
-    """Whether a later attempt of the run has ended without an update."""
-    return state.state.final and state.attempt > 1 and state.loss is None and state.step_seconds is None
-
-
-def with_last_update(state: RunState, ledger: Ledger) -> RunState:
-    """The run stands where the attempt before has left it, with the loss and the speed of that
-    one."""
-    row = next(iter(ledger.metrics(1)), None)
-    if row is None or row.attempt == state.attempt or state.updates not in (None, row.update):
-        return state
-    speeds = (record.configuration.samples_per_second for record in reversed(ledger.configurations()))
-    return replace(
-        state,
-        updates=row.update,
-        samples_seen=state.samples_seen or row.samples_seen,
-        loss=row.loss,
-        learning_rate=row.learning_rate,
-        samples_per_second=next((speed for speed in speeds if speed is not None), None),
-    )
 
 
 def _reported(model: Model) -> RunState:
@@ -220,10 +197,6 @@ def _first_known(first: Knobs, other: Knobs) -> Knobs:
 def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:
     resumes = why_not_continued(grip) is None
     return Program(grip="profile", profile=name, why=grip.why, knobs=grip.knobs, resumes=resumes, checkpoint=found)
-
-
-def of_program(saved: Checkpoint) -> ProgramCheckpoint:
-    return ProgramCheckpoint(path=saved.path, update=saved.updates, complete=saved.complete)
 
 
 def _while_alive(model: Model) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.server import AgentGreeting, Agents, ControlServer, FromAgent, Peer, Publisher
 from memtop.supervisor.run.starting import Standby
-from memtop.supervisor.run.state import lacks_update, run_state, with_last_update
+from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.wire import (

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memtop.supervisor.errors import RefusedError, RunFolderError
+from memtop.supervisor.killed import describe_status
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.program import known
-from memtop.supervisor.run.explain import describe_status, fatal_signal
-from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.grip import Grip, of_program
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.grip_checkpoints import newest_for
+from memtop.supervisor.run.record.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
-from memtop.supervisor.run.state import lacks_update, of_program, with_last_update
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -100,7 +100,7 @@ def _unrecorded_end(folder: RunFolder, state: RunState, *, stalled: bool) -> dic
         # A program that was being stopped may have got its signal from memtop.
         asked = stalled or state.state in (Phase.STOPPING, Phase.RESTARTING)
         log = folder.attempt(state.attempt) / "output.log"
-        return {"state": Phase.FAILED, "ended_by": None if asked else fatal_signal(read_log_end(log), status), **values}
+        return {"state": Phase.FAILED, "ended_by": None if asked else read_log_end(log).fatal_signal(status), **values}
     # The built-in trainer also ends like this when it is stopped.
     is_whole = state.settings is None or (state.updates is not None and state.updates == state.total_updates)
     return {"state": Phase.FINISHED if is_whole else Phase.STOPPED, **values}

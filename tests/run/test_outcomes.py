@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.cli import run
-from memtop.supervisor.killed import state_word
+from memtop.supervisor.killed import describe_status, state_word
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
@@ -165,8 +165,8 @@ def test_a_restart_says_what_it_changes() -> None:
 
 
 def test_signals_have_names() -> None:
-    assert explain.describe_status(-signal.SIGSEGV) == "ended by signal 11 (SIGSEGV)"
-    assert explain.describe_status(None).startswith("exit status unknown")
+    assert describe_status(-signal.SIGSEGV) == "ended by signal 11 (SIGSEGV)"
+    assert describe_status(None).startswith("exit status unknown")
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,14 @@ def test_only_a_failure_by_a_signal_from_outside_is_a_kill(state: str, ended_by:
 def test_the_signal_of_the_end_is_that_of_the_rank_that_died_first(
     first_dead: tuple[int, int] | None, status: int | None, number: int | None
 ) -> None:
-    assert explain.fatal_signal(LogEnd(first_dead_rank=first_dead), status) == number
+    assert LogEnd(first_dead_rank=first_dead).fatal_signal(status) == number
 
 
 def test_a_killed_run_says_so_to_people_and_keeps_its_state_for_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, number in (("a", signal.SIGKILL), ("b", signal.SIGSEGV)):
-        folder = stored(tmp_path, name, 1.0, Phase.FAILED, reason=explain.describe_status(-number), ended_by=int(number))
+        folder = stored(tmp_path, name, 1.0, Phase.FAILED, reason=describe_status(-number), ended_by=int(number))
         with closing(Ledger(folder.ledger_path)) as ledger:
             values = {"outcome": "failed", "exit_status": -number, "diagnosis": {"summary": "s", "ended_by": int(number)}}
             ledger.update_attempt(1, **values)

@@ -27,6 +27,8 @@ from tests.terminal import Terminal
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
 RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.help")
 
+RULES = ("memtop.supervisor.run.model", "memtop.supervisor.run.explain", "memtop.supervisor.run.rules")
+
 
 def loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"
@@ -40,6 +42,8 @@ def test_the_package_alone_does_not_load_textual() -> None:
 def test_a_start_loads_nothing_that_can_wait() -> None:
     loaded = loaded_by("import memtop.tui.app, memtop.tui.feed")
     assert not loaded.intersection(HEAVY + RARE)
+    # To read a run from its folder takes none of the rules that act on it.
+    assert not loaded_by("import memtop.cli.watch").intersection(RULES)
 
 
 def test_every_screenshot_can_be_made(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.supervisor.killed import signal_status
 from memtop.supervisor.run.record.folder import open_to_read
 
 _TAIL_BYTES = 16_384
@@ -32,6 +33,12 @@ class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
     own_error: str | None = None
     """The newest error that the program printed. Only set if the last line comes from a launcher
     (`accelerate launch`) and names the program's exit status."""
+
+    def fatal_signal(self, status: int | None) -> int | None:
+        """The signal that ended the program, or the first of its ranks that died; None without one.
+        `status`: the program's exit status."""
+        ended = signal_status(self.first_dead_rank[1] if self.first_dead_rank is not None else status)
+        return -ended if ended is not None and ended < 0 else None
 
 
 class DeadWorker(msgspec.Struct, frozen=True, kw_only=True):

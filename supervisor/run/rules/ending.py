@@ -68,7 +68,7 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     stalled = model.stalled is not None
     stopping = model.phase in (Phase.STOPPING, Phase.RESTARTING)
     if not (stalled or stopping or model.ladder is not None):
-        verdict = replace(verdict, ended_by=explain.fatal_signal(event.log, status))
+        verdict = replace(verdict, ended_by=event.log.fatal_signal(status))
     examine = Examine(
         ended=attempt.ended or model.now.time,
         # Two exit statuses would mislead: 0 from a program that failed to save, and the signal with
