@@ -181,6 +181,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     started: float | None = None
     """Start of the present attempt, seconds since the epoch."""
+    earlier_seconds: float = 0.0
+    """How long the attempts before the present one ran, together."""
     ended: float | None = None
     settings: Settings | None = None
     """None for external commands, whose settings are unknown."""

@@ -217,10 +217,7 @@ def _given_split(knobs: dict[str, str]) -> str:
 
 
 def peak_words(peak: Peak | None) -> str:
-    """`17.1 GiB` if measured; `≥ 19.1 GiB` if the allocation failed."""
-    if peak is None:
-        return units.UNKNOWN
-    return units.at_least(peak.bytes) if peak.failed else units.size(peak.bytes)
+    return units.UNKNOWN if peak is None else peak.words
 
 
 def outcome_words(of: Configuration, *, present: bool) -> str:

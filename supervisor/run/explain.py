@@ -55,7 +55,7 @@ def outcome(
     if reported == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
-        return Phase.STOPPED, "stopped as requested, state saved" if reported == "stopped" else describe_status(status), None
+        return Phase.STOPPED, stopped_words(status, saved=reported == "stopped"), None
     if reported == "stopped" and status in (0, None):
         return Phase.STOPPED, "stopped by a request from outside memtop, state saved", None
     if external and status == 0:
@@ -177,6 +177,16 @@ def over(run: str, word: str, ended: float | None, request: type[Request]) -> st
         "killed": f"run {run!r} was killed at {at}",
     }.get(word, f"run {run!r} finished at {at}")
     return f"{what}; {_NOTHING[request]}"
+
+
+def stopped_words(status: int | None, *, saved: bool) -> str:
+    """How a program ended that memtop was asked to stop. `saved`: it has reported that it saved."""
+    if saved:
+        return "stopped as requested, state saved"
+    # SIGINT is the request itself, and what a program makes of it.
+    if status in (None, 0) or signal_status(status) == -signal.SIGINT:
+        return "stopped as requested"
+    return f"stopped as requested: {describe_status(status)}"
 
 
 def describe_status(status: int | None) -> str:

@@ -80,7 +80,7 @@ def _numbers(run: RunState, width: int) -> list[Line]:
 
 def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
     """The numbers by their names, without some."""
-    loss, tokens = fact("loss", _number(run.loss, ".3f")), fact("", f"{_thousands(run.tokens_per_second)} tok/s")
+    loss, tokens = fact("loss", _number(run.loss, ".3f")), fact("", f"{units.thousands(run.tokens_per_second)} tok/s")
     if "best" not in left_out:
         loss = line(*loss, (f" best {_number(run.best_loss, '.3f')}", MUTED))
     if "padding" not in left_out and run.padding_fraction and run.padding_fraction >= _WORTH_A_WORD:
@@ -312,11 +312,3 @@ def _step(seconds: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return units.UNKNOWN if value is None else format(value, form)
-
-
-def _thousands(value: float | None) -> str:
-    if value is None:
-        return units.UNKNOWN
-    if value < 10:
-        return units.rate(value)
-    return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)

@@ -371,8 +371,9 @@ class Ledger:
         old updates one for several. Rows are read as they are needed."""
         return metrics.final_history(self._db, first)
 
-    def best_loss(self) -> float | None:
-        return metrics.best_loss(self._db)
+    def best_loss(self, before: int | None = None) -> float | None:
+        """The least loss of the final history, or of what is in it before this update."""
+        return metrics.best_loss(self._db, before)
 
     def highest_peak(self, attempt: int) -> int | None:
         return metrics.highest_peak(self._db, attempt)
