@@ -274,8 +274,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checkpoint_words(self) -> str:
         """Where no checkpoint is known."""
-        reads_only = self.observed or (self.program is not None and self.program.grip in ("optimizer", "output"))
-        return "none seen" if reads_only else "none yet"
+        return "none yet" if self.saves_are_seen else "none seen"
+
+    @property
+    def saves_are_seen(self) -> bool:
+        """Whether memtop would know of a checkpoint that the program writes."""
+        return not self.observed and (self.program is None or self.program.grip not in ("optimizer", "output"))
 
 
 def saves_when_stopped(settings: Settings | None, offers: Collection[str] | None) -> bool:

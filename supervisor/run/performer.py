@@ -143,6 +143,9 @@ class Performer:
         """
         match effect:
             case AddEvent(event=event):
+                if self.attempt is not None and self.attempt.number == event.attempt:
+                    # What prevents it is reported when the log is noted the next time.
+                    self.attempt.log.mark(event.time, at_once=True)
                 self._publisher.add_event(self._outbox.add_event(event))
             case SaveState():
                 return self.save_state(model)

@@ -223,7 +223,9 @@ def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
 def _ago(store: Store, run: RunState) -> str:
     saved = run.checkpoint.saved_at if run.checkpoint and run.checkpoint.complete else None
     if saved is None or store.now is None:
-        return "not yet" if run.checkpoint is None else units.UNKNOWN
+        if run.checkpoint is not None:
+            return units.UNKNOWN
+        return "not yet" if run.saves_are_seen else "not seen"
     return f"{age(store.now - saved)} ago"
 
 
