@@ -169,19 +169,20 @@ def _change(name: str, before: Settings, after: Settings, label: str | None = No
     if name.startswith("zero."):
         return f"{before.zero} -> {after.zero}"
     if name == "pin_memory":
-        return f"{label} {'where memory allows' if new is None else _shown(new)}"
+        return f"{label} {'where memory allows' if new is None else shown(new)}"
     if name == "lora.targets" and old and new and len(old) != len(new):
         return f"{label} {len(old)} -> {len(new)} modules"
     if name == "warmup_samples":
         return f"{label} {new // after.effective_batch} updates"
     if isinstance(new, bool):
-        return f"{label} {_shown(new)}"
+        return f"{label} {shown(new)}"
     if isinstance(new, dict):
         return label
-    return f"{label} {_shown(old)} -> {_shown(new)}"
+    return f"{label} {shown(old)} -> {shown(new)}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The value of a setting as people read it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):

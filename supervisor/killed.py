@@ -65,6 +65,13 @@ def state_word(state: str, ended_by: int | None) -> str:
     return "killed" if killed else state
 
 
+def status_suffix(outcome: str | None, status: int | None) -> str:
+    """`, exit status 1` after the outcome of an attempt; empty if it is not known, or if it is the
+    SIGINT with which memtop stopped the program as requested."""
+    asked = outcome in ("stopped", "restarted") and signal_status(status) == -signal.SIGINT
+    return "" if status is None or asked else f", exit status {status}"
+
+
 def recorded_signal(data: dict[str, Any] | None) -> int | None:
     """The signal of an attempt's end, from its diagnosis in the ledger or from the event of its
     end."""

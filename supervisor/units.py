@@ -94,6 +94,13 @@ def rate(value: float | None) -> str:
     return f"{value:.1f}" if value >= 1 or value <= 0 else f"{value:.2g}"
 
 
+def thousands(value: float | None) -> str:
+    """A large number per second: `55.9 k`, `8 200`; below 10 as `rate`."""
+    if value is None or value < 10:
+        return rate(value)
+    return f"{value / 1000:.1f} k" if value >= 10_000 else count(value)
+
+
 def count(number: float | None) -> str:
     """A large count: `44 640`. From a million on: `1.2 M`."""
     if number is None:

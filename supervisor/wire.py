@@ -181,6 +181,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     started: float | None = None
     """Start of the present attempt, seconds since the epoch."""
+    earlier_seconds: float = 0.0
+    """How long the attempts before the present one ran, together."""
     ended: float | None = None
     settings: Settings | None = None
     """None for external commands, whose settings are unknown."""
@@ -272,8 +274,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checkpoint_words(self) -> str:
         """Where no checkpoint is known."""
-        reads_only = self.observed or (self.program is not None and self.program.grip in ("optimizer", "output"))
-        return "none seen" if reads_only else "none yet"
+        return "none yet" if self.saves_are_seen else "none seen"
+
+    @property
+    def saves_are_seen(self) -> bool:
+        """Whether memtop would know of a checkpoint that the program writes."""
+        return not self.observed and (self.program is None or self.program.grip not in ("optimizer", "output"))
 
 
 def saves_when_stopped(settings: Settings | None, offers: Collection[str] | None) -> bool:

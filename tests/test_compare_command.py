@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from memtop.cli import run
 from memtop.cli.compare import ComparedRun, _table, differences
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.run.record.folder import RunSpec, create_run
+from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.view import read_state
+from memtop.supervisor.wire import Configuration, Phase, RunState
 from tests.conftest import Runs
 from tests.run.brain import SETTINGS
 
@@ -31,7 +38,13 @@ def made(runs_dir: Path, name: str, updates: int, loss: float, **changed: object
     ]
     ledger.add_reports(1, 0, steps, 1)
     ledger.update_attempt(1, ended=161.0, outcome="finished", updates=updates)
+    ledger.save_configuration(period(1, settings, samples=160, seconds=10.0))
     ledger.close()
+
+
+def period(number: int, settings: Settings, **measured: Any) -> ConfigurationRecord:
+    shown = Configuration(number=number, attempt=1, started=100.0, reason="start", settings=settings)
+    return ConfigurationRecord(configuration=shown, starts=(ConfigurationStart(attempt=1),), **measured)
 
 
 def test_the_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,10 +54,12 @@ def test_the_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["first", "second"]
     assert ["updates", "20", "40"] in lines
-    assert ["samples/s", "16.0", "16.0"] in lines
+    assert ["mean", "samples/s", "16.0", "16.0"] in lines
+    assert ["split", "8", "x", "4", "x", "1", "8", "x", "4", "x", "1"] in lines
+    assert ["effective", "batch", "32", "32"] in lines
     assert ["time", "of", "all", "attempts", "00:01:01", "00:01:01"] in lines
     assert ["mean", "loss", "of", "updates", "11", "to", "20", "1.0669", "2.0669"] in lines
-    assert ["learning_rate", "0.001", "0.0005"] in lines
+    assert ["learning", "rate", "0.001", "0.0005"] in lines
     assert not any(line[:1] == ["batch"] for line in lines), "the same in both"
     assert run(["compare", "first", "second", "--json", "--runs-dir", str(tmp_path)]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -69,6 +84,55 @@ def test_the_updates_of_earlier_attempts_count_where_the_newest_had_none(
     assert ["updates", "20", "–"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert run(["compare", "second", "second", "--runs-dir", str(tmp_path)]) == 0
     assert "loss at update" not in capsys.readouterr().out
+
+
+def test_settings_that_changed_in_a_run_are_shown_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if the other run has the same ones at its end."""
+    changed = [replace(SETTINGS, batch=batch, accumulation=8, workers=workers) for batch, workers in ((8, 2), (4, 2), (4, 0))]
+    for name in ("first", "second"):
+        made(tmp_path, name, 4, 1.0, batch=4, accumulation=8, workers=0)
+    with closing(Ledger(tmp_path / "first" / "ledger.sqlite")) as ledger:
+        for number, settings in enumerate(changed, 1):
+            ledger.save_configuration(period(number, settings))
+    assert run(["compare", "first", "second", "--runs-dir", str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "split 8 x 8 x 1 -> 4 x 8 x 1 4 x 8 x 1" in lines
+    assert "effective batch 64 -> 32 32" in lines
+    assert "workers 2 -> 0 0" in lines
+    assert not any(line.startswith(("batch ", "accumulation ")) for line in lines), "the split says them"
+    assert run(["compare", "first", "second", "--json", "--runs-dir", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["differing_settings"] == ["batch", "workers"]
+    assert [one["changed"].get("effective_batch") for one in document["runs"]] == [[64, 32], None]
+    assert [one["effective_batch"] for one in document["runs"]] == [32, 32]
+
+
+def test_the_speed_and_the_split_of_a_loop_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counts no samples: what the dashboard shows is in the state of the run."""
+    program = Program(grip="optimizer", knobs=Knobs(batch=Knob(value=16), accumulation=Knob(value=2)))
+    for name in ("first", "second"):
+        spec = RunSpec(name=name, created=1.0, settings=None, command=("python", "a.py"), cwd="/", memtop_version="0")
+        folder = create_run(tmp_path, spec, fresh=False)
+        state = RunState(name=name, folder=str(folder.path), state=Phase.FINISHED, attempt=1, created=1.0, command=spec.command)
+        state = replace(state, program=program, effective_batch=64, samples_per_second=300.9)
+        write_json(folder.state_path, StateFile(run=state, socket="no-socket"))
+    assert run(["compare", "first", "second", "--runs-dir", str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "samples/s 300.9 300.9" in lines
+    assert "split 16 x 2 x 2 16 x 2 x 2" in lines
+    assert "effective batch 64 64" in lines
+
+
+def test_the_time_between_attempts_is_not_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path, "first", 4, 1.0)
+    with closing(Ledger(tmp_path / "first" / "ledger.sqlite")) as ledger:
+        ledger.add_attempt(2, "restart", SETTINGS, 4000.0)
+        ledger.update_attempt(2, ended=4010.0, outcome="finished")
+    assert run(["compare", "first", "first", "--runs-dir", str(tmp_path)]) == 0
+    assert "time of all attempts  00:01:11  00:01:11" in re.sub("  +", "  ", capsys.readouterr().out)
+    assert run(["report", "first", "--markdown", "-", "--runs-dir", str(tmp_path)]) == 0
+    assert "| time of all attempts | 00:01:11 |" in capsys.readouterr().out
+    assert read_state(RunFolder(tmp_path / "first")).earlier_seconds == 61.0
 
 
 def test_one_run_is_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,13 +182,13 @@ def test_many_settings_that_only_one_run_has_are_counted() -> None:
     """For example of a recipe and of a program whose settings memtop does not know."""
     recipe = compared("recipe", batch=8, **{f"setting.{n}": n for n in range(50)})
     own = compared("own", batch=4, seq_len=16)
-    names = differences([recipe.settings, own.settings])
+    names = differences([recipe, own])
     lines = list(_table([recipe, own], 4, names))
     assert lines[-1] == "50 settings only of recipe: --json lists them"
     assert not any("setting.7" in line for line in lines)
-    assert [line.split() for line in lines if line.startswith(("batch", "seq_len"))] == [
+    assert [line.split() for line in lines if line.startswith(("batch", "T "))] == [
         ["batch", "8", "4"],
-        ["seq_len", "–", "16"],
+        ["T", "–", "16"],
     ]
 
 

@@ -90,7 +90,7 @@ def test_a_full_disk_keeps_no_supervisor_from_taking_over(
     fill(small_disk)
     assert start_supervisor(RunFolder(cramped.path / "a")) != document["supervisor_pid"]
     stopped = cramped.memtop("stop", "a")
-    assert f"stopped: ended by signal 2 (SIGINT); SIGINT sent to pid {document['trainer_pid']} (sleep)" in stopped.stdout
+    assert f"stopped as requested; SIGINT sent to pid {document['trainer_pid']} (sleep)" in stopped.stdout
 
 
 def enlarge(disk: Path) -> None:

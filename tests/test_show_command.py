@@ -33,6 +33,8 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.view import read_configurations, read_state
 from memtop.supervisor.wire import Change, Configuration, Event, Phase, Proposal, RunState
+from memtop.tui.dashboard.training import draw_training
+from memtop.tui.store import Store
 from tests.conftest import Runs
 from tests.run.test_rollback import state
 from tests.tui.support import SETTINGS
@@ -77,7 +79,7 @@ def configuration(number: int, settings: object, reason: str, outcome: str | Non
         started=1.0,
         reason=reason,
         settings=settings,  # type: ignore[arg-type]
-        peak=Peak(batch=8, bytes=474 << 20, updates=3),
+        peak=Peak(batch=8, bytes=474 << 20, updates=3, failed=outcome is not None and outcome.startswith("host_oom")),
         samples_per_second=1.5,
         outcome=outcome,
     )
@@ -292,12 +294,33 @@ def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
 def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
     assert [line for line in lines if line.startswith("configuration")] == [
-        "configuration 1  8 x 4, T 128, from update 1, peak 474 MiB, 1.5 samples/s, ran out of host memory (start)",
-        "configuration 2  4 x 8, T 128, from update 2, peak 474 MiB, 1.5 samples/s, replaced "
+        "configuration 1  8 x 4, T 128, from update 1, peak ≥ 474 MiB, mean 1.5 samples/s, ran out of host memory (start)",
+        "configuration 2  4 x 8, T 128, from update 2, peak 474 MiB, mean 1.5 samples/s, replaced "
         "(allocation failure at update 2: batch 8 -> 4)",
-        "configuration 3  8 x 4, T 128, from update 3, peak 474 MiB, 1.5 samples/s, was killed for lack of host memory "
+        "configuration 3  8 x 4, T 128, from update 3, peak ≥ 474 MiB, mean 1.5 samples/s, was killed for lack of host memory "
         "(restart with the settings of configuration 1)",
     ]
+
+
+def test_the_speed_of_a_run_is_one_number(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the dashboard, the list, `show`, `compare` and the report. That of a configuration is
+    called mean."""
+    run_state = replace(read_state(dead), samples_per_second=31.25, tokens_per_second=8200.0)
+    write_json(dead.state_path, StateFile(run=run_state, socket="no-socket"))
+    runs_dir = str(dead.path.parent)
+    shown = {}
+    for words in (["runs"], ["show", "a"], ["compare", "a", "a"], ["report", "a", "--markdown", "-"]):
+        assert run([*words, "--runs-dir", runs_dir]) == 0
+        shown[words[0]] = capsys.readouterr().out
+    panel = "\n".join("".join(text for text, _ in row) for row in draw_training(Store(run=run_state), 90, 8))
+    assert "31.2 samples/s" in panel
+    assert "8 200 tok/s" in panel
+    assert re.search(r"^a +failed .* 31\.2 ", shown["runs"], re.MULTILINE)
+    assert "  speed       31.2 samples/s, 8 200 tok/s" in shown["show"]
+    assert "| speed | 31.2 samples/s, 8 200 tok/s |" in shown["report"]
+    assert "| ≥ 474 MiB |" in shown["report"]
+    assert re.search(r"^samples/s +31\.2 +31\.2$", shown["compare"], re.MULTILINE)
+    assert re.search(r"^tokens/s +8 200 +8 200$", shown["compare"], re.MULTILINE)
 
 
 def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:

@@ -220,10 +220,7 @@ def _given_split(knobs: dict[str, str]) -> str:
 
 
 def peak_words(peak: Peak | None) -> str:
-    """`17.1 GiB` if measured; `≥ 19.1 GiB` if the allocation failed."""
-    if peak is None:
-        return units.UNKNOWN
-    return units.at_least(peak.bytes) if peak.failed else units.size(peak.bytes)
+    return units.UNKNOWN if peak is None else peak.words
 
 
 def outcome_words(of: Configuration, *, present: bool) -> str:
@@ -240,7 +237,10 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     if of.peak is not None and of.peak.updates > 0:
         updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")
     preset = () if of.settings is None else fact("preset", Verbatim(of.settings.preset))
-    head = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until), updates, preset]
+    span = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until)]
+    if of.until_update is not None and of.until_update < (of.since_update or 0):
+        span = [fact(f"configuration {of.number},", "no update was done")]
+    head = [*span, updates, preset]
     lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {in_words(of.reason)}", width)]
     return [*lines, *wrap(f"to go back: {'; '.join(differences(of, now))}", width, MUTED)]
 

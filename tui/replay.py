@@ -12,8 +12,8 @@ import math
 import sqlite3
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import accumulate, groupby
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,13 +27,13 @@ from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnaps
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep, reading_ledger
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.speed import NEWEST, Done, speed
 from memtop.supervisor.run.view import read_state
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, ReplayPosition
 
 SLOWEST, FASTEST = 1, 3600
 _TICK_SECONDS = 0.2
 _MINUTE = 60.0
-_RATE_STEPS = 20
 # A full snapshot, or a row of the finest tier, stands for the time until the next one, seconds.
 _SNAPSHOT_STANDS = 7.0
 _NO_TIMES = "the log is not replayed because its lines have no times: memtop show prints its path"
@@ -152,9 +152,8 @@ class FolderRecording:
             raise RunFolderError(f"{folder.ledger_path}: empty: there is nothing to replay")
         self.start, self.end = min(self.last.created, *moments), max(moments)
         self._times = [step.time for step in self._steps]
-        losses = (math.inf if step.report.loss is None else step.report.loss for step in self._steps)
-        self._best = [None if loss == math.inf else loss for loss in accumulate(losses, min)]
         self._starts = {attempt.number: attempt.start_updates for attempt in self.attempts}
+        self._best = list(_best_losses(self._steps, self._starts))
 
     def between(self, shown: float, now: float) -> list[FeedMessage]:
         messages: list[FeedMessage] = []
@@ -215,11 +214,13 @@ class FolderRecording:
         if attempt is None:
             return wire.RunState(**base, state=wire.Phase.CREATED)
         place = bisect_right(self._times, now)
-        own = [step for step in self._steps[max(0, place - _RATE_STEPS) : place] if step.attempt == attempt.number]
+        own = [step for step in self._steps[max(0, place - NEWEST) : place] if step.attempt == attempt.number]
         step = own[-1].report if own else Step(update=attempt.start_updates or 0)
         logged = next((one.report for one in reversed(own) if one.report.logged), step)
         phase, reason = self._phase(attempt, bool(own), now)
-        rates = _rates(own)
+        effective = attempt.settings.effective_batch if attempt.settings else last.effective_batch
+        pace = speed([_done(one) for one in own], effective)
+        rate = pace.samples_per_second
         seen = step.samples_seen
         left = None if seen is None or last.target_samples is None else max(0, last.target_samples - seen)
         alive = not phase.final
@@ -232,20 +233,19 @@ class FolderRecording:
             started=attempt.started,
             ended=None if alive else attempt.ended,
             settings=attempt.settings,
-            effective_batch=attempt.settings.effective_batch if attempt.settings else last.effective_batch,
+            effective_batch=effective,
             updates=step.update if own else attempt.start_updates,
             samples_seen=seen,
             epoch=step.epoch,
             loss=logged.loss,
-            best_loss=self._best[place - 1] if place else None,
+            best_loss=self._best[place - 1] if own else None,
             learning_rate=step.learning_rate,
             gradient_norm=logged.gradient_norm,
             padding_fraction=step.padding_fraction,
-            samples_per_second=rates[0],
-            tokens_per_second=rates[1],
+            **pace._asdict(),
             step_seconds=step.step_seconds,
             split=wire.StepSplit(**{name: getattr(step, name) for name in wire.StepSplit.__struct_fields__}),
-            eta_seconds=left / rates[0] if alive and rates[0] and left is not None else None,
+            eta_seconds=left / rate if alive and rate and left is not None else None,
             exit_status=None if alive else attempt.exit_status,
             ended_by=None if alive else attempt.ended_by,
             proposal=None if alive else _death(attempt),
@@ -335,14 +335,28 @@ def _host(values: dict[str, float]) -> HostSample:
     )
 
 
-def _rates(steps: Sequence[StoredStep]) -> tuple[float | None, float | None]:
-    known = [step for step in steps if step.report.samples_seen is not None]
-    if len(known) < 2 or known[-1].time <= known[0].time:
-        return None, None
-    seconds = known[-1].time - known[0].time
-    tokens = sum(step.report.tokens or 0 for step in known[1:])
-    samples = (known[-1].report.samples_seen or 0) - (known[0].report.samples_seen or 0)
-    return samples / seconds, tokens / seconds if tokens else None
+def _best_losses(steps: Iterable[StoredStep], starts: Mapping[int, int | None]) -> Iterator[float | None]:
+    """The least loss up to each step, without those of updates that were taken back by then.
+    `starts`: the update that each attempt resumed after."""
+    least: list[tuple[int, float]] = []
+    """Each update with a smaller loss than all before it that count."""
+    attempt = None
+    for step in steps:
+        update, loss = step.report.update, step.report.loss
+        if step.attempt != attempt:
+            start = starts.get(step.attempt)
+            first, attempt = update if start is None else min(start + 1, update), step.attempt
+        else:
+            first = update
+        while least and least[-1][0] >= first:
+            least.pop()
+        if loss is not None and (not least or loss < least[-1][1]):
+            least.append((update, loss))
+        yield least[-1][1] if least else None
+
+
+def _done(step: StoredStep) -> Done:
+    return Done(step.time, step.report.update, step.report.samples_seen, step.report.tokens)
 
 
 class ReplayFeed:

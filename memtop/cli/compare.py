@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,19 @@ from memtop.cli import completion
 from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.options import RUN_HELP, json_option, runs_dir_option
 from memtop.cli.output import print_json, print_lines, row
+from memtop.presets.comparison import shown
+from memtop.presets.fields import FIELDS
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import state_word
 from memtop.supervisor.language import Verbatim, tr
+from memtop.supervisor.program import Program, known
 from memtop.supervisor.run import view
+from memtop.supervisor.run.record.configurations import mean_speed
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
+from memtop.supervisor.run.speed import ran_seconds
 from memtop.supervisor.run_memory import Measure
 from memtop.supervisor.wire import Metric
 
@@ -28,7 +36,14 @@ _AVERAGED = 10
 """Updates whose mean loss is compared: the loss of one update depends on its samples."""
 _MOST_LISTED = 3
 """Settings that only some runs have: more of them are counted, not listed."""
-_OF_RECORD = ("loss", "best_loss", "evaluation_loss", "samples_per_second", "peak_bytes", "host_peak_bytes", "host_measure")
+_MOST_CHANGES = 4
+"""Values of a setting in a run that changed it: of more, the first ones and the last."""
+_OF_RECORD = (
+    *("loss", "best_loss", "evaluation_loss", "mean_samples_per_second"),
+    *("peak_bytes", "host_peak_bytes", "host_measure"),
+)
+_OF_SPLIT = ("batch", "accumulation", "rank_splits", "world_size")
+"""The row `split` shows them."""
 
 
 class ComparedRun(msgspec.Struct, kw_only=True):
@@ -47,16 +62,29 @@ class ComparedRun(msgspec.Struct, kw_only=True):
     loss_at_common_update: float | None = None
     """The mean loss of the ten updates up to the last one that all of the runs have done."""
     samples_per_second: float | None
-    """Over all updates, without the time between them."""
+    """As everywhere: of the newest updates."""
+    tokens_per_second: float | None = None
+    mean_samples_per_second: float | None = None
+    """Of all updates, without the time between them."""
     peak_bytes: int | None
     """The highest of the updates, of the first process."""
     host_peak_bytes: int | None
     """The highest host memory of the run's processes together."""
     host_measure: Measure | None
     seconds: float | None
-    """The time of all attempts together."""
+    """How long its attempts ran, together."""
+    split: str | None = None
+    effective_batch: int | None = None
     settings: dict[str, Any] = {}
     """By their dotted names."""
+    changed: dict[str, list[Any]] = {}
+    """Settings that changed in the run, also `split` and `effective_batch`: their values in order,
+    the present one last."""
+
+    def values(self, name: str) -> list[Any]:
+        """What a setting has been, in order; empty if it is not known."""
+        known = self.settings.get(name) if name in self.settings else getattr(self, name, None)
+        return self.changed.get(name) or ([] if known is None else [known])
 
 
 @click.command(epilog=RUN_HELP)
@@ -76,7 +104,7 @@ def compare(run_names: tuple[str, ...], as_json: bool, runs_dir: Path | None) ->
     for run, folder in zip(runs, folders, strict=True):
         if common:
             run.loss_at_common_update = _loss_at(folder, common)
-    differing = differences([run.settings for run in runs])
+    differing = differences(runs)
     if as_json:
         print_json({"runs": msgspec.to_builtins(runs), "common_update": common, "differing_settings": differing})
     else:
@@ -84,10 +112,10 @@ def compare(run_names: tuple[str, ...], as_json: bool, runs_dir: Path | None) ->
     return 0
 
 
-def differences(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the settings that are not the same in all runs."""
-    names = dict.fromkeys(name for one in settings for name in one)
-    return [name for name in names if any(one.get(name) != settings[0].get(name) for one in settings)]
+def differences(runs: Sequence[ComparedRun]) -> list[str]:
+    """The names of the settings that are not the same in all runs, or have changed in one."""
+    names = dict.fromkeys(name for run in runs for name in (*run.settings, *run.changed) if name not in _DERIVED)
+    return [name for name in names if any(run.changed.get(name) or run.values(name) != runs[0].values(name) for run in runs)]
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -100,35 +128,63 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _read(folder: RunFolder) -> ComparedRun:
-    with readable_ledger(folder):
-        document = view.show(folder)
-        with reading_ledger(folder) as ledger:
-            known = {} if ledger is None else _of_record(ledger)
-    attempts = document["attempts"]
-    times = [one["ended"] - one["started"] for one in attempts if one["ended"] is not None and one["started"] is not None]
+    state = view.read_state(folder)
+    with readable_ledger(folder), reading_ledger(folder) as ledger:
+        attempts = [] if ledger is None else ledger.attempts()
+        periods = [] if ledger is None else [record.configuration for record in ledger.configurations()]
+        known = {} if ledger is None else _of_record(ledger)
+    present = _period(state.settings, state.program, state.effective_batch)
+    history = [_period(one.settings, None, None) for one in periods if one.settings is not None] + [present]
     return ComparedRun(
-        name=document["name"],
-        state=document["state"],
-        ended_by=document["ended_by"],
+        name=state.name,
+        state=state.state.value,
+        ended_by=state.ended_by,
         attempts=len(attempts),
         # The newest attempt may have had nothing left to do.
-        updates=document["updates"] if document["updates"] is not None else known.get("updates"),
-        samples_seen=document["samples_seen"],
-        seconds=sum(times) if times else None,
-        settings=dict(flat(document["settings"] or {})),
+        updates=state.updates if state.updates is not None else known.get("updates"),
+        samples_seen=state.samples_seen,
+        samples_per_second=state.samples_per_second,
+        tokens_per_second=state.tokens_per_second,
+        seconds=ran_seconds(attempts, until=time.time() if state.alive else None),
+        settings={name: value for name, value in present.items() if name not in _DERIVED},
+        split=present.get("split"),
+        effective_batch=present.get("effective_batch"),
+        changed=_changed(history),
         **{name: known.get(name) for name in _OF_RECORD},
     )
+
+
+_DERIVED = ("split", "effective_batch")
+
+
+def _period(settings: Settings | None, program: Program | None, effective_batch: int | None) -> dict[str, Any]:
+    """The settings of a run for some time by their dotted names, with what follows from them."""
+    if settings is not None:
+        found = dict(flat(msgspec.to_builtins(settings)))
+        return found | {"split": settings.split_text, "effective_batch": settings.effective_batch}
+    found = {} if program is None else dict(known(program.knobs) or {})
+    batch, accumulation = found.get("batch"), found.get("accumulation")
+    if batch and accumulation and effective_batch:
+        found["split"] = f"{batch} x {accumulation} x {effective_batch // (batch * accumulation)}"
+    return found if effective_batch is None else found | {"effective_batch": effective_batch}
+
+
+def _changed(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The settings that changed from one period to the next, with their values."""
+    found = {}
+    for name in dict.fromkeys(name for period in history for name in period):
+        values = [value for value, _ in itertools.groupby(period.get(name) for period in history)]
+        if len(values) > 1:
+            found[name] = values
+    return found
 
 
 def _of_record(ledger: Ledger) -> dict[str, Any]:
     """The values of the whole history."""
     last: Metric | None = None
     updates: int | None = None
-    before, peak, samples, seconds = 0, None, 0, 0.0
+    peak = None
     for one in ledger.final_history():
-        if one.samples_seen is not None and one.step_seconds is not None:
-            samples, seconds = samples + one.samples_seen - before, seconds + one.step_seconds * one.updates
-        before = before if one.samples_seen is None else one.samples_seen
         if one.peak_bytes is not None:
             peak = max(peak or 0, one.peak_bytes)
         last = one if one.loss is not None else last
@@ -140,7 +196,7 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         "loss": None if last is None else last.loss,
         "best_loss": ledger.best_loss(),
         "evaluation_loss": evaluations[0] if evaluations else None,
-        "samples_per_second": samples / seconds if samples and seconds else None,
+        "mean_samples_per_second": mean_speed(ledger.configurations()),
         "peak_bytes": peak,
         "host_peak_bytes": host.size,
         "host_measure": host.measure,
@@ -155,6 +211,9 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
 
 
 def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
+    # The split says all of these, where it is known.
+    in_split = _OF_SPLIT if all(run.split for run in runs) else ()
+    differing = [name for name in differing if name not in in_split]
     folded = _folded(runs, differing)
     listed = [name for name in differing if not any(name in names for names in folded.values())]
     rows: list[tuple[str, Sequence[str]]] = [
@@ -168,10 +227,14 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         *([] if not common else [(_mean_words(common), [_number(run.loss_at_common_update) for run in runs])]),
         ("evaluation loss", [_number(run.evaluation_loss) for run in runs]),
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
+        ("mean samples/s", [units.rate(run.mean_samples_per_second) for run in runs]),
+        ("tokens/s", [units.thousands(run.tokens_per_second) for run in runs]),
         ("peak memory", [units.size(run.peak_bytes) for run in runs]),
         ("peak RAM", [_host_peak(run) for run in runs]),
         ("time of all attempts", [units.duration(run.seconds) for run in runs]),
-        *((Verbatim(name), [Verbatim(_setting(run.settings.get(name))) for run in runs]) for name in listed),
+        ("split", [Verbatim(_values(run, "split")) for run in runs]),
+        ("effective batch", [Verbatim(_values(run, "effective_batch")) for run in runs]),
+        *((_label(name), [Verbatim(_values(run, name)) for run in runs]) for name in listed),
     ]
     first = max(cell_len(tr(label)) for label, _ in rows)
     widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
@@ -187,7 +250,7 @@ def _folded(runs: Sequence[ComparedRun], differing: Sequence[str]) -> dict[tuple
     found: dict[tuple[str, ...], list[str]] = {}
     for name in differing:
         owners = tuple(run.name for run in runs if name in run.settings)
-        known = {_setting(run.settings[name]) for run in runs if name in run.settings}
+        known = {_values(run, name) for run in runs if name in run.settings}
         if len(owners) < len(runs) and len(known) == 1:
             found.setdefault(owners, []).append(name)
     return {owners: names for owners, names in found.items() if len(names) > _MOST_LISTED}
@@ -209,5 +272,19 @@ def _number(value: float | None) -> str:
     return units.UNKNOWN if value is None else f"{value:.4f}"
 
 
+def _label(name: str) -> str:
+    """What the screens call a setting; a part of one that has no name of its own keeps its dotted
+    name."""
+    return FIELDS[name].label if name in FIELDS else Verbatim(name)
+
+
+def _values(run: ComparedRun, name: str) -> str:
+    """`8 x 4 x 1 -> 4 x 8 x 1`: what a setting was in a run, in order."""
+    values = [_setting(value) for value in run.values(name)]
+    if len(values) > _MOST_CHANGES:
+        values = [*values[: _MOST_CHANGES - 1], "...", values[-1]]
+    return " -> ".join(values) if values else units.UNKNOWN
+
+
 def _setting(value: Any) -> str:
-    return units.UNKNOWN if value is None else str(value)
+    return shown(tuple(map(str, value)) if isinstance(value, list) else value)

@@ -222,7 +222,7 @@ class _Follower:
         if run.loss is not None:
             parts.append(f"loss {run.loss:.4f}")
         if run.samples_per_second is not None:
-            parts.append(f"{run.samples_per_second:.1f} samples/s")
+            parts.append(f"{units.rate(run.samples_per_second)} samples/s")
         if run.eta_seconds is not None:
             parts.append(f"ETA {units.duration(run.eta_seconds)}")
         self._print("  ".join(parts + _memory(machine)))

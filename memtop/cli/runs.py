@@ -19,9 +19,10 @@ from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.killed import recorded_signal, state_word
+from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
 from memtop.supervisor.program import known
-from memtop.supervisor.run import view
+from memtop.supervisor.recovery.values import Peak
+from memtop.supervisor.run import speed, view
 from memtop.supervisor.run.queue import revive_queued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
@@ -126,6 +127,8 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
     else:
         yield f"  program     {' '.join(state.command)}"
         yield from _program_lines(state)
+    if words := speed.words(state.samples_per_second, state.tokens_per_second):
+        yield f"  speed       {words}"
     yield f"  checkpoint  {_checkpoint(state)}"
     for warning in state.warnings:
         yield f"  warning     {warning}"
@@ -185,7 +188,7 @@ def _checkpoint(state: RunState) -> str:
 def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
     known = attempt["outcome"] and state_word(attempt["outcome"], recorded_signal(attempt["diagnosis"]))
     outcome = known or _without_end(attempt["number"], state)
-    status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
+    status = status_suffix(attempt["outcome"], attempt["exit_status"])
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
     energy = "" if attempt["energy_joules"] is None else f", {units.energy(attempt['energy_joules'])}"
     yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {outcome}{status}{energy}"
@@ -214,9 +217,9 @@ def _configuration_line(row: dict[str, Any]) -> str:
     if row["since_update"] is not None:
         parts.append(f"from update {row['since_update']}")
     if peak is not None:
-        parts.append(f"peak {units.size(peak['bytes'])}")
+        parts.append(f"peak {msgspec.convert(peak, Peak).words}")
     if row["samples_per_second"] is not None:
-        parts.append(f"{row['samples_per_second']:.1f} samples/s")
+        parts.append(f"mean {units.rate(row['samples_per_second'])} samples/s")
     outcome = row["outcome"]
     parts.append("present" if outcome is None else OUTCOMES.get(outcome, state_word(outcome, row["ended_by"])))
     return f"configuration {row['number']}  {', '.join(parts)} ({row['reason']})"

@@ -25,7 +25,12 @@ def from_records(evidence: Evidence) -> Finding | None:
     if not fatal:
         return None
     first = min(fatal, key=lambda record: (record.survived is None, record.time))
-    return replace(_of_record(first), confidence=0.99 if first.survived is False else 0.8)
+    found = _of_record(first)
+    # Without a GPU of the rank, only the words of an error that anything may raise speak of one.
+    words_only = found.kind.of_gpu and first.device_uuid is None and not first.error.endswith("OutOfMemoryError")
+    if words_only:
+        found = replace(found, source="words")
+    return replace(found, confidence=0.99 if first.survived is False and not words_only else 0.8)
 
 
 def _of_record(record: OomRecord) -> Finding:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from memtop.supervisor import units
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import Band
 
@@ -109,6 +110,11 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     settings_key: str = ""
     """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
     key lie on one line."""
+
+    @property
+    def words(self) -> str:
+        """`17.1 GiB` if measured; `≥ 19.1 GiB` if the allocation failed."""
+        return units.at_least(self.bytes) if self.failed else units.size(self.bytes)
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):

@@ -172,7 +172,9 @@ class FollowWorkers(msgspec.Struct, frozen=True, tag="follow_workers"):
 
 
 class DropRows(msgspec.Struct, frozen=True, tag="drop_rows"):
-    """Dashboards discard the metric rows from this update on: a restart resumed before it."""
+    """Dashboards discard the metric rows from this update on: a restart resumed before it.
+    Answered by `RowsDropped`.
+    """
 
     update: int
 

@@ -124,6 +124,13 @@ class Replayed(msgspec.Struct, frozen=True, tag="replayed"):
 # --- the program ----------------------------------------------------------------------------------
 
 
+class RowsDropped(msgspec.Struct, frozen=True, kw_only=True, tag="rows_dropped"):
+    """The training goes on from an earlier update: the updates after it do not count any more."""
+
+    best_loss: float | None = None
+    """Of the updates that still count."""
+
+
 class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     """The program of an attempt was started."""
 
@@ -410,6 +417,7 @@ class WriteChecked(msgspec.Struct, frozen=True, kw_only=True, tag="write_checked
 Occurrence = (
     SupervisorStarted
     | Replayed
+    | RowsDropped
     | Launched
     | LaunchRefused
     | Reported

@@ -4,6 +4,7 @@ functions that decide nothing.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from memtop.presets.comparison import describe_length, describe_split, edits_tex
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PHASES, Diagnosis, Kind
-from memtop.supervisor.killed import describe_status
+from memtop.supervisor.killed import describe_status, signal_status
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
@@ -54,7 +55,7 @@ def outcome(
     if reported == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
-        return Phase.STOPPED, "stopped as requested, state saved" if reported == "stopped" else describe_status(status), None
+        return Phase.STOPPED, stopped_words(status, saved=reported == "stopped"), None
     if reported == "stopped" and status in (0, None):
         return Phase.STOPPED, "stopped by a request from outside memtop, state saved", None
     if external and status == 0:
@@ -182,6 +183,16 @@ def over(run: str, word: str, ended: float | None, request: type[Request]) -> st
         "killed": f"run {run!r} was killed at {at}",
     }.get(word, f"run {run!r} finished at {at}")
     return f"{what}; {_NOTHING[request]}"
+
+
+def stopped_words(status: int | None, *, saved: bool) -> str:
+    """How a program ended that memtop was asked to stop. `saved`: it has reported that it saved."""
+    if saved:
+        return "stopped as requested, state saved"
+    # SIGINT is the request itself, and what a program makes of it.
+    if status in (None, 0) or signal_status(status) == -signal.SIGINT:
+        return "stopped as requested"
+    return f"stopped as requested: {describe_status(status)}"
 
 
 _ABSENCES = {

@@ -81,11 +81,17 @@ class CurrentAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     since: float = 0.0
     """On the monotonic clock: when this supervisor started or adopted the program."""
+    earlier_seconds: float = 0.0
+    """How long the attempts before it ran, together."""
     stage: AttemptStage = AttemptStage.RUNNING
     ended: float | None = None
     exit_status: int | None = None
     ended_by: int | None = None
     """See `RunState`."""
+
+    def seconds_until(self, now: float) -> float:
+        """How long this attempt and those before it ran, together."""
+        return self.earlier_seconds + max(0.0, (now if self.ended is None else self.ended) - self.started)
 
 
 class Purpose(str, Enum):

@@ -54,6 +54,7 @@ from memtop.supervisor.run.events import (
     LeftoversCleared,
     Occurrence,
     RemedyFacts,
+    RowsDropped,
     SavedChecked,
     Signalled,
     StateHeld,
@@ -142,6 +143,9 @@ class Performer:
         """
         match effect:
             case AddEvent(event=event):
+                if self.attempt is not None and self.attempt.number == event.attempt:
+                    # What prevents it is reported when the log is noted the next time.
+                    self.attempt.log.mark(event.time, at_once=True)
                 self._publisher.add_event(self._outbox.add_event(event))
             case SaveState():
                 return self.save_state(model)
@@ -153,7 +157,7 @@ class Performer:
             case FollowWorkers():
                 self._follow_workers()
             case DropRows(update=update):
-                self._publisher.take_back_from(update)
+                return self._drop_rows(update)
             case CloseUnstarted(number=number, why=why):
                 self._outbox.close_unstarted(number, why, time.time())
             case Reply(client=client, answer=answer):
@@ -213,8 +217,12 @@ class Performer:
             command=self._spec.command,
             on_steps=self._publisher.add_steps,
             on_own_counter=self._count_by_output,
-            on_back=self._publisher.take_back_from,
+            on_back=lambda update: self._post(self._drop_rows(update)),
         )
+
+    def _drop_rows(self, update: int) -> RowsDropped:
+        self._publisher.take_back_from(update)
+        return RowsDropped(best_loss=self._outbox.ledger.best_loss(update))
 
     def _follow_workers(self) -> None:
         """The workers of the program have begun again, and their output with them."""

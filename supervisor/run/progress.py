@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -27,10 +27,9 @@ from memtop.supervisor.run.reports import (
     Step,
     Written,
 )
+from memtop.supervisor.run.speed import NEWEST, Done, Speed, speed
 from memtop.supervisor.wire import StepSplit
 
-# Speed is the mean over so many updates: enough to be steady, few enough to follow a change.
-_WINDOW = 20
 # A program may survive many allocation failures; the newest explain its end.
 _FAILURES_KEPT = 256
 
@@ -43,13 +42,6 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU that it trains on; None on the CPU, or until a report names it."""
     step: Step | None = None
     """The rank's newest update."""
-
-
-class _Point(NamedTuple):
-    time: float
-    update: int
-    samples_seen: int | None
-    tokens: int
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +60,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     """The newest one that the program has logged: some log it once in several updates."""
     gradient_norm: float | None = None
-    best_loss: float | None = None
+    least_loss: float | None = None
+    """Since the newest plan, or since the workers began again."""
+    best_before: float | None = None
+    """The least loss of the updates before that which still count."""
     peak_bytes: int | None = None
     phase: str | None = None
     batch_search: str | None = None
@@ -108,7 +103,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How often the launcher (torchrun) has started the workers of this attempt again."""
     max_restarts: int | None = None
     ranks: dict[int, Rank] = {}
-    recent: tuple[_Point, ...] = ()
+    recent: tuple[Done, ...] = ()
     """The newest updates."""
 
     def after(self, rank: int, report: Report) -> Progress:
@@ -141,12 +136,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     def started_again(self, restarts: int) -> Progress:
         """The progress when the launcher has started the workers again: only what is true of the
         whole attempt stays."""
-        return Progress(best_loss=self.best_loss, heard=self.heard, restarts=restarts, max_restarts=self.max_restarts)
+        return Progress(best_before=self.best_loss, heard=self.heard, restarts=restarts, max_restarts=self.max_restarts)
 
     def _after_plan(self, plan: Plan) -> Progress:
         # A program that trains again has not ended.
         start = plan.updates if self.start is None else self.start
-        return replace(self, plan=plan, start=start, end=None, recent=())
+        return replace(self, plan=plan, start=start, end=None, recent=(), best_before=self.best_loss, least_loss=None)
 
     def _after_report_of_first(self, report: Report) -> Progress:
         match report:
@@ -183,16 +178,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         ranks = {**self.ranks, rank: known}
         if rank != 0:
             return replace(self, ranks=ranks)
-        best, peak, recent = self.best_loss, self.peak_bytes, self.recent
-        if step.loss is not None and (best is None or step.loss < best):
-            best = step.loss
+        least, peak, recent = self.least_loss, self.peak_bytes, self.recent
+        if step.loss is not None and (least is None or step.loss < least):
+            least = step.loss
         if step.peak_bytes is not None:
             peak = max(step.peak_bytes, peak or 0)
         # A program may report an update again, with its loss.
         again = self.step is not None and self.step.update == step.update
         if step.time is not None and not again:
-            recent = (*recent[-_WINDOW + 1 :], _Point(step.time, step.update, step.samples_seen, step.tokens or 0))
-        progress = replace(self, ranks=ranks, step=step, best_loss=best, peak_bytes=peak, recent=recent)
+            recent = (*recent[-NEWEST + 1 :], Done(step.time, step.update, step.samples_seen, step.tokens))
+        progress = replace(self, ranks=ranks, step=step, least_loss=least, peak_bytes=peak, recent=recent)
         return replace(progress, loss=step.loss, gradient_norm=step.gradient_norm) if step.logged else progress
 
     def _after_end(self, rank: int, end: End) -> Progress:
@@ -201,6 +196,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         if end.outcome == "failed" and (known is None or (end.time or 0.0) < (known.time or 0.0)):
             return replace(self, end=end, end_rank=rank)
         return replace(self, end=end, end_rank=0) if rank == 0 and known is None else self
+
+    @property
+    def best_loss(self) -> float | None:
+        """The least loss of the updates that count: a restart may have taken back others."""
+        return min((loss for loss in (self.least_loss, self.best_before) if loss is not None), default=None)
 
     @property
     def update(self) -> int | None:
@@ -248,29 +248,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         samples = every > 0 and update % every == 0 and (self.sampled or 0) < update
         return evaluates or samples or (update % settings.save_every == 0 and (self.saved or 0) < update)
 
-    def rates(self) -> tuple[float | None, float | None]:
-        """Samples and tokens per second over the newest updates; None before there are two."""
-        if len(self.recent) < 2:
-            return None, None
-        first, last = self.recent[0], self.recent[-1]
-        seconds = last.time - first.time
-        if seconds <= 0:
-            return None, None
-        tokens = sum(point.tokens for point in self.recent[1:])
-        known = first.samples_seen is not None and last.samples_seen is not None
-        samples = (last.samples_seen or 0) - (first.samples_seen or 0)
-        return samples / seconds if known else None, tokens / seconds if tokens else None
+    def speed(self, effective_batch: int | None = None) -> Speed:
+        """Of the newest updates; see `speed`."""
+        return speed(self.recent, effective_batch)
 
     @property
     def pace(self) -> float | None:
         """Seconds from one of the newest updates to the next, with what is done between them; None
         before there are two."""
-        if len(self.recent) < 2:
-            return None
-        first, last = self.recent[0], self.recent[-1]
-        if last.time <= first.time or last.update <= first.update:
-            return None
-        return (last.time - first.time) / (last.update - first.update)
+        return self.speed().pace_seconds
 
     def seconds_left(self) -> float | None:
         """Until the last update is done, at the speed of the newest ones; None if not known."""

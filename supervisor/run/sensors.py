@@ -160,7 +160,7 @@ class Sensors:
             self._measurements.sample(machine, gpus, watch.rank_cores)
             self._samples += 1
             if self._samples % _ADVISE_EVERY == 0:
-                rate, swap_in = model.progress.rates()[0], self._trends.swap_in.value
+                rate, swap_in = model.progress.speed().samples_per_second, self._trends.swap_in.value
                 roles = watch.run_memory
                 measured = self._measurements.medians(machine, gpus, samples_per_second=rate, swap_in=swap_in, roles=roles)
         return Sampled(

@@ -19,7 +19,7 @@ from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.rules import spikes
 from memtop.supervisor.wire import Phase, Proposal, RunState, Stage
 
-_OF_ATTEMPT = ("started", "ended", "exit_status", "ended_by")
+_OF_ATTEMPT = ("started", "ended", "exit_status", "ended_by", "earlier_seconds")
 _OF_STEP = ("epoch", "learning_rate", "padding_fraction")
 _OF_SAMPLE = ("run_rss_bytes", "run_memory", "gpu_base_bytes")
 
@@ -145,18 +145,13 @@ def _position(model: Model) -> dict[str, Any]:
     seen = None if at is None else at.samples_seen
     target = (plan.target_samples if plan else None) or (settings.target_samples if settings else None)
     left = None if seen is None or target is None else max(0, target - seen)
-    samples_rate, tokens_rate = progress.rates()
-    batch, pace = _effective_batch(model), progress.pace
-    if samples_rate is None and batch and pace:
-        samples_rate = batch / pace  # the program counts no samples itself
+    speed = progress.speed(_effective_batch(model))
     return {
         "updates": step.update if step is not None else None if start is None else start.updates,
         "samples_seen": seen,
         "target_samples": target,
-        "samples_per_second": samples_rate,
-        "tokens_per_second": tokens_rate,
-        "pace_seconds": pace,
-        "eta_seconds": _seconds_left(model, left, samples_rate),
+        **speed._asdict(),
+        "eta_seconds": _seconds_left(model, left, speed.samples_per_second),
         **{name: getattr(step, name) for name in _OF_STEP if step is not None},
     }
 

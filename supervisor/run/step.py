@@ -28,6 +28,7 @@ from memtop.supervisor.run.events import (
     Replayed,
     Reported,
     Requested,
+    RowsDropped,
     Sampled,
     SamplingFailed,
     SavedChecked,
@@ -119,6 +120,8 @@ def _after(model: Model, event: Occurrence) -> Model:
             return note(model, "then", words)
         case SupervisorStarted():
             return taking_over.opened(model, event)
+        case RowsDropped(best_loss=best):
+            return replace(model, progress=replace(model.progress, best_before=best))
         case Replayed():
             return _check_saved(taking_over.replayed(model))
         case _:

@@ -27,6 +27,7 @@ from memtop.supervisor.run.record.grip_checkpoints import newest_for
 from memtop.supervisor.run.record.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
+from memtop.supervisor.run.speed import ran_seconds
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -137,10 +138,12 @@ def _created_only(folder: RunFolder) -> RunState:
 
 def _without_state_file(folder: RunFolder) -> RunState:
     """The run as its ledger describes it, if it was started and the ledger can be read."""
-    state, row, metric = _created_only(folder), None, None
+    state, row, metric, earlier = _created_only(folder), None, None, None
     with contextlib.suppress(RunFolderError), reading_ledger(folder) as ledger:
         if ledger is not None:
-            row = next((row for row in reversed(ledger.attempts()) if row.launched), None)
+            attempts = ledger.attempts()
+            row = next((row for row in reversed(attempts) if row.launched), None)
+            earlier = ran_seconds(attempts[: attempts.index(row)]) if row is not None else None
             metric = next(iter(ledger.metrics(1)), None)
     if row is None:
         return state
@@ -155,6 +158,7 @@ def _without_state_file(folder: RunFolder) -> RunState:
         trainer_pid=trainer.pid if trainer is not None else None,
         settings=row.settings,
         started=row.started,
+        earlier_seconds=earlier or 0.0,
         ended=row.ended,
         exit_status=row.exit_status,
         ended_by=row.ended_by,

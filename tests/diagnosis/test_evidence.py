@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
-from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
+from memtop.supervisor.diagnosis.values import PROVEN, Evidence, Kind, OomRecord
 from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from tests.diagnosis.logs import GIB, of
@@ -399,3 +399,22 @@ def test_a_limit_of_address_space_does_not_concern_the_gpu() -> None:
     found = diagnose([card.encode()], Evidence(exit_status=1, address_space_bytes=4 << 30))
     assert found.kind.of_gpu
     assert found.address_space_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "source"),
+    [
+        ("RuntimeError", None, "words"),
+        ("RuntimeError", "GPU-0", "record"),
+        ("OutOfMemoryError", None, "record"),
+        ("torch.OutOfMemoryError", None, "record"),
+    ],
+)
+def test_only_its_words_say_that_a_process_without_a_gpu_ran_out_of_gpu_memory(
+    error: str, device: str | None, source: str
+) -> None:
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    record = OomRecord(rank=0, time=1.0, error=error, message=message, survived=False, device_uuid=device)
+    found = diagnose([f"{error}: {message}".encode()], Evidence(exit_status=1, records=(record,)))
+    assert found.kind is Kind.GPU_OOM
+    assert (found.source, found.confidence >= PROVEN) == (source, source == "record")

@@ -198,6 +198,28 @@ def test_steps_that_come_with_their_plan_are_shown(tmp_path: Path) -> None:
     assert (rows["reset_from"], [one["update"] for one in rows["rows"]]) == (1, [1])
 
 
+def test_the_best_loss_is_that_of_the_updates_that_still_count(tmp_path: Path) -> None:
+    """A start from scratch, or a return to an earlier state, takes back the losses after it."""
+    heard = Heard(tmp_path)
+    heard.write(PLAN, *({**STEP, "update": n, "loss": 3.0 / n} for n in (1, 2, 3)))
+    heard.read()
+    mocks = {name: Mock() for name in ("publisher", "agents", "sensors", "post", "read_reports")}
+    performer = Performer(
+        RunFolder(tmp_path), Mock(), outbox=heard.outbox, socket=tmp_path / "socket", is_displaced=lambda: False, **mocks
+    )
+    brain = taken_over(row(), records=BEGUN.records)
+    best = []
+    for resumed in (2, 0):
+        (dropped,) = [one for one in brain.report({**PLAN, "updates": resumed}) if isinstance(one, DropRows)]
+        answer = performer.perform(dropped, brain.model)
+        assert answer is not None
+        brain.tell(answer)
+        best.append(run_state(brain.model).best_loss)
+        brain.report({**STEP, "update": resumed + 1, "loss": 9.0 - resumed})
+        best.append(run_state(brain.model).best_loss)
+    assert best == [1.5, 1.5, None, 9.0]
+
+
 def test_only_decisions_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)

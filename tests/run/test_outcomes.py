@@ -38,16 +38,16 @@ def step(update: int, loss: float = 1.0) -> dict[str, Any]:
 
 def test_speed_is_that_of_the_newest_updates() -> None:
     progress = Progress()
-    assert progress.rates() == (None, None)
+    assert progress.speed() == (None, None, None)
     for n in range(1, 40):
         seconds = n if n < 19 else 18 + (n - 18) * 2
         progress = progress.after(
             0,
             reported({"type": "step", "update": n, "samples_seen": n * 8, "tokens": 80, "time": float(seconds), "loss": 1 / n}),
         )
-    samples, tokens = progress.rates()
+    samples, tokens, pace = progress.speed()
     assert samples == pytest.approx(4.0)
-    assert tokens == pytest.approx(40.0)
+    assert (tokens, pace) == (pytest.approx(40.0), 2.0)
     assert progress.best_loss == pytest.approx(1 / 39)
 
 

@@ -161,7 +161,8 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
     start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     done = runs.memtop("stop", "a")
-    assert done.stdout.startswith("stopped: ended by signal 2 (SIGINT); SIGINT sent to pid ")
+    assert done.stdout.startswith("stopped as requested; SIGINT sent to pid ")
+    assert "start from update 0: stopped\n" in runs.memtop("show", "a").stdout
     refused = runs.memtop("stop", "a", status=1)
     assert re.fullmatch(r"memtop: run 'a' was stopped at [0-9-]{10} [0-9:]{8}; nothing to stop\n", refused.stderr)
 
@@ -351,7 +352,7 @@ def test_ctrl_c_in_a_headless_run_stops_it(runs: Runs) -> None:
     _, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
     assert "stopping: what it saves is up to the program; Ctrl+C again does not wait for that\n" in rest
-    assert rest.splitlines()[-1].startswith("memtop: run a: stopped (ended by signal 2 (SIGINT)")
+    assert rest.splitlines()[-1].startswith("memtop: run a: stopped (stopped as requested")
     assert rest.endswith("; memtop show a; memtop restart a starts it again\n")
     assert runs.show("a")["state"] == "stopped"
 

@@ -152,6 +152,13 @@ def test_columns_stand_below_their_names() -> None:
         assert line[peak.start : peak.end].strip() == "18.0 GiB"
 
 
+def test_a_configuration_that_failed_in_its_first_update_has_done_none() -> None:
+    failed = configuration(2, 4, since_update=1, until_update=0, outcome="host_oom_alloc")
+    assert plain(facts(failed, None, 100)[0]).startswith("configuration 2, no update was done")
+    one = replace(failed, until_update=1)
+    assert plain(facts(one, None, 100)[0]).startswith("configuration 2, from update 1  to update 1")
+
+
 def test_the_settings_of_an_external_command_are_unknown() -> None:
     bare = wire.Configuration(number=1, attempt=1, started=0.0, reason="start")
     text = plain(row(bare, 120, present=True))

@@ -74,7 +74,7 @@ def test_the_header_shows_the_state_the_attempt_and_the_run_time_of_a_run_with_a
 
 
 def test_the_banner_of_an_ended_run_keeps_its_end_and_the_next_step() -> None:
-    ended: dict[str, object] = {"alive": False, "ended": NOW + 60, "updates": 60}
+    ended: dict[str, object] = {"alive": False, "ended": NOW + 60, "updates": 60, "earlier_seconds": 670.0}
     finished = store_of(running(gpu(), name=LONG, state=Phase.FINISHED, **ended))
     assert notice(finished, 79).startswith("✓ finished at update 60; memtop export qwen2-5-7")
     assert notice(finished, 79).endswith("-no-4 DIR writes the model")

@@ -101,11 +101,12 @@ def test_the_run_is_as_it_was_at_every_moment(over: RunFolder) -> None:
     ]
     assert [state.updates for state in states] == [None, 0, 3, 5, 3, 5, 6]
     assert [state.loss for state in states] == [None, None, 6, 4, None, 20, 20]
-    # The least so far, whatever came later.
-    assert [state.best_loss for state in states] == [None, None, 6, 4, 4, 4, 4]
+    # The least so far of the updates that count: the second attempt takes back 4 and 5.
+    assert [state.best_loss for state in states] == [None, None, 6, 4, None, 6, 6]
     assert [state.attempt for state in states] == [0, 1, 1, 1, 2, 2, 2]
     assert states[2].samples_per_second == pytest.approx(3.2)
     assert states[2].tokens_per_second == pytest.approx(64)
+    assert states[2].pace_seconds == pytest.approx(10)
     assert (states[-2].exit_status, states[-1].exit_status) == (None, 0)
 
 

@@ -365,14 +365,17 @@ def test_the_notice_words_every_state_of_the_link() -> None:
 
 
 def test_the_time_of_an_attempt_is_not_that_of_the_whole_run() -> None:
-    two = {**OVER, "attempt": 2, "started": NOW - 10, "state": wire.Phase.FINISHED}
+    two = {**OVER, "attempt": 2, "started": NOW - 10, "earlier_seconds": 180.0, "state": wire.Phase.FINISHED}
     store = store_of(running(gpu(), **two))
     assert plain(draw_header(store, 160, 1)[0]).rstrip().endswith("this attempt 00:00:10")
     assert "after 00:03:10 in all" in notice(store)
+    # The hour in which nothing ran does not count.
+    idle = running(gpu(), **two | {"created": NOW - 3790})
+    assert "after 00:03:10 in all" in notice(store_of(idle))
 
 
 SAVED = wire.Checkpoint(path="/runs/tiny/train_latest_state", updates=20, samples_seen=640, complete=True)
-OVER: dict[str, object] = {"alive": False, "attempt": 1, "updates": 24, "created": NOW - 190, "ended": NOW, "checkpoint": SAVED}
+OVER: dict[str, object] = {"alive": False, "attempt": 1, "updates": 24, "started": NOW - 190, "ended": NOW, "checkpoint": SAVED}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
+from memtop.supervisor.program import Program
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.tui.dashboard.events import draw_events
 from memtop.tui.dashboard.notice import draw_notice, notice
@@ -177,6 +178,9 @@ def test_a_save_that_failed_is_a_banner_until_one_succeeds() -> None:
     assert notice(store) == f"! {UNSAVED}"
     assert notice(store, 79) == "! update 9 not saved: 16 MiB needed, 3 MiB free; nothing saved yet; free some …"
     assert ("not yet", "bad") in draw_compact_training(store, 80, 3)[2]
+    # Whether this program saves is not known.
+    own = store_with(LEAK, checkpoint=None, program=Program(grip="optimizer"), settings=None)
+    assert ("not seen", "strong") in draw_compact_training(own, 80, 3)[2]
     assert not notice(store_with(LEAK, checkpoint=None)).startswith("! update")
 
 

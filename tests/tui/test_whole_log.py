@@ -7,11 +7,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from textual.events import MouseScrollDown, MouseScrollUp
 from textual.pilot import Pilot
 
+from memtop.supervisor.run.effects import AddEvent
+from memtop.supervisor.run.performer import Performer
+from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.record.folder import RunFolder, create_run
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
 from memtop.supervisor.run.record.output_log import OutputLog, OutputTimes, times_path
@@ -20,7 +24,7 @@ from memtop.tui.app import DashboardApp
 from memtop.tui.attempt_log import AttemptLog, Section
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.line import plain
-from memtop.tui.whole_log import WholeLogScreen, ending_of
+from memtop.tui.whole_log import WholeLogScreen, ending_of, sections_of
 from tests.conftest import Runs
 from tests.run.brain import spec
 from tests.tui.support import SETTINGS, RecordingFeed, machine, press, resize, running, screen_text, settle
@@ -399,6 +403,28 @@ def test_times_survive_a_supervisor_that_was_killed_while_it_wrote(tmp_path: Pat
     assert log.mark(203.0) is None, "not within the same seconds"
     times = OutputTimes(path)
     assert [times.at(4), times.at(8), times.at(9)] == [100.0, 200.0, None]
+
+
+def test_an_event_stands_after_the_lines_that_it_follows(tmp_path: Path) -> None:
+    """Although the size of the log was noted a moment before."""
+    folder = create_run(tmp_path, spec("tiny", NOW), fresh=False)
+    running = RunningAttempt(folder, 1, None)
+    running.folder.mkdir(parents=True)
+    mocks = {name: Mock() for name in ("outbox", "publisher", "agents", "sensors", "post", "read_reports")}
+    performer = Performer(folder, Mock(), socket=tmp_path / "socket", is_displaced=lambda: False, **mocks)
+    performer.attempt = running
+    running.log_path.write_text("update 19\n")
+    running.log.mark(NOW)
+    saved = Event(id=1, time=NOW + 1.5, attempt=1, kind="checkpoint", message="checkpoint at update 20")
+    running.log_path.write_text("update 19\nupdate 20\n")
+    performer.perform(AddEvent(saved), Mock())
+    running.log_path.write_text("update 19\nupdate 20\nupdate 21\n")
+    running.log.mark(NOW + 6)
+    log = AttemptLog(folder, Attempt(number=1, reason="start", settings=None, started=NOW - 1))
+    log.extend()
+    (section,) = sections_of([log], [saved])
+    rows = [section.at(offset) for offset in range(len(section))]
+    assert rows == [-1, 0, 1, saved, 2]
 
 
 def test_a_full_disk_is_said(tmp_path: Path) -> None:

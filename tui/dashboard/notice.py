@@ -67,7 +67,8 @@ def _end(run: RunState, width: int) -> str:
     state = f"{PHASE_MARKS[run.state][0]} {run.word}"
     lasted = ""
     if run.ended is not None:
-        time = units.duration(run.ended - run.created)
+        began = run.created if run.started is None else run.started
+        time = units.duration(run.earlier_seconds + max(0.0, run.ended - began))
         # The time at the top is that of the newest attempt.
         lasted = f" after {time} in all" if run.attempt > 1 else f" after {time}"
     between = separator("; ")

@@ -80,7 +80,7 @@ def _numbers(run: RunState, width: int) -> list[Line]:
 
 def _items(run: RunState, left_out: Sequence[str]) -> dict[str, Line]:
     """The numbers by their names, without some."""
-    loss, tokens = fact("loss", _number(run.loss, ".3f")), fact("", f"{_thousands(run.tokens_per_second)} tok/s")
+    loss, tokens = fact("loss", _number(run.loss, ".3f")), fact("", f"{units.thousands(run.tokens_per_second)} tok/s")
     if "best" not in left_out:
         loss = line(*loss, (f" best {_number(run.best_loss, '.3f')}", MUTED))
     if "padding" not in left_out and run.padding_fraction and run.padding_fraction >= _WORTH_A_WORD:
@@ -223,7 +223,9 @@ def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
 def _ago(store: Store, run: RunState) -> str:
     saved = run.checkpoint.saved_at if run.checkpoint and run.checkpoint.complete else None
     if saved is None or store.now is None:
-        return "not yet" if run.checkpoint is None else units.UNKNOWN
+        if run.checkpoint is not None:
+            return units.UNKNOWN
+        return "not yet" if run.saves_are_seen else "not seen"
     return f"{age(store.now - saved)} ago"
 
 
@@ -312,11 +314,3 @@ def _step(seconds: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return units.UNKNOWN if value is None else format(value, form)
-
-
-def _thousands(value: float | None) -> str:
-    if value is None:
-        return units.UNKNOWN
-    if value < 10:
-        return units.rate(value)
-    return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)

@@ -145,6 +145,7 @@ class OutputIntake:
         is_decided = self._relate(updates, lag, last=to_the_end)
         if rows and state.goes_back:
             self._go_back(self._step(rows[0], updates).update)
+            state.best_loss = min((row.loss for row in rows if row.loss is not None), default=None)
             is_decided = True
         if not has_loss:
             self._waiting = [*self._waiting, *(row for row in rows if row.loss is not None)][-_WAITING:]

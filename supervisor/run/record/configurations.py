@@ -6,7 +6,7 @@ The present one changes with every update and is written now and then; the ledge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -71,6 +71,15 @@ def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
     if not rows:
         return None
     return next((row for row in reversed(rows[:-1]) if not same_configuration(row, rows[-1])), None)
+
+
+def mean_speed(records: Iterable[ConfigurationRecord]) -> float | None:
+    """The samples per second of these configurations together: the mean of their updates, without
+    the time between them; None if no speed is known."""
+    samples, seconds = 0, 0.0
+    for record in records:
+        samples, seconds = samples + record.samples, seconds + record.seconds
+    return samples / seconds if samples > 0 and seconds > 0 else None
 
 
 class Configurations(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,10 +224,8 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         # The first update of an attempt is a warm-up, so its time does not count.
         if self.seen is not None and step.samples_seen is not None and step.step_seconds:
             samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
-            last, shown = (
-                replace(last, samples=samples, seconds=seconds),
-                replace(shown, samples_per_second=samples / seconds),
-            )
+            last = replace(last, samples=samples, seconds=seconds)
+            shown = replace(shown, samples_per_second=mean_speed([last]))
         if shown.peak is not None:
             shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))

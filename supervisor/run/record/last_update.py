@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.speed import NEWEST, Done, speed
 from memtop.supervisor.wire import RunState
 
 
@@ -16,15 +17,22 @@ def lacks_update(state: RunState) -> bool:
 def with_last_update(state: RunState, ledger: Ledger) -> RunState:
     """The run stands where the attempt before has left it, with the loss and the speed of that
     one."""
-    row = next(iter(ledger.metrics(1)), None)
+    rows = ledger.metrics(NEWEST)
+    row = rows[-1] if rows else None
     if row is None or row.attempt == state.attempt or state.updates not in (None, row.update):
         return state
-    speeds = (record.configuration.samples_per_second for record in reversed(ledger.configurations()))
+    done = [
+        Done(one.time, one.update, one.samples_seen, one.tokens)
+        for one in rows
+        if one.attempt == row.attempt and one.time is not None and one.updates == 1
+    ]
+    measured = speed(done, state.effective_batch)
     return replace(
         state,
         updates=row.update,
         samples_seen=state.samples_seen or row.samples_seen,
         loss=row.loss,
         learning_rate=row.learning_rate,
-        samples_per_second=next((speed for speed in speeds if speed is not None), None),
+        samples_per_second=measured.samples_per_second,
+        tokens_per_second=measured.tokens_per_second,
     )

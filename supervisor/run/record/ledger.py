@@ -367,12 +367,12 @@ class Ledger:
         return list(self.final_history()) if newest is None else metrics.newest(self._db, newest)
 
     def final_history(self, first: int = 0) -> Iterator[Metric]:
-        """One row for each update from `first` on, without those that a later attempt took back; of
-        old updates one for several. Rows are read as they are needed."""
+        """One row for each update from `first` on that still counts; of old ones one for several."""
         return metrics.final_history(self._db, first)
 
-    def best_loss(self) -> float | None:
-        return metrics.best_loss(self._db)
+    def best_loss(self, before: int | None = None) -> float | None:
+        """The least loss of the final history, or of what is in it before this update."""
+        return metrics.best_loss(self._db, before)
 
     def highest_peak(self, attempt: int) -> int | None:
         return metrics.highest_peak(self._db, attempt)

@@ -30,6 +30,8 @@ KEPT = 50_000
 MERGED_AT_ONCE = 5_000
 """Rows are merged when there are so many more."""
 _TIMES = 10
+_NEVER = 1 << 62
+"""After the last update of any run."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (
     attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
@@ -212,9 +214,11 @@ def _read(db: sqlite3.Connection, sql: str) -> Iterator[Metric]:
     return (Metric(**dict(zip(_SHOWN, row, strict=True))) for row in db.execute(sql))
 
 
-def best_loss(db: sqlite3.Connection) -> float | None:
-    """The least loss of the final history. Merged rows that a restart has cut do not count."""
-    (loss,) = db.execute(f"SELECT min(least_loss) FROM {_INDEX} {_WITH_LAST} WHERE {_COUNTS_WHOLLY}").fetchone()
+def best_loss(db: sqlite3.Connection, before: int | None = None) -> float | None:
+    """The least loss of the final history, or of what is in it before an update. Merged rows that a
+    restart has cut do not count."""
+    sql = f'SELECT min(least_loss) FROM {_INDEX} {_WITH_LAST} WHERE {_COUNTS_WHOLLY} AND m."update" + m.updates <= ?'
+    (loss,) = db.execute(sql, (_NEVER if before is None else before,)).fetchone()
     return None if loss is None else float(loss)
 
 

@@ -22,7 +22,7 @@ _MARKER = (
 _MARK = struct.Struct("<dq")
 """A time, seconds since the epoch, and the size of the log at that time, bytes."""
 _MARK_SECONDS = 5.0
-"""At least between two marks."""
+"""At least between two marks, apart from those of events."""
 _MARKS_KEPT = 40_000
 """With more marks, every second one is removed: 640 KiB at most."""
 
@@ -37,12 +37,14 @@ class OutputLog:
         self._marked = 0
         self._marked_at = -_MARK_SECONDS
 
-    def mark(self, now: float) -> str | None:
+    def mark(self, now: float, *, at_once: bool = False) -> str | None:
         """Note the size of the log at this time, if it has grown; the log itself has no times.
 
-        Returns why that cannot be written, in one line.
+        `at_once`: also if it was just noted, so that an event at this time stands after the lines
+        that it follows. Returns why that cannot be written, in one line.
         """
-        if 0 <= now - self._marked_at < _MARK_SECONDS:
+        since = now - self._marked_at
+        if since < 0 if at_once else 0 <= since < _MARK_SECONDS:
             return None
         path = times_path(self._path)
         try:

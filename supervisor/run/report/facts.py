@@ -11,9 +11,10 @@ import msgspec
 from memtop.presets.comparison import changes
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
+from memtop.supervisor.killed import status_suffix
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.history import HOST, Bucket, label_of
-from memtop.supervisor.run import view
+from memtop.supervisor.run import speed, view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, reading_ledger
 from memtop.supervisor.run_memory import HostMemory
@@ -101,7 +102,7 @@ def outcome_words(attempt: Attempt) -> str:
     kind = (attempt.diagnosis or {}).get("kind")
     words = OUTCOMES.get(str(kind)) if attempt.outcome == "failed" else None
     words = words or attempt.word or attempt.outcome
-    return words if attempt.exit_status is None else f"{words}, exit status {attempt.exit_status}"
+    return f"{words}{status_suffix(attempt.outcome, attempt.exit_status)}"
 
 
 def configuration_words(rows: Sequence[Configuration]) -> list[tuple[Configuration, str]]:
@@ -126,10 +127,13 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "samples", "" if state.samples_seen is None else units.count(state.samples_seen)
     best = "" if state.best_loss is None else f" (best {state.best_loss:.4g})"
     yield "loss", "" if state.loss is None else f"{state.loss:.4g}{best}"
-    ends = [attempt.ended for attempt in facts.attempts if attempt.ended is not None]
-    whole = units.duration(max(ends) - state.created) if ends and state.state.final else ""
-    yield "time from the first start to the end", whole
+    yield "speed", speed.words(state.samples_per_second, state.tokens_per_second)
     yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
+    ran = speed.ran_seconds(facts.attempts, until=facts.written if state.alive else None)
+    yield "time of all attempts", "" if ran is None else units.duration(ran)
+    ends = [attempt.ended for attempt in facts.attempts if attempt.ended is not None]
+    whole = units.duration(max(ends) - state.created) if len(facts.attempts) > 1 and ends and state.state.final else ""
+    yield "time from the first start to the end", whole
     for source in facts.sources:
         yield f"highest memory of {source.label}, all programs", "" if source.peak is None else units.percent(source.peak)
     yield "highest host memory of this run", "" if facts.host_peak.size is None else facts.host_peak.words

@@ -131,7 +131,7 @@ def _attempts(facts: Facts) -> Iterable[tuple[str, ...]]:
 def _configurations(facts: Facts) -> Iterable[tuple[str, ...]]:
     for row, words in configuration_words(facts.configurations):
         since = units.UNKNOWN if row.since_update is None else units.count(row.since_update)
-        yield str(row.number), since, words, units.UNKNOWN if row.peak is None else units.size(row.peak.bytes), row.reason
+        yield str(row.number), since, words, units.UNKNOWN if row.peak is None else row.peak.words, row.reason
 
 
 def _clock(moment: float) -> str:

@@ -152,10 +152,15 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
     return replace(
         model,
         launching=None,
-        attempt=CurrentAttempt(number=launching.number, started=event.started, since=model.now.monotonic),
+        attempt=CurrentAttempt(
+            number=launching.number,
+            started=event.started,
+            since=model.now.monotonic,
+            earlier_seconds=0.0 if model.attempt is None else model.attempt.seconds_until(event.started),
+        ),
         settings=launching.settings,
         states=event.states,
-        progress=Progress(best_loss=model.progress.best_loss),
+        progress=Progress(best_before=model.progress.best_loss),
         output=None,
         repeated=repeated,
         pending=None,

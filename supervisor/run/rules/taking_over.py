@@ -20,6 +20,7 @@ from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.rules import attempts, configurations, queue, stopping, survival, trainer, trials
+from memtop.supervisor.run.speed import ran_seconds
 from memtop.supervisor.wire import Change, Phase
 
 _FINAL = {phase.value: phase for phase in Phase if phase.final}
@@ -73,6 +74,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         number=row.number,
         started=row.started,
         since=model.now.monotonic,
+        earlier_seconds=ran_seconds(one for one in event.attempts if one.number < row.number) or 0.0,
         stage=AttemptStage.RUNNING if is_open else AttemptStage.OVER,
         ended=row.ended,
         exit_status=row.exit_status,
@@ -82,7 +84,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         model,
         settings=row.settings,
         attempt=attempt,
-        progress=Progress(best_loss=event.best_loss, peak_bytes=event.peak_bytes),
+        progress=Progress(best_before=event.best_loss, peak_bytes=event.peak_bytes),
         proposal=state.run.proposal if state is not None else None,
         stalled=state.stalled if state is not None else None,
         grip=event.state.grip if event.state is not None else None,
