@@ -367,7 +367,7 @@ class Ledger:
         return list(self.final_history()) if newest is None else metrics.newest(self._db, newest)
 
     def final_history(self, first: int = 0) -> Iterator[Metric]:
-        """One row for each update from `first` on that still counts; of old ones one for several."""
+        """One row for each update from `first` on that counts; of old ones one for several."""
         return metrics.final_history(self._db, first)
 
     def best_loss(self, before: int | None = None) -> float | None:
