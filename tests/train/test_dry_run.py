@@ -4,6 +4,7 @@ part."""
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import msgspec
@@ -17,9 +18,11 @@ from transformers import masking_utils
 from bench.predict import A6000, MIB, T4, a6000_training, t4_training
 from memtop.presets.schema import Lora
 from memtop.train import BadInputError
-from memtop.train.dry_run.build import Training
+from memtop.train.dry_run.allocator import Allocator
+from memtop.train.dry_run.build import Training, config_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
-from memtop.train.dry_run.run import Foresight, foresee
+from memtop.train.dry_run.layers import SHALLOW, deepened
+from memtop.train.dry_run.run import Foresight, foresee, recorded
 
 LLAMA = {
     "model_type": "llama",
@@ -309,3 +312,56 @@ def test_what_a_user_can_get_wrong_is_one_line(changes: dict[str, Any], text: st
         foreseen(**changes)
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True, "accumulation": 2},
+        {"method": "lora", "lora": QKVO, "optimizer": "adamw_8bit"},
+        {"method": "qlora", "lora": QKVO, "weights": "bf16", "gradient_checkpointing": True},
+        {"optimizer": "adafactor", "loss": "whole"},
+        {"config": T5, "task": "seq2seq", "padded": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) or "plain",
+)
+def test_a_deep_model_allocates_what_two_shallow_ones_show(changes: dict[str, Any]) -> None:
+    training = msgspec.structs.replace(PLAIN, **changes)
+    config = config_of(training)
+    whole = recorded(training, with_layers(config, 9))[0]
+    found = deepened(*(recorded(training, with_layers(config, count))[0] for count in SHALLOW), 9)
+    assert found is not None
+    assert found.allocations == whole.allocations
+    assert found.phases == whole.phases
+    # Only the order of what is released together may differ.
+    assert sorted(found.events) == sorted(whole.events)
+    assert _replayed(found) == _replayed(whole)
+
+
+def _replayed(trace: Any) -> list[int]:
+    """The blocks' bytes after each allocation that follows a release."""
+    allocator, found = Allocator(expandable=False), []
+    for before, event in itertools.pairwise([0, *trace.events]):
+        if event >= 0:
+            if before < 0:
+                found.append(allocator.allocated)
+            allocator.allocate(event, trace.allocations[event].size)
+        else:
+            allocator.release(~event)
+    return found
+
+
+def test_layers_that_differ_are_not_repeated() -> None:
+    first, second = (recorded(PLAIN, with_layers(config_of(PLAIN), count))[0] for count in (2, 6))
+    assert deepened(first, second, 9) is None
+
+
+def test_a_deep_model_and_its_pieces_of_logits() -> None:
+    """How much memory is free decides the pieces, so it must be that of the deep model."""
+    training = msgspec.structs.replace(PLAIN, loss_chunk=-1, capacity=400 * MIB, config={**LLAMA, "num_hidden_layers": 14})
+    found, (whole, _) = foresee(training), recorded(training, config_of(training))
+    allocator = Allocator(expandable=False)
+    for event in whole.events:
+        allocator.allocate(event, whole.allocations[event].size) if event >= 0 else allocator.release(~event)
+    assert found.allocated == allocator.peak_allocated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -105,6 +106,28 @@ def config_of(training: Training) -> Any:
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
         raise BadInputError(f"model.config: {brief(error)}") from None
+
+
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+
+def layers_of(config: Any) -> int | None:
+    """How many layers the model has, in the encoder as in the decoder; None if these numbers differ
+    or the configuration describes its layers one by one."""
+    counts = {getattr(config, name) for name in _LAYERS if isinstance(getattr(config, name, None), int)}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return counts.pop() if len(counts) == 1 and len(kinds) < 2 and config.get_text_config() is config else None
+
+
+def with_layers(config: Any, count: int) -> Any:
+    """The configuration with another number of layers."""
+    found = copy.deepcopy(config)
+    for name in _LAYERS:
+        if isinstance(getattr(found, name, None), int):
+            setattr(found, name, count)
+    if getattr(found, "layer_types", None):
+        found.layer_types = found.layer_types[:count]
+    return found
 
 
 def meta_model(training: Training, config: Any) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,9 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.train import BadInputError
 from memtop.train.dry_run.allocator import MIB, Allocator, CannotFit
-from memtop.train.dry_run.build import DTYPES, Training, config_of, empty, make_fake, meta_model
+from memtop.train.dry_run.build import DTYPES, Training, config_of, empty, layers_of, make_fake, meta_model, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
-from memtop.train.dry_run.trace import Component, Phase, Trace
+from memtop.train.dry_run.layers import SHALLOW, deepened
+from memtop.train.dry_run.trace import Component, Phase, Recorded, Trace
 from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
@@ -89,21 +91,53 @@ def foresee(training: Training) -> Foresight:
     )
 
 
-def _traced(training: Training) -> Trace:
+def _traced(training: Training) -> Recorded:
     config = config_of(training)
+    layers = layers_of(config)
+    if layers is not None and layers > sum(SHALLOW):
+        free: _Free | None = None
+        if training.capacity is not None:
+            one, two = (recorded(training, with_layers(config, count))[1] for count in (1, 2))
+            if len(one) != len(two):
+                return recorded(training, config)[0]
+            live = [more + (more - less) * (layers - 2) for less, more in zip(one, two, strict=True)]
+            free = _Free(training.capacity, live)
+        four, five = (recorded(training, with_layers(config, count), free)[0] for count in SHALLOW)
+        found = deepened(four, five, layers)
+        if found is not None:
+            return found
+    return recorded(training, config)[0]
+
+
+class _Free:
+    """Tells the loss how much memory is free, each time it asks."""
+
+    def __init__(self, capacity: int | None, live: list[int] | None = None) -> None:
+        """`live`: what is allocated each time, if not what the trace says."""
+        self._capacity, self._live = capacity, live
+
+    def __call__(self, trace: Trace, asked: list[int]) -> int | None:
+        asked.append(trace.live_bytes)
+        live = trace.live_bytes if self._live is None else self._live[len(asked) - 1]
+        return None if self._capacity is None else max(0, self._capacity - live)
+
+
+def recorded(training: Training, config: Any, free: _Free | None = None) -> tuple[Recorded, list[int]]:
+    """The trace, and what was allocated each time that the loss asked for the free memory."""
     model = meta_model(training, config)
     trace = Trace(kernels(training.generation), config.get_text_config().vocab_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    asked: list[int] = []
     try:
         with _without_reports(), torch.random.fork_rng(devices=[]), mode, trace:
             make_fake(model, mode, trace, DTYPES[training.weights])
-            _train(training, model, mode, trace)
+            _train(training, model, mode, trace, partial(free or _Free(training.capacity), trace, asked))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
         raise _unforeseeable(config, type(error).__name__, error) from error
-    return trace
+    return trace.recorded, asked
 
 
 def _unforeseeable(config: Any, why: str, error: Exception) -> BadInputError:
@@ -124,18 +158,18 @@ def _without_reports() -> Iterator[None]:
         log.disabled = was
 
 
-def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace) -> None:
+def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: Callable[[], int | None]) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
     # What they look at in the beginning has numbers.
     with _disable_current_modes():
         optimizer = _optimizer(training, model, trace)
-        step = _WholeLoss(training, model) if training.loss == "whole" else _LossInPieces(training, model, trace)
+        step = _WholeLoss(training, model) if training.loss == "whole" else _LossInPieces(training, model, free)
     with allocating_like_cuda(training.generation, training.attention):
-        for _ in range(_UPDATES):
-            # Later micro-batches are like the second: gradients exist.
-            for _ in range(min(training.accumulation, 2)):
+        for update in range(_UPDATES):
+            # In later micro-batches than the first, gradients exist.
+            for _ in range(min(training.accumulation, 1 + update)):
                 with trace.phase("forward"), _autocast(training):
                     loss, outputs = step(_batch(training, mode, trace))
                 with trace.phase("backward"):
@@ -169,12 +203,12 @@ def _batch(training: Training, mode: FakeTensorMode, trace: Trace) -> dict[str, 
 class _LossInPieces:
     """The forward pass of the built-in trainer."""
 
-    def __init__(self, training: Training, model: Any, trace: Trace) -> None:
+    def __init__(self, training: Training, model: Any, free: Callable[[], int | None]) -> None:
         self._objective = Objective(
             model,
             seq2seq=training.task == "seq2seq",
             chunk=training.loss_chunk,
-            free=lambda device: None if training.capacity is None else max(0, training.capacity - trace.live_bytes),
+            free=lambda device: free(),
         )
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
@@ -218,7 +252,7 @@ def _optimizer(training: Training, model: Any, trace: Trace) -> Any:
     return optimizer
 
 
-def _replayed(trace: Trace, allocator: Allocator) -> tuple[tuple[Peak, ...], int]:
+def _replayed(trace: Recorded, allocator: Allocator) -> tuple[tuple[Peak, ...], int]:
     """The peaks of each phase, and the event at which most is allocated."""
     peaks: dict[Phase, Peak] = {}
     highest = at = 0
@@ -239,7 +273,7 @@ def _replayed(trace: Trace, allocator: Allocator) -> tuple[tuple[Peak, ...], int
     return tuple(peaks.values()), at
 
 
-def _components(trace: Trace, peak: int, allocator: Allocator) -> dict[Component, int]:
+def _components(trace: Recorded, peak: int, allocator: Allocator) -> dict[Component, int]:
     """The blocks that are in use after this event, by what they are for."""
     alive: dict[int, None] = {}
     for event in trace.events[: peak + 1]:
@@ -255,12 +289,12 @@ def _components(trace: Trace, peak: int, allocator: Allocator) -> dict[Component
     return dict(found.most_common())
 
 
-def _lacking(trace: Trace, error: CannotFit, capacity: int) -> str:
+def _lacking(trace: Recorded, error: CannotFit, capacity: int) -> str:
     phase = _phase_at(trace, trace.events.index(error.key))
     operation = trace.allocations[error.key].operation
     sizes = [round(size / MIB) for size in (error.size, error.allocated, capacity)]
     return f"{phase}: {operation} needs {sizes[0]} MiB, with {sizes[1]} MiB of {sizes[2]} MiB allocated"
 
 
-def _phase_at(trace: Trace, place: int) -> Phase:
+def _phase_at(trace: Recorded, place: int) -> Phase:
     return next(phase for start, phase in reversed(trace.phases) if start <= place)

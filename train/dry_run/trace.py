@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -24,6 +24,16 @@ class Allocation(msgspec.Struct):
     size: int
     operation: str
     component: Component
+
+
+class Recorded(NamedTuple):
+    """What a training allocates and releases."""
+
+    allocations: list[Allocation]
+    events: list[int]
+    """In their order: n where allocation n begins, ~n where it ends."""
+    phases: list[tuple[int, Phase]]
+    """Where in `events` each phase begins."""
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -57,11 +67,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, kernels: Kernels, vocabulary: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.allocations: list[Allocation] = []
-        self.events: list[int] = []
-        """In their order: n where allocation n begins, ~n where it ends."""
-        self.phases: list[tuple[int, Phase]] = []
-        """Where in `events` each phase begins."""
+        self.recorded = Recorded([], [], [])
         self.live_bytes = 0
         self._kernels = kernels
         self._vocabulary = vocabulary
@@ -77,7 +83,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Reference counts alone decide when a tensor is released: always at the same place.
         self._collects = gc.isenabled()
         gc.disable()
-        self.phases.append((0, "load"))
+        self.recorded.phases.append((0, "load"))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -90,15 +96,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        self.phases.append((len(self.events), name))
-        self._phase, self._first = name, len(self.allocations)
+        self.recorded.phases.append((len(self.recorded.events), name))
+        self._phase, self._first = name, len(self.recorded.allocations)
         yield
         kept = _KEPT_BY.get(name)
         for number in reversed(self._live):
             if number < self._first or kept is None:
                 break
-            if self.allocations[number].component == "temporary":
-                self.allocations[number].component = kept
+            if self.recorded.allocations[number].component == "temporary":
+                self.recorded.allocations[number].component = kept
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -116,7 +122,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is None:
             self._keep(storage, component, "load")
         else:
-            self.allocations[known.number].component = component
+            self.recorded.allocations[known.number].component = component
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,14 +181,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._allocate(self._kernels.workspace, "cuBLAS", "workspace")
 
     def _allocate(self, size: int, operation: str, component: Component) -> int:
-        number = len(self.allocations)
-        self.allocations.append(Allocation(size, operation, component))
-        self.events.append(number)
+        number = len(self.recorded.allocations)
+        self.recorded.allocations.append(Allocation(size, operation, component))
+        self.recorded.events.append(number)
         self._live[number] = None
         self.live_bytes += size
         return number
 
     def _release(self, number: int) -> None:
-        self.events.append(~number)
+        self.recorded.events.append(~number)
         del self._live[number]
-        self.live_bytes -= self.allocations[number].size
+        self.live_bytes -= self.recorded.allocations[number].size
