@@ -59,6 +59,8 @@ PICTURES = (
     Picture("recovery", (120, 40), failed=True),
     Picture("configurations", (120, 40), keys=("u",)),
     Picture("speed", (120, 40), keys=("b",)),
+    Picture("metrics", (120, 40), keys=("v",)),
+    Picture("palette", (120, 40), keys=("ctrl+p",)),
     Picture("help", (120, 40), keys=("question_mark",)),
 )
 

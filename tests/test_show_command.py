@@ -168,11 +168,11 @@ def test_an_attempt_without_an_update_leaves_the_run_where_it_was(dead: RunFolde
     with closing(Ledger(dead.ledger_path)) as ledger:
         ledger.add_attempt(1, "start", None, 1.0)
         ledger.add_attempt(2, "restart", None, 2.0)
-        ledger.add_reports(1, 0, [Step(update=n, loss=4 - n / 20, time=float(n)) for n in range(1, 21)], 1)
+        ledger.add_reports(1, 0, [Step(update=n, loss=4 - n / 20, time=float(n), samples_seen=2 * n) for n in range(1, 21)], 1)
     state = RunState(name="a", folder=str(dead.path), state=Phase.FINISHED, attempt=2, created=1.0, updates=at)
     write_json(dead.state_path, StateFile(run=state, socket=""))
     found = read_state(dead)
-    assert (found.updates, found.loss, found.samples_per_second) == ((20, 3.0, 1.5) if known else (10, None, None))
+    assert (found.updates, found.loss, found.samples_per_second) == ((20, 3.0, 2.0) if known else (10, None, None))
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_a_stop_says_what_it_did_and_answers_even_if_the_program_survives_it() -
     last = brain.answers()[-1]
     assert (last.outcome, last.message) == (
         Outcome.DONE,
-        "stopped: ended by signal 9 (SIGKILL); SIGKILL sent to pid 5 (python)",
+        "stopped as requested: ended by signal 9 (SIGKILL); SIGKILL sent to pid 5 (python)",
     )
     # A process that waits for a device reacts to no signal.
     assert rungs(survivor, 29.0, 1.0, 30.0, 30.0) == ["SIGKILL"] * 3
