@@ -472,7 +472,7 @@ class EventRows(msgspec.Struct, frozen=True, kw_only=True, tag="events"):
 
 
 class HistoryRows(msgspec.Struct, frozen=True, kw_only=True, tag="history"):
-    """The newest hour of one GPU, or of the host (`monitor.history`), sent once after `Subscribe`."""
+    """The newest hour of one GPU, or of the host (`monitor.history`), sent after `Subscribe`."""
 
     key: str
     """The GPU's uuid, or "host"."""
