@@ -206,7 +206,7 @@ def test_a_stop_reaches_a_rank_that_is_stopped(runs: Runs) -> None:
         stopped = runs.memtop("stop", "a")
     assert (runs.root / "saved").exists()
     assert f"stopped by a signal (SIGSTOP or Ctrl-Z): SIGCONT sent to pid {rank.pid} (python" in stopped.stderr
-    assert stopped.stdout.startswith("stopped: exit status 3")
+    assert stopped.stdout.startswith("stopped as requested: exit status 3")
 
 
 def test_a_stopped_process_that_is_left_behind_may_save_too(runs: Runs) -> None:
