@@ -38,7 +38,7 @@ def tokens_and_config(settings: Settings) -> tuple[Tokens, Any]:
     """
     path = settings.model.get("path")
     if path:
-        _config_of(str(path))
+        config_at(str(path))
     tokens = load_tokens(settings.data.get("tokenizer"), path)
     return tokens, model_config(settings, tokens)
 
@@ -46,7 +46,7 @@ def tokens_and_config(settings: Settings) -> tuple[Tokens, Any]:
 def model_config(settings: Settings, tokens: Tokens) -> Any:
     """The Hugging Face configuration; BadInputError if missing or unfit for the tokenizer."""
     if settings.model.get("path"):
-        config = _config_of(str(settings.model["path"]))
+        config = config_at(str(settings.model["path"]))
         known = config.get_text_config().vocab_size
         if known < tokens.vocabulary:
             name = settings.data.get("tokenizer") or settings.model["path"]
@@ -99,7 +99,7 @@ def _is_named_in_source(key: str, kind: type) -> bool:
     return any(named.search(source.read_text(encoding="utf-8")) for source in sources)
 
 
-def _config_of(path: str) -> Any:
+def config_at(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -26,6 +26,7 @@ Text = Annotated[str, Meta(max_length=100_000)]
 Path = Annotated[str, Meta(max_length=4096)]
 Words = Annotated[tuple[Word, ...], Meta(max_length=100)]
 Changes = Annotated[dict[Word, Any], Meta(max_length=100)]
+Named = Annotated[dict[Word, Word], Meta(max_length=100)]
 _UNKNOWN_CHARACTERS = 200
 
 
@@ -51,6 +52,16 @@ class Hello(Timed, frozen=True, kw_only=True, tag="hello"):
     python: Word | None = None
     offers: Words = ()
     """The commands that the program carries out."""
+    executable: Path | None = None
+    system: Word | None = None
+    cpus: Count | None = None
+    memory_bytes: Count | None = None
+    packages: Named = {}
+    """The version of each that the program has imported."""
+    cuda: Word | None = None
+    """For which torch is built."""
+    variables: Named = {}
+    """Those of its environment that decide about memory and threads."""
 
 
 class Offers(Timed, frozen=True, kw_only=True, tag="offers"):

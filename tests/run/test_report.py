@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import msgspec
 import pytest
+import torch
+from msgspec.structs import replace
 
 from memtop.cli import run
 from memtop.supervisor.monitor.history import Bucket
@@ -18,8 +21,10 @@ from memtop.supervisor.run.report.charts import curve_svg, memory_svg
 from memtop.supervisor.run.report.facts import POINTS, Curve, Facts, Source, _curves, _joules, _thinned, _with_gaps, read_facts
 from memtop.supervisor.run.report.page import html, markdown, write_report
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Event, Metric, Phase, RunState
+from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 from tests.conftest import Runs
+from tests.recovery.injected import TINY
+from tests.tui.support import SETTINGS
 
 NOW = 1_790_000_000.0
 STATE = RunState(name="qwen", folder="/runs/qwen", state=Phase.FAILED, created=NOW, updates=1240, total_updates=5100, loss=1.84)
@@ -110,8 +115,8 @@ def test_markdown_has_whole_tables_and_no_markup_of_others() -> None:
 
 
 def test_a_run_that_has_not_failed_shows_no_diagnosis() -> None:
-    fine = msgspec.structs.replace(ATTEMPTS[1], outcome="finished")
-    assert "Why it failed" not in html(msgspec.structs.replace(FACTS, attempts=(ATTEMPTS[0], fine)))
+    fine = replace(ATTEMPTS[1], outcome="finished")
+    assert "Why it failed" not in html(replace(FACTS, attempts=(ATTEMPTS[0], fine)))
 
 
 def points_of(svg: str) -> list[list[tuple[float, float]]]:
@@ -185,10 +190,61 @@ def test_the_facts_of_a_ledger(folder: RunFolder) -> None:
     assert (facts.attempts, facts.sources, facts.curves) == ((), (), ())
 
 
+def test_an_evaluation_and_what_the_model_has_written_are_in_the_report(folder: RunFolder) -> None:
+    ledger = Ledger(folder.ledger_path)
+    for update in (1, 2):
+        data = {"update": update, "loss": 3.0 - update}
+        ledger.add_event(Event(time=NOW + update, attempt=1, kind="evaluation", message="evaluation", data=data))
+    written = {"update": 2, "prompts": ["Once <b>"], "texts": ["upon\na time & more"]}
+    ledger.add_event(Event(time=NOW + 3, attempt=1, kind="sample", message="samples at update 2", data=written))
+    ledger.close()
+    page = html(read_facts(folder))
+    assert Curve("evaluation loss", ((1.0, 2.0), (2.0, 1.0))) in read_facts(folder).curves
+    assert "<b>Once &lt;b&gt;</b>\nupon\na time &amp; more</pre>" in page
+
+
+def test_the_bands_of_memory_and_the_changes_of_settings_are_in_the_page() -> None:
+    changed = [
+        Configuration(number=n, attempt=n, reason="start", started=NOW, settings=replace(SETTINGS, batch=batch))
+        for n, batch in ((1, 8), (2, 4))
+    ]
+    page = html(replace(FACTS, configurations=tuple(changed)))
+    assert 'class="edge"' in page
+    assert 'class="danger"' in page
+    assert "<h2>Settings</h2>" in page
+    assert "batch 8 -&gt; 4" in page
+
+
 def test_a_run_writes_its_report_at_each_end(runs: Runs) -> None:
-    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", "raise SystemExit(3)")
-    runs.wait("a", lambda run: run["state"] == "failed" and run["supervisor_pid"] is None)
-    page = (runs.path / "a/report.html").read_text()
-    assert "exit status 3" in page
-    assert not Balanced(page).open
-    assert "| state | failed" in (runs.path / "a/report.md").read_text()
+    def report(name: str) -> str:
+        page = (runs.path / name / "report.html").read_text()
+        assert not Balanced(page).open
+        return page
+
+    def ended(name: str, state: str, word: str = "") -> str:
+        runs.wait(name, lambda run: run["state"] == state and run["supervisor_pid"] is None)
+        assert f"| state | {word or state}" in (runs.path / name / "report.md").read_text()
+        return report(name)
+
+    program = (sys.executable, "-c", "import sys, time; print('on', flush=True); time.sleep(float(sys.argv[1])); sys.exit(3)")
+    runs.memtop("train", "--detach", "--name", "failed", "--", *program, "0")
+    runs.memtop("train", "--detach", "--name", "stopped", "--", *program, "600")
+    runs.memtop("train", "--detach", "--name", "killed", "--", *program, "600")
+    runs.memtop("train", "--detach", "--name", "finished", *TINY, "--max-updates", "2")
+    assert "exit status 3" in ended("failed", "failed")
+    runs.wait("stopped", lambda run: run["trainer_pid"] is not None)
+    runs.memtop("stop", "stopped")
+    ended("stopped", "stopped")
+    killed = runs.wait("killed", lambda run: run["trainer_pid"] is not None)
+    os.kill(killed["trainer_pid"], signal.SIGKILL)
+    assert "SIGKILL" in ended("killed", "failed", "killed")
+    page = ended("finished", "finished")
+    assert "<h2>Environment</h2>" in page
+    assert f"torch {torch.__version__}" in page
+    assert sys.executable in page
+    assert "OMP_NUM_THREADS=" in page
+    runs.memtop("restart", "finished", "--max-updates", "3", "--detach")
+    runs.wait(
+        "finished", lambda run: len(run["attempts"]) == 2 and run["state"] == "finished" and run["supervisor_pid"] is None
+    )
+    assert "3 of 3" in report("finished")

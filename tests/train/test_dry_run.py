@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils
+from transformers import LlamaConfig, masking_utils
 
 from bench.predict import A6000, MIB, T4, a6000_training, t4_training
-from memtop.presets.schema import Lora
+from memtop.presets.schema import Lora, Settings, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run.allocator import Allocator
-from memtop.train.dry_run.build import Training, config_of, with_layers
+from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
 from memtop.train.dry_run.run import Foresight, foresee, recorded
@@ -365,3 +366,45 @@ def test_a_deep_model_and_its_pieces_of_logits() -> None:
     for event in whole.events:
         allocator.allocate(event, whole.allocations[event].size) if event >= 0 else allocator.release(~event)
     assert found.allocated == allocator.peak_allocated
+
+
+SETTINGS = Settings(
+    recipe="", preset="", batch=2, accumulation=2, seq_len=64, save_every=1, learning_rate=1e-3, model={"config": LLAMA}
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "generation", "weights", "autocast"),
+    [
+        ({}, 80, "fp32", None),
+        ({"precision": "auto"}, 80, "fp32", "bf16"),
+        ({"precision": "auto"}, 75, "fp32", "fp16"),
+        ({"precision": "bf16", "method": "lora", "lora": QKVO}, 80, "fp32", "bf16"),
+        ({"precision": "bf16", "method": "qlora", "lora": QKVO}, 80, "bf16", "bf16"),
+    ],
+)
+def test_the_precisions_are_those_of_the_trainer(changes: Any, generation: int, weights: str, autocast: str | None) -> None:
+    training = training_of(msgspec.structs.replace(SETTINGS, **changes), generation=generation, capacity=1 << 32)
+    assert (training.weights, training.autocast) == (weights, autocast)
+    assert foresee(training).fits
+
+
+def test_a_frozen_base_from_files_is_in_16_bits(tmp_path: Path) -> None:
+    LlamaConfig(**{name: value for name, value in LLAMA.items() if name != "model_type"}).save_pretrained(tmp_path)
+    settings = msgspec.structs.replace(
+        SETTINGS, model={"path": str(tmp_path)}, method="lora", lora=QKVO, precision="bf16", device="cuda"
+    )
+    training = training_of(settings, generation=80, capacity=1 << 32)
+    assert training.weights == "bf16"
+    assert foresee(training).components["weights"] < 2 * PARAMETERS + 4 * SMALL + MIB
+
+
+def test_several_processes_have_a_ring_of_buckets() -> None:
+    alone, together = (foreseen(world_size=count) for count in (1, 4))
+    # Two buckets of at most 16 MiB, each a multiple of 512 bytes.
+    assert 0 < together.components["workspace"] - alone.components["workspace"] <= 2 * 16 * MIB
+
+
+def test_zero_is_refused() -> None:
+    with pytest.raises(BadInputError, match="ZeRO-2"):
+        training_of(msgspec.structs.replace(SETTINGS, zero=Zero(stage=2)), generation=80, capacity=None)

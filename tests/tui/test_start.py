@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -55,6 +56,22 @@ def test_the_screenshots_of_the_documentation_show_what_is_drawn_now(tmp_path: P
     kept = {path.name: path.read_text() for path in (docs / "screenshots").glob("*.svg") if path.stem != "survival"}
     assert made.keys() == kept.keys()
     assert [name for name in made if made[name] != kept[name]] == []
+
+
+def test_the_recording_of_a_survival_plays_from_the_start_to_the_survival() -> None:
+    """`python -m bench.record_survival` records it again."""
+    recording = Path(__file__).parents[2] / "docs" / "screenshots" / "survival.svg"
+    root = ElementTree.fromstring(recording.read_text())
+    svg = "{http://www.w3.org/2000/svg}"
+    (length,) = (float(one.attrib["dur"][:-1]) for one in root.iter(f"{svg}animate"))
+    shown = [one.attrib["begin"] for one in root.iter(f"{svg}set")]
+    begins = [float(begin.removeprefix("all.begin+").removesuffix("s")) for begin in shown]
+    assert len(set(begins)) > 50
+    assert max(begins) < length
+    words = " ".join(text.text or "" for text in root.iter(f"{svg}text"))
+    places = [words.find(part) for part in ("importing torch", "out of host memory", "the run went on")]
+    assert -1 not in places
+    assert places == sorted(places)
 
 
 def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:

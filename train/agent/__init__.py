@@ -17,10 +17,13 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
 (seconds of the monotonic clock) and `seq`:
 
 * `hello`: {rank, program_rank, local_rank, world_size, restarts, max_restarts (how often torchrun
-  has started the workers again, and how often it may; only under torchrun), pid, python, offers},
-  the first report of a process. `rank` is the journal's number. It equals `program_rank`, the rank
-  by torch.distributed or the launcher, unless a living process already writes that journal; then it
-  is the first free number from `world_size` on. `local_rank` may be null.
+  has started the workers again, and how often it may; only under torchrun), pid, python, offers}
+  and what `surroundings.py` reads: {executable, system, cpus, memory_bytes, packages: {name:
+  version} (of those that the program has imported), cuda (for which torch is built), variables:
+  {name: value}}, the first report of a process. `rank` is the journal's number. It equals
+  `program_rank`, the rank by torch.distributed or the launcher, unless a living process already
+  writes that journal; then it is the first free number from `world_size` on. `local_rank` may be
+  null.
 * `offers`: {offers}, if the program offers more commands after its first report.
 * `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, padding_fraction
   (of the tokens that the model computes), skipped (true if a gradient is not finite: the weights
@@ -96,6 +99,7 @@ from typing import Any, Sequence
 from . import failures, knobs, memory, sources
 from .hooks import StepWatch, when_imported
 from .journal import JournalWriter, Link, find_rank, launcher_variables, worker_restarts
+from .surroundings import surroundings
 
 AGENT_COMMANDS = ("free_cache",)
 _FOLLOWED = {
@@ -112,6 +116,13 @@ def _number(name: str) -> int:
         return int(os.environ.get(name, ""))
     except ValueError:
         return 0
+
+
+def _surroundings() -> dict[str, Any]:
+    try:
+        return surroundings()
+    except Exception:  # noqa: BLE001 - a program may have put anything in the place of a module
+        return {}
 
 
 class Agent:
@@ -231,6 +242,7 @@ class Agent:
                 "pid": self._pid,
                 "python": sys.version.split()[0],
                 "offers": list(self._offers),
+                **_surroundings(),
             }
         )
         greeting = {"type": "agent", "attempt": self.attempt, "rank": number, "pid": self._pid}

@@ -16,11 +16,12 @@ from memtop.presets.schema import Lora, Method, Positive
 from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.trace import Trace
-from memtop.train.model import blaming_config, brief, model_class, prepared
+from memtop.train.model import blaming_config, brief, config_at, model_class, prepared
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
 """The trainer's, of which `adamw` is fused; and torch's own choice of AdamW on a GPU."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BF16_FROM = 80
 _QUANTIZED_BLOCK, _SCALES_BLOCK = 64, 256
 """Weights that share a scale in 4 bits, and scales that share one with double quantization."""
 
@@ -60,6 +61,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """With whole loss, up to the end of what a variable keeps the logits."""
     keep_gradients: bool = False
     """Gradients are set to zero between updates instead of released."""
+    world_size: Positive = 1
+    """Processes that sum their gradients with the built-in trainer's buckets."""
     generation: Positive
     """The GPU's compute capability without its point: 75, 80, 90, ..."""
     expandable_segments: bool = False
@@ -85,6 +88,41 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
             loss_chunk=self.loss_chunk,
             model={"config": {"model_type": config.model_type}},
         )
+
+
+def training_of(settings: Settings, *, generation: int, capacity: int | None) -> Training:
+    """A run of the built-in trainer on a GPU; BadInputError if its memory cannot be foreseen.
+
+    `capacity`: the bytes that torch can reserve there.
+    """
+    if settings.zero.stage:
+        raise BadInputError(f"zero: the GPU memory under {settings.zero} cannot be foreseen; only that without ZeRO can")
+    precision = settings.precision
+    if precision == "auto":
+        precision = "bf16" if generation >= _BF16_FROM else "fp16"
+    path = settings.model.get("path")
+    # As `train.model` builds the base: see there.
+    base_in_16_bits = settings.method == "qlora" or (settings.method == "lora" and path)
+    return Training(
+        config=config_at(str(path)) if path else settings.model.get("config") or {},
+        task="seq2seq" if settings.task == "seq2seq" else "causal",
+        method=settings.method,
+        lora=settings.lora,
+        weights=precision if base_in_16_bits else "fp32",
+        autocast=None if precision == "fp32" else precision,
+        bf16_residual=settings.bf16_residual,
+        batch=settings.batch,
+        seq_len=settings.seq_len,
+        accumulation=settings.accumulation,
+        padded=settings.task == "seq2seq",
+        gradient_checkpointing=settings.gradient_checkpointing,
+        optimizer="adamw" if settings.optimizer == "cpu_adam" else settings.optimizer,
+        loss_chunk=settings.loss_chunk,
+        world_size=settings.world_size,
+        generation=generation,
+        expandable_segments="expandable_segments:True" in settings.allocator,
+        capacity=capacity,
+    )
 
 
 def config_of(training: Training) -> Any:

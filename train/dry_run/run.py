@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from memtop.train.dry_run.build import DTYPES, Training, config_of, empty, layer
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
 from memtop.train.dry_run.trace import Component, Phase, Recorded, Trace
+from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
 from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
@@ -162,6 +163,7 @@ def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, f
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
+    ring = _ring(training, parameters, mode, trace)
     # What they look at in the beginning has numbers.
     with _disable_current_modes():
         optimizer = _optimizer(training, model, trace)
@@ -182,6 +184,17 @@ def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, f
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not training.keep_gradients)
                 del loss, outputs
+    del ring
+
+
+def _ring(training: Training, parameters: Sequence[torch.Tensor], mode: FakeTensorMode, trace: Trace) -> torch.Tensor | None:
+    """The buckets through which several processes sum their small gradients."""
+    if training.world_size == 1:
+        return None
+    sizes = [bucket.size_bytes for bucket in plan_buckets(parameters, BUCKET_BYTES)]
+    ring = empty(mode, (min(RING, len(sizes)), max(sizes, default=0)), torch.uint8)
+    trace.count(ring, "workspace")
+    return ring
 
 
 def _autocast(training: Training) -> AbstractContextManager[Any]:

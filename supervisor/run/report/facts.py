@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,14 +15,17 @@ from memtop.supervisor.killed import status_suffix
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.history import HOST, Bucket, label_of
 from memtop.supervisor.run import speed, view
-from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder, open_to_read
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, reading_ledger
+from memtop.supervisor.run.reports import Hello, decode
 from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import Configuration, Event, Metric, RunState
 
 POINTS = 800
 """Of a curve. More updates are averaged."""
 _EVENTS = 300
+_SAMPLES = 20
+_LONGEST_REPORT = 1 << 20
 
 
 class Curve(NamedTuple):
@@ -68,6 +71,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     price: Price | None = None
     host_peak: HostMemory = HostMemory()
     """The highest host memory of the run's processes together."""
+    environment: Hello | None = None
+    """Of the newest attempt, as its first process has reported it."""
+    samples: tuple[Event, ...] = ()
+    """What the model has written, the newest last; see `Written` in reports.py."""
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -86,13 +93,42 @@ def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
             configurations=() if ledger is None else tuple(record.configuration for record in ledger.configurations()),
             events=() if ledger is None else tuple(ledger.events(_EVENTS)),
             sources=() if ledger is None else tuple(_sources(ledger, now)),
-            curves=() if ledger is None else _curves(list(ledger.final_history())),
+            curves=() if ledger is None else (*_curves(list(ledger.final_history())), *_evaluations(ledger)),
             version=spec.memtop_version,
             cwd=spec.cwd,
             gpus=() if ledger is None else _gpu_names(ledger, now),
             price=price,
             host_peak=HostMemory() if ledger is None else ledger.host_peak(),
+            environment=_environment(folder, state.attempt),
+            samples=() if ledger is None else tuple(ledger.events(_SAMPLES, kind="sample")),
         )
+
+
+def _environment(folder: RunFolder, attempt: int) -> Hello | None:
+    try:
+        with open_to_read(folder.attempt(attempt) / "rank-0.jsonl") as file:
+            found = decode(file.readline(_LONGEST_REPORT))
+    except OSError:
+        return None  # the program has not reported yet, or never does
+    return found if isinstance(found, Hello) else None
+
+
+def environment_rows(facts: Facts) -> list[tuple[str, str]]:
+    """What the program of the newest attempt ran with; empty if it has not told."""
+    found = facts.environment
+    if found is None:
+        return []
+    named = {**found.packages, "CUDA": found.cuda}
+    versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)
+    rows = [
+        ("Python", f"{found.python or units.UNKNOWN} ({found.executable or units.UNKNOWN})"),
+        ("packages", versions),
+        ("system", found.system),
+        ("processors", None if found.cpus is None else str(found.cpus)),
+        ("RAM", None if found.memory_bytes is None else units.size(found.memory_bytes)),
+        ("variables", " ".join(f"{name}={value}" for name, value in found.variables.items())),
+    ]
+    return [(name, Verbatim(value)) for name, value in rows if value]
 
 
 def outcome_words(attempt: Attempt) -> str:
@@ -197,28 +233,38 @@ def _with_gaps(buckets: Sequence[Bucket]) -> Iterable[tuple[float, float | None]
         end = bucket.time + bucket.seconds
 
 
-_CURVES = (
-    ("loss", "loss"),
-    ("learning rate", "learning_rate"),
-    ("seconds of an update", "step_seconds"),
-    ("peak memory of an update, GiB", "peak_bytes"),
+_CURVES: tuple[tuple[str, Callable[[Metric], float | None]], ...] = (
+    ("loss", lambda row: row.loss),
+    ("learning rate", lambda row: row.learning_rate),
+    ("gradient norm", lambda row: row.gradient_norm),
+    ("seconds of an update", lambda row: row.step_seconds),
+    ("tokens per second of an update", lambda row: row.tokens / row.step_seconds if row.tokens and row.step_seconds else None),
 )
+_PEAK = "peak memory of an update, GiB"
 
 
 def _curves(rows: Sequence[Metric]) -> tuple[Curve, ...]:
     size = max(1, -(-len(rows) // POINTS))
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     found = []
-    for title, name in _CURVES:
+    of_peak = (_PEAK, lambda row: None if row.peak_bytes is None else row.peak_bytes / units.GIB)
+    for title, value_of in (*_CURVES, of_peak):
         points = []
         for group in groups:
-            known = [value for row in group if (value := getattr(row, name)) is not None]
+            known = [value for row in group if (value := value_of(row)) is not None]
             if known:
-                value = max(known) / units.GIB if name == "peak_bytes" else sum(known) / len(known)
+                value = max(known) if title == _PEAK else sum(known) / len(known)
                 points.append((float(group[0].update), value))
         if len(points) > 1:
             found.append(Curve(title, tuple(points)))
     return tuple(found)
+
+
+def _evaluations(ledger: Ledger) -> Iterable[Curve]:
+    found = {event.data.get("update"): event.data.get("loss") for event in ledger.events(POINTS, kind="evaluation")}
+    points = sorted((float(update), loss) for update, loss in found.items() if update is not None and loss is not None)
+    if len(points) > 1:
+        yield Curve("evaluation loss", tuple(points))
 
 
 def _gpu_names(ledger: Ledger, now: float) -> tuple[str, ...]:

@@ -14,7 +14,13 @@ from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.report.charts import curve_svg, memory_svg
-from memtop.supervisor.run.report.facts import Facts, configuration_words, outcome_words, read_facts
+from memtop.supervisor.run.report.facts import (
+    Facts,
+    configuration_words,
+    environment_rows,
+    outcome_words,
+    read_facts,
+)
 from memtop.supervisor.wire import Event
 
 _NEWEST_EVENTS = 15
@@ -62,6 +68,10 @@ def html(facts: Facts) -> str:
     if facts.events:
         rows = [(_clock(event.time), str(event.attempt), event.word, event.message) for event in facts.events]
         parts += [_title("Events"), _table(("", "attempt", "event", ""), rows)]
+    if facts.samples:
+        parts += [_title("Samples"), *(_sample(event) for event in facts.samples)]
+    if environment := environment_rows(facts):
+        parts += [_title("Environment"), _table([], environment)]
     written = f"Written {_clock(facts.written)} by memtop. Dashed lines: a new attempt began."
     parts.append(f"<p>{_safe(tr(written))}</p>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_safe(state.name)}</title>'
@@ -87,11 +97,24 @@ def markdown(facts: Facts) -> str:
     if len(facts.configurations) > 1:
         lines += ["", f"**{tr('Settings')}**", ""]
         lines += _markdown_table(("", "from update", "settings", "peak", "why"), _configurations(facts))
+    if environment := environment_rows(facts):
+        lines += ["", f"**{tr('Environment')}**", "", *_markdown_table(("", ""), environment)]
     if facts.events:
         newest: Sequence[Event] = facts.events[-_NEWEST_EVENTS:]
         rows = [(_clock(event.time), event.word, event.message) for event in newest]
         lines += ["", f"**{tr('Newest events')}**", "", *_markdown_table(("", "", ""), rows)]
     return "\n".join(lines) + "\n"
+
+
+def _sample(event: Event) -> str:
+    """What the model has written at one update."""
+    prompts, texts = event.data.get("prompts", ()), event.data.get("texts", ())
+    pairs = (f"<b>{_whole(prompt)}</b>\n{_whole(text)}" for prompt, text in zip(prompts, texts, strict=False))
+    return f"<p>{_safe(tr(event.message))}</p>{''.join(f'<pre>{pair}</pre>' for pair in pairs)}"
+
+
+def _whole(text: str) -> str:
+    return _safe_lines(text.splitlines())
 
 
 def write_report(folder: RunFolder) -> str | None:
