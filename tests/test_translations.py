@@ -227,6 +227,13 @@ def test_a_wrong_setting_is_refused_in_chinese_as_a_whole() -> None:
     )
 
 
+def test_amounts_of_memory_are_in_gib_and_only_cards_are_named_in_gb() -> None:
+    texts = [*ENTRIES, *ENTRIES.values(), *(path.read_text("utf-8") for path in (ROOT / "presets").rglob("*.toml"))]
+    named = [line for text in texts for line in text.splitlines() if re.search(r"\bGB\b", line)]
+    assert any("T5 on 20 GB GPUs" in line for line in named), "the texts are read"
+    assert [line for line in named if re.search(r"\d+ ?GB(?! GPU)|(?<!\d )GB\b", line)] == []
+
+
 def test_the_sentences_are_found() -> None:
     """The collector itself: it sees f-strings, parts of conditions, help and advice."""
     found = {text for _, text in sentences()}

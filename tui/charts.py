@@ -81,29 +81,39 @@ def paint(
     rows, count = len(cells), len(cells[0])
     bits = [0] * (rows * count)
     scale, bottom = (rows * 4 - 1) / (high - low), rows * 4 - 1
-    column_before, mean_before = -1, 0
+    column_before, mean_before = -2, 0
     for column, value in enumerate(values):
         if value is None:
             continue
-        least = mean = most = min(bottom, max(0, int((high - value.mean) * scale + 0.5)))
-        if value.low != value.high:
-            least = min(bottom, max(0, int((high - value.low) * scale + 0.5)))
-            most = min(bottom, max(0, int((high - value.high) * scale + 0.5)))
-        if column_before == column - 1 >= 0:
-            most, least = min(most, mean_before), max(least, mean_before)
+        # This loop is most of what a redraw costs: it calls no function.
+        below, middle, above = value.low, value.mean, value.high
+        at = (high - middle) * scale + 0.5
+        least = mean = most = 0 if at < 0 else bottom if at > bottom else int(at)
+        if below != above:
+            at = (high - below) * scale + 0.5
+            least = 0 if at < 0 else bottom if at > bottom else int(at)
+            at = (high - above) * scale + 0.5
+            most = 0 if at < 0 else bottom if at > bottom else int(at)
+        if column_before == column - 1:
+            if mean_before < most:
+                most = mean_before
+            elif mean_before > least:
+                least = mean_before
         elif column_before >= 0 and across_gaps:
             for x, y in _stroke((column_before, mean_before), (column, mean)):
                 bits[y // 4 * count + x // 2] |= BITS[y % 4][x % 2]
         column_before, mean_before = column, mean
-        spans, place = _SPANS[column % 2], column // 2
-        first, last = most // 4, least // 4
+        spans, place = _SPANS[column & 1], column >> 1
+        first, last = most >> 2, least >> 2
         if first == last:
-            bits[first * count + place] |= spans[most % 4][least % 4]
+            bits[first * count + place] |= spans[most & 3][least & 3]
             continue
-        bits[first * count + place] |= spans[most % 4][3]
-        bits[last * count + place] |= spans[0][least % 4]
-        for inside in range((first + 1) * count + place, last * count + place, count):
-            bits[inside] |= spans[0][3]
+        bits[first * count + place] |= spans[most & 3][3]
+        bits[last * count + place] |= spans[0][least & 3]
+        if last > first + 1:
+            whole = spans[0][3]
+            for inside in range((first + 1) * count + place, last * count + place, count):
+                bits[inside] |= whole
     for row, drawn in enumerate(cells):
         part = bits[row * count : (row + 1) * count]
         if any(part):
@@ -280,12 +290,18 @@ def _x_axis(margin: int, width: int, first: int, last: int, attempts: int) -> Li
 
 
 def merged(cells: Sequence[tuple[str, str]]) -> Line:
+    """The cells as a line: neighbours of one role are one piece."""
     out: list[tuple[str, str]] = []
+    glyphs: list[str] = []
+    before = ""
     for glyph, role in cells:
-        if out and out[-1][1] == role:
-            out[-1] = (out[-1][0] + glyph, role)
-        else:
-            out.append((glyph, role))
+        if role != before:
+            if glyphs:
+                out.append(("".join(glyphs), before))
+            glyphs, before = [], role
+        glyphs.append(glyph)
+    if glyphs:
+        out.append(("".join(glyphs), before))
     return tuple(out)
 
 

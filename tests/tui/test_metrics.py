@@ -156,6 +156,44 @@ def test_the_event_next_to_the_cursor_says_killed_of_a_kill() -> None:
     assert "failed: it ended" in drawn[11]
 
 
+def ledger_of_two_attempts(path: Path) -> RunFolder:
+    """40 updates: the first attempt runs out of memory after update 25 and goes on at update 21."""
+    folder = run_folder(path, 25, 2.5)
+    ledger = Ledger(folder.ledger_path)
+    ledger.add_event(wire.Event(time=NOW + 9.5, attempt=1, kind="checkpoint", message="update 9 saved"))
+    ledger.add_event(wire.Event(time=NOW + 25.5, attempt=1, kind="oom", message="out of GPU memory at update 26"))
+    ledger.add_event(wire.Event(time=NOW + 26, attempt=2, kind="memory", message="never marked"))
+    ledger.add_attempt(2, "out of GPU memory", SETTINGS, NOW + 30)
+    ledger.update_attempt(2, start_updates=20)
+    ledger.add_reports(2, 0, [Step(update=n, loss=1.5, time=NOW + 20 + n) for n in range(21, 41)], 1)
+    ledger.close()
+    return folder
+
+
+async def test_attempts_and_events_are_marked_at_their_updates(tmp_path: Path) -> None:
+    own = ledger_of_two_attempts(tmp_path / "runs/own")
+    feed = RecordingFeed(running(gpu(), name="own", folder=str(own.path)))
+    async with opened(feed, "v", "r", "s", "p", size=(80, 24)) as (app, pilot):
+        text = await until(app, pilot, " 40 ", "oom: out of GPU memory at update 26")
+        rows = text.splitlines()
+        # The frame and the labels take 11 cells, the 66 cells after them show the updates 1 to 40.
+        places = [11 + int((update - 1) / 39 * 66) for update in (10, 21)]
+        (marks,) = [row for row in rows if "▾" in row]
+        assert [place for place, sign in enumerate(marks) if sign == "▾"] == places
+        began = [[place for place, sign in enumerate(row) if sign == "┊"] for row in rows]
+        assert sum(found == [places[1]] for found in began) > 4, "the new attempt is a line through the chart"
+        assert {place for found in began for place in found} == {places[1]}
+        await press(pilot, "end", "pageup", "pageup", "pageup", "pageup", "pageup")
+        assert "checkpoint: update 9 saved" in screen_text(app)
+
+
+def test_an_event_after_the_newest_update_is_marked_at_it() -> None:
+    event = wire.Event(time=NOW + 99, attempt=1, kind="failed", message="it ended")
+    before = wire.Event(time=NOW - 99, attempt=1, kind="failed", message="before the first update")
+    (marks, *_), _ = draw(LOSS, [curves(*(row(n) for n in range(1, 41)))], view(events=(before, event)), 80, 22)
+    assert [place for place, sign in enumerate(text_of([marks])) if sign == "▾"] == [10 + int(39 / 39.5 * 68)]
+
+
 def test_log_scale_and_smoothing() -> None:
     run = curves(*(row(n, loss=10.0 ** (-n)) for n in range(1, 41)))
     text = text_of(draw(LOSS, [run], view(log_scale=True), 80, 22)[0])

@@ -126,10 +126,14 @@ class Track:
         return found
 
     def _over(self, first: int, last: int, *, ranges: bool) -> Range | None:
-        known = [value for value in self.ys[first:last] if value == value]
+        known: Sequence[float] = self.ys[first:last]
+        total = sum(known)
+        if total != total:  # something is unknown
+            known = [value for value in known if value == value]
+            total = sum(known)
         if not known:
             return None
-        mean = sum(known) / len(known)
+        mean = total / len(known)
         return Range(min(known), mean, max(known)) if ranges else Range(mean, mean, mean)
 
     def _grow(self) -> None:
@@ -262,9 +266,11 @@ class RunCurves:
         return None if not xs or (xs[-1] <= xs[0] and len(xs) > 1) else (xs[0], xs[-1])
 
     def x_of(self, axis: str, moment: float) -> float | None:
-        """Where a moment is on an axis; None if it is outside the updates."""
-        place = bisect_left(self.times, moment)
-        return self.xs[axis][place] if self.times and self.times[0] <= moment <= self.times[-1] else None
+        """Where a moment is on an axis: at the next update, or else at the newest. None before the
+        first update."""
+        if not self.times or moment < self.times[0]:
+            return None
+        return self.xs[axis][min(bisect_left(self.times, moment), len(self.times) - 1)]
 
     def beginnings(self, axis: str) -> list[float]:
         """Where an attempt after the first begins."""

@@ -90,9 +90,10 @@ def draw(
 ) -> tuple[list[Line], int]:
     """As many charts as fit, and how many those are.
 
-    Wide screens have two columns. The last two lines are the axis and the event next to the cursor.
+    Wide screens have two columns. A line with the marks of the events is above the charts. The last
+    two lines are the axis and the event next to the cursor.
     """
-    room = height - 2 - (len(runs) > 1)
+    room = height - 3 - (len(runs) > 1)
     columns, across = _columns(width, len(kinds)), _across(width, len(kinds))
     rows = min(math.ceil(len(kinds) / columns), max(1, room // _LOWEST))
     if not kinds or room < _LOWEST or width < 40:
@@ -100,6 +101,7 @@ def draw(
     shown = kinds[: rows * columns]
     each = room // rows
     lines: list[Line] = [_legend(runs, width)] if len(runs) > 1 else []
+    lines.append(join([_marks(runs[0], view, across)] * columns))
     for first in range(0, len(shown), columns):
         charts = [chart(kind, runs, view, across, each) for kind in shown[first : first + columns]]
         for parts in zip(*charts, strict=True):
@@ -154,7 +156,7 @@ def chart(kind: MetricKind, runs: Sequence[RunCurves], view: MetricsView, width:
         last = next((one for one in reversed(values) if one is not None), None)
         if last is not None and len(runs) > 1:
             ends[level(last.mean, bounds, rows) // 4] = (str(number + 1), role)
-    place = None if view.cursor is None else _column(view, count)
+    place = None if view.cursor is None else _column(view.cursor, view, count)
     if place is not None:
         for row in cells:
             row[place] = (row[place][0] if row[place][0] != " " else "│", "match")
@@ -221,14 +223,29 @@ def _unknown(tracks: Sequence[Track | None], view: MetricsView) -> str:
 def _mark_attempts(cells: Cells, runs: Sequence[RunCurves], view: MetricsView, count: int) -> None:
     for begin in runs[0].beginnings(view.axis):
         if view.start <= begin < view.end:
-            place = min(count - 1, int((begin - view.start) / (view.end - view.start) * count))
             for row in cells:
-                row[place] = ("┊", "attempt")
+                row[_column(begin, view, count)] = ("┊", "attempt")
 
 
-def _column(view: MetricsView, count: int) -> int:
-    assert view.cursor is not None
-    return min(count - 1, max(0, int((view.cursor - view.start) / (view.end - view.start) * count)))
+def _marks(run: RunCurves, view: MetricsView, width: int) -> Line:
+    """▾ where events happened. The beginnings of attempts are lines in the charts."""
+    count = width - _LABEL - _MARGIN
+    signs = [" "] * count
+    for x, event in _placed_events(run, view):
+        if event.kind != "attempt":
+            signs[_column(x, view, count)] = "▾"
+    return fit(line(" " * _LABEL, ("".join(signs), "attempt")), width)
+
+
+def _placed_events(run: RunCurves, view: MetricsView) -> list[tuple[float, Event]]:
+    """The marked events in sight, and where each of them is on the axis."""
+    placed = [(run.x_of(view.axis, event.time), event) for event in view.events if event.kind in MARKED]
+    return [(x, event) for x, event in placed if x is not None and view.start <= x <= view.end]
+
+
+def _column(x: float, view: MetricsView, count: int) -> int:
+    """The cell of a value of the axis."""
+    return min(count - 1, max(0, int((x - view.start) / (view.end - view.start) * count)))
 
 
 def _readings(kind: MetricKind, tracks: Sequence[Track | None], view: MetricsView, several: bool) -> Line:
@@ -261,9 +278,8 @@ def _axis(view: MetricsView, width: int) -> Line:
 def _event_words(run: RunCurves, view: MetricsView, width: int) -> Line:
     """The event next to the cursor."""
     at = view.end if view.cursor is None else view.cursor
-    placed = [(run.x_of(view.axis, event.time), event) for event in view.events if event.kind in MARKED]
-    near = [(abs(x - at), number) for number, (x, _) in enumerate(placed) if x is not None and view.start <= x <= view.end]
-    if not near:
+    near = min(_placed_events(run, view), key=lambda one: abs(one[0] - at), default=None)
+    if near is None:
         return ()
-    event = placed[min(near)[1]][1]
+    event = near[1]
     return fit(line((event.word, MUTED), (separator(": "), MUTED), event.message), width)
