@@ -418,3 +418,4 @@ def test_only_its_words_say_that_a_process_without_a_gpu_ran_out_of_gpu_memory(
     found = diagnose([f"{error}: {message}".encode()], Evidence(exit_status=1, records=(record,)))
     assert found.kind is Kind.GPU_OOM
     assert (found.source, found.confidence >= PROVEN) == (source, source == "record")
+    assert found.summary.endswith("only the words of its error name one.") == (source == "words")
