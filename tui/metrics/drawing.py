@@ -38,6 +38,8 @@ class MetricKind(NamedTuple):
     key: str
     name: str
     words: str
+    short: str
+    """The words where there is little room."""
     show: Callable[[float], str]
 
 
@@ -46,14 +48,14 @@ def _plain(value: float) -> str:
 
 
 METRICS = (
-    MetricKind("l", "loss", "loss", _plain),
-    MetricKind("e", "evaluation_loss", "evaluation loss", _plain),
-    MetricKind("r", "learning_rate", "learning rate", lambda value: f"{value:.3g}"),
-    MetricKind("g", "gradient_norm", "gradient norm", _plain),
-    MetricKind("s", "samples_per_second", "samples/s", units.rate),
-    MetricKind("t", "tokens_per_second", "tokens/s", units.rate),
-    MetricKind("p", "peak_bytes", "peak memory", units.size),
-    MetricKind("m", "run_bytes", "RAM", units.size),
+    MetricKind("l", "loss", "loss", "loss", _plain),
+    MetricKind("e", "evaluation_loss", "evaluation loss", "eval loss", _plain),
+    MetricKind("r", "learning_rate", "learning rate", "lr", lambda value: f"{value:.3g}"),
+    MetricKind("g", "gradient_norm", "gradient norm", "grad", _plain),
+    MetricKind("s", "samples_per_second", "samples/s", "samples/s", units.rate),
+    MetricKind("t", "tokens_per_second", "tokens/s", "tok/s", units.rate),
+    MetricKind("p", "peak_bytes", "peak memory", "peak", units.size),
+    MetricKind("m", "run_bytes", "RAM", "RAM", units.size),
 )
 
 

@@ -22,7 +22,7 @@ from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.wire import Event
 from memtop.tui.choices import SCALES
-from memtop.tui.line import MUTED, Line, line
+from memtop.tui.line import MUTED, Line, line, width_of
 from memtop.tui.metrics.curves import AXES, RunCurves
 from memtop.tui.metrics.drawing import (
     METRICS,
@@ -53,7 +53,7 @@ class MetricsScreen(FullScreen):
     AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,v", "leave", "Back", show=False),
-        *(Binding(key, f"choose('{name}')", words, show=False) for key, name, words, _ in METRICS),
+        *(Binding(key, f"choose('{name}')", words, show=False) for key, name, words, *_ in METRICS),
         Binding("x", "axis", "X axis", tooltip="Updates, samples, tokens or time"),
         Binding("u", "updates", "Over updates", show=False),
         Binding("plus,equals_sign", "zoom(0.5)", "Zoom", key_display="+ -", tooltip="Half or twice the range, at the cursor"),
@@ -115,12 +115,18 @@ class MetricsScreen(FullScreen):
         return (*line((separator(", ").join(map(tr, parts)), MUTED)), *super().headline_right(store))
 
     def hint(self, store: Store, width: int) -> Line:
-        parts = [
-            part
-            for kind in METRICS
-            for part in ((f"{kind.key} ", "accent"), (f"{tr(kind.words)}  ", "strong" if kind.name in self._chosen else MUTED))
-        ]
-        return line(*parts)
+        def keys(short: bool) -> Line:
+            named = ((kind, tr(kind.short if short else kind.words)) for kind in METRICS)
+            return line(
+                *(
+                    part
+                    for kind, words in named
+                    for part in ((f"{kind.key} ", "accent"), (f"{words}  ", "strong" if kind.name in self._chosen else MUTED))
+                )
+            )
+
+        whole = keys(short=False)
+        return whole if width_of(whole) <= width else keys(short=True)
 
     # --- what there is ----------------------------------------------------------------------------
 
