@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -22,13 +23,17 @@ from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import starting
 from memtop.supervisor.run import view as view_module
 from memtop.supervisor.run.machine_watch import MachineWatch
+from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.units import GIB
 from memtop.tui import run_feed as feed_module
+from memtop.tui.app import DashboardApp
 from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed, Others
 from memtop.tui.observed import AllPrograms, OneProgram
 from memtop.tui.run_feed import RunFeed
+from tests.conftest import Runs
 from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
-from tests.tui.support import gpu, machine, run_state, running
+from tests.run.brain import spec
+from tests.tui.support import gpu, machine, run_state, running, screen_text
 
 
 class FakeSampler:
@@ -181,6 +186,18 @@ async def test_the_stream_and_the_answers_share_one_connection(monkeypatch: pyte
     assert (await waiting).message == "begun"
     assert [a.message async for a in answers] == ["freed"]
     assert isinstance(await following, wire.StateUpdate)
+
+
+async def test_the_first_frame_is_that_of_the_run_while_its_supervisor_has_not_answered(here: Runs) -> None:
+    folder = create_run(here.path, spec("named-run"), fresh=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(client_module.socket_path(folder.path)))
+        silent.listen()
+        app = DashboardApp(RunFeed(folder.path))
+        async with app.run_test(size=(120, 35)) as pilot:
+            await pilot.pause()
+            shown = screen_text(app)
+            assert all(words in shown for words in ("named-run", "Training", "Log", "preset standard")), shown
 
 
 async def test_a_supervisor_that_dies_is_replaced_while_the_trainer_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,19 @@ async def test_a_preset_chosen_afterwards_keeps_what_was_typed_and_lists_what_it
         assert feed.requests == [Restart(id=1, change=change)]
 
 
+async def test_another_sequence_length_says_the_tokens_per_update_and_not_that_nothing_changes() -> None:
+    async with opened(RecordingFeed(running(gpu())), "r", size=(120, 35)) as (app, pilot):
+        app.screen.query_one("#batch", Input).value = "4"
+        app.screen.query_one("#accumulation", Input).value = "8"
+        await settle(pilot)
+        assert "effective batch 32 -> 32: training is unchanged" in words(app)
+        app.screen.query_one("#seq_len", Input).value = "64"
+        await settle(pilot)
+        assert "effective batch 32 -> 32" in words(app)
+        assert "tokens per update 4096 -> 2048" in words(app)
+        assert "unchanged" not in words(app)
+
+
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_form_says_what_enter_does_and_does_it(size: tuple[int, int]) -> None:
     feed = RecordingFeed(running(gpu()))
