@@ -4,6 +4,9 @@ seconds, and only for them."""
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from memtop.supervisor.run.processes.attempt import ExitFile
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.view import is_ending
 from memtop.supervisor.wire import Change, Phase, RunState
+from tests.conftest import UNTIL_GO, Runs, wait_for_file
 from tests.run.brain import spec
 
 
@@ -75,3 +79,23 @@ def test_fresh_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(starting, "let_leave", lambda run: None)
     with pytest.raises(RefusedError, match="is in use"):
         train._free_name_of(ended_now(tmp_path))
+
+
+def test_fresh_begins_once_the_supervisor_of_the_ended_run_has_left(runs: Runs) -> None:
+    """Its supervisor is stopped in between, so that its last seconds last until the command waits
+    for them."""
+    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
+    first = runs.wait("a", lambda d: d["trainer_pid"] is not None)
+    os.kill(first["supervisor_pid"], signal.SIGSTOP)
+    (runs.root / "go").touch()
+    wait_for_file(runs.path / "a/attempts/0001/exit.json")
+    again = ("train", "--fresh", "--detach", "--name", "a", "--", "sh", "-c", "echo second > second")
+    with runs.start(*again, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stderr is not None
+        assert command.stderr.readline() == "memtop: waiting until the supervisor of a has ended\n"
+        os.kill(first["supervisor_pid"], signal.SIGCONT)
+        command.communicate(timeout=120)
+    assert command.returncode == 0
+    wait_for_file(runs.root / "second")
+    second = runs.wait("a", lambda d: d["state"] == "finished")
+    assert second["command"] == list(again[-3:])

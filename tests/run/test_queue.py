@@ -25,6 +25,7 @@ from memtop.supervisor.run.runs import row_of, run_folders, table, with_turns
 from memtop.supervisor.run.view import needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Outcome, Phase, RunState
 from tests.conftest import Runs
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.run.brain import RUN, SETTINGS, Brain, restart, spec, stop
 
 MACHINE = MachineSnapshot(time=1.0)
@@ -322,6 +323,21 @@ def test_the_next_run_begins_after_one_that_failed_whoever_was_killed(runs: Runs
     while not (folder.path / "then.log").exists() or "then" not in trace.read_text():
         time.sleep(0.1)
     assert trace.read_text() == "first\nsecond\nthen\n"
+
+
+def test_a_run_waits_until_a_busy_gpu_is_free_and_then_begins(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
+    """The driver is scripted: another program holds its only GPU, and ends."""
+    script = Script(tmp_path / "nvml-script").gpu(0, total=20 * GIB, used=3 * GIB, uuid="GPU-0")
+    script.process(0, pid=os.getpid(), used=3 * GIB).write()
+    runs.environment |= script.env(nvml_library)
+    runs.memtop("train", "--name", "a", "--detach", "--queue", "--", "sh", "-c", "echo ran > ran")
+    waits = runs.wait("a", lambda d: d["reason"] is not None and "waits for GPU 0" in d["reason"])
+    assert (waits["state"], waits["attempts"]) == ("queued", [])
+    assert f"(pid {os.getpid()}) uses 3.0 GiB" in waits["reason"]
+    assert not (runs.root / "ran").exists()
+    script.clear().gpu(0, total=20 * GIB, used=0, uuid="GPU-0").write()
+    runs.wait("a", lambda d: d["state"] == "finished")
+    assert (runs.root / "ran").read_text() == "ran\n"
 
 
 def test_the_list_of_runs_brings_a_waiting_run_back(runs: Runs) -> None:

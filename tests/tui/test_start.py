@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import select
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from textual.drivers._writer_thread import MAX_QUEUED_WRITES, WriterThread
 
 from memtop.cli.dashboard import remember, remembered
 from memtop.tui.driver import WakingEvent, forget_output, wait_for_hangup
+from tests.conftest import Runs
 from tests.terminal import Terminal
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
@@ -91,6 +93,32 @@ def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:
     os.close(slave)
 
 
+def ends_without_spinning(process: subprocess.Popen[bytes], master: int) -> None:
+    """Close the terminal of a dashboard, which then ends and computes hardly anything until then.
+
+    One that spins until it is killed needs a multiple of this processor time.
+    """
+    now, before = psutil.Process(process.pid).cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    os.close(master)
+    # 1 if a write to the lost terminal failed first, 129 (a hang-up) if the app waited for its
+    # writer.
+    assert process.wait(120) in (0, 1, 129)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert whole - now.user - now.system < 2.0
+
+
+def painted(environment: Mapping[str, str], term: str = "xterm-256color") -> dict[str, str]:
+    return {**environment, "TERM": term, "COLUMNS": "100", "LINES": "30"}
+
+
+def read_until(master: int, wanted: bytes) -> None:
+    seen = b""
+    while wanted not in seen:
+        assert select.select([master], [], [], 120)[0], f"nothing was painted after {seen[-2000:]!r}"
+        seen += os.read(master, 65536)
+
+
 @contextmanager
 def demo(folder: Path, term: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A painted dashboard of invented numbers, and the other end of its terminal."""
@@ -102,15 +130,12 @@ def demo(folder: Path, term: str) -> Iterator[tuple[subprocess.Popen[bytes], int
         stdout=slave,
         stderr=slave,
         cwd=folder,
-        env={**os.environ, "TERM": term, "COLUMNS": "100", "LINES": "30"},
+        env=painted(os.environ, term),
         start_new_session=True,
     )
     os.close(slave)
     try:
-        seen = b""
-        while b"Help" not in seen:
-            assert select.select([master], [], [], 120)[0], f"nothing was painted after {seen[-2000:]!r}"
-            seen += os.read(master, 65536)
+        read_until(master, b"Help")
         yield process, master
     finally:
         process.kill()
@@ -119,10 +144,24 @@ def demo(folder: Path, term: str) -> Iterator[tuple[subprocess.Popen[bytes], int
 
 def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
     with demo(tmp_path, "xterm-256color") as (process, master):
-        os.close(master)
-        # 1 if a write to the lost terminal failed first, 129 (a hang-up) if the app waited for its
-        # writer.
-        assert process.wait(120) in (0, 1, 129)
+        ends_without_spinning(process, master)
+
+
+def test_the_dashboard_of_a_live_run_does_not_outlive_its_terminal_and_the_run_does(runs: Runs) -> None:
+    command = [sys.executable, "-m", "memtop", "train", "--name", "a", "--", "sleep", "600"]
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, cwd=runs.root, env=painted(runs.environment), start_new_session=True
+    )
+    os.close(slave)
+    try:
+        read_until(master, b"Help")
+        runs.wait("a", lambda d: d["trainer_pid"] is not None)
+        ends_without_spinning(process, master)
+    finally:
+        process.kill()
+        process.wait()
+    assert runs.show("a")["alive"]
 
 
 @pytest.mark.parametrize("term", ["", "no-such-terminal", "../../etc/passwd", "x\x1b[31m" * 1000])
