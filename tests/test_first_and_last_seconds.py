@@ -1,15 +1,16 @@
-"""The first and the last seconds of a run in a real terminal: its stages in words, and how it has
-ended, live and later."""
+"""The first and the last seconds of a real run: its stages in words and how it has ended, in a
+terminal, live and later; and for what a stop waits."""
 
 from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
 from tests.recovery.injected import PACED, TINY, inject
 from tests.terminal import Terminal
 
@@ -97,3 +98,64 @@ def test_stages_in_words_then_killed_resumed_and_finished_with_what_to_do_next(r
         assert screen.wait() == 0
     with terminal(runs, "watch", "a") as screen:
         assert banner(screen, "✓ finished at") == finished
+
+
+SLOW_SAVES = (
+    PACED
+    + """
+    import os
+    plain = os.fsync
+    def slow(file):
+        time.sleep(1)
+        plain(file)
+    os.fsync = slow
+    def pause(*_):
+        while os.path.exists("pause"):
+            open("paused", "w").close()
+            time.sleep(0.02)
+    register_optimizer_step_post_hook(pause)
+"""
+)
+"""Each file of a saved state takes a second, and no update is done while the folder has `pause`."""
+SHORT_WAITS = """
+    import functools
+    from memtop.supervisor.run import supervisor
+    from memtop.supervisor.run.stop_ladder import Waits
+    short = Waits(graceful=0.5)
+    supervisor.Supervisor.__init__ = functools.partialmethod(supervisor.Supervisor.__init__, waits=short)
+"""
+
+
+def why_it_waits(runs: Runs) -> str:
+    """The reason that the newest stop of run a has given for its patience."""
+    runs.memtop("stop", "a")
+    asked = [one.message for one in runs.events("a", "stop") if "SIGTERM follows" in one.message][-1]
+    found = re.fullmatch(r"asked to finish the update, save and exit; SIGTERM follows in \d+ s \((.*)\)", asked)
+    assert found is not None, asked
+    return found[1]
+
+
+def test_a_real_run_says_for_what_its_stop_waits(runs: Runs) -> None:
+    inject(runs, SLOW_SAVES, SHORT_WAITS)
+    settings = (*TINY, "--set", "save_every=100000", "--max-updates", "200000")
+    runs.memtop("train", "first-run", *settings, "--name", "a", "--detach")
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
+    runs.memtop("checkpoint", "a")
+    why = why_it_waits(runs)
+    saved = runs.events("a", "checkpoint")[0].message
+    took = re.search(r" in ([\d.]+) s, training stopped", saved)
+    assert took is not None, saved
+    assert why == f"its newest save took {float(took[1]):.0f} s"
+    # The second attempt has saved nothing yet when it is stopped.
+    runs.memtop("restart", "a", "--detach")
+    before = runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)["updates"]
+    runs.wait("a", lambda d: d["updates"] >= before + 3)
+    (runs.root / "pause").touch()
+    wait_for_file(runs.root / "paused")
+    at = runs.show("a")["updates"]
+    time.sleep(3)
+    (runs.root / "pause").unlink()
+    runs.wait("a", lambda d: d["updates"] >= at + 5)
+    silent = re.fullmatch(r"it has been silent for up to (\d+) s", why_it_waits(runs))
+    assert silent is not None
+    assert int(silent[1]) >= 3

@@ -1,11 +1,9 @@
-"""A stop: which signals go to the program and when, and what becomes of what it leaves behind.
-Without processes, and the test sets the clock, except in the last test."""
+"""A stop: which signals go to the program and when, and what becomes of what it leaves behind. No
+process; the test sets the clock."""
 
 from __future__ import annotations
 
 import copy
-import re
-import time
 
 import pytest
 from msgspec.structs import replace
@@ -36,8 +34,6 @@ from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.stop_ladder import begin as begin_ladder
 from memtop.supervisor.wire import CheckpointNow, Outcome, Phase, Restart, Stop
-from tests.conftest import Runs, wait_for_file
-from tests.recovery.injected import PACED, TINY, inject
 from tests.run.brain import SETTINGS, Brain, die, end, restart, stop, training
 from tests.run.reported import heard
 
@@ -397,64 +393,3 @@ def test_a_finished_program_that_waits_for_space_is_not_ended() -> None:
     brain.tell(StoodStill(words))
     assert brain.model.stalled == words
     assert brain.model.ladder is not None
-
-
-SLOW_SAVES = (
-    PACED
-    + """
-    import os
-    plain = os.fsync
-    def slow(file):
-        time.sleep(1)
-        plain(file)
-    os.fsync = slow
-    def pause(*_):
-        while os.path.exists("pause"):
-            open("paused", "w").close()
-            time.sleep(0.02)
-    register_optimizer_step_post_hook(pause)
-"""
-)
-"""Each file of a saved state takes a second, and no update is done while the folder has `pause`."""
-SHORT_WAITS = """
-    import functools
-    from memtop.supervisor.run import supervisor
-    from memtop.supervisor.run.stop_ladder import Waits
-    short = Waits(graceful=0.5)
-    supervisor.Supervisor.__init__ = functools.partialmethod(supervisor.Supervisor.__init__, waits=short)
-"""
-
-
-def why_it_waits(runs: Runs) -> str:
-    """The reason that the newest stop of run a has given for its patience."""
-    runs.memtop("stop", "a")
-    asked = [one.message for one in runs.events("a", "stop") if "SIGTERM follows" in one.message][-1]
-    found = re.fullmatch(r"asked to finish the update, save and exit; SIGTERM follows in \d+ s \((.*)\)", asked)
-    assert found is not None, asked
-    return found[1]
-
-
-def test_a_real_run_says_for_what_its_stop_waits(runs: Runs) -> None:
-    inject(runs, SLOW_SAVES, SHORT_WAITS)
-    settings = (*TINY, "--set", "save_every=100000", "--max-updates", "200000")
-    runs.memtop("train", "first-run", *settings, "--name", "a", "--detach")
-    runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
-    runs.memtop("checkpoint", "a")
-    why = why_it_waits(runs)
-    saved = runs.events("a", "checkpoint")[0].message
-    took = re.search(r" in ([\d.]+) s, training stopped", saved)
-    assert took is not None, saved
-    assert why == f"its newest save took {float(took[1]):.0f} s"
-    # The second attempt has saved nothing yet when it is stopped.
-    runs.memtop("restart", "a", "--detach")
-    before = runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)["updates"]
-    runs.wait("a", lambda d: d["updates"] >= before + 3)
-    (runs.root / "pause").touch()
-    wait_for_file(runs.root / "paused")
-    at = runs.show("a")["updates"]
-    time.sleep(3)
-    (runs.root / "pause").unlink()
-    runs.wait("a", lambda d: d["updates"] >= at + 5)
-    silent = re.fullmatch(r"it has been silent for up to (\d+) s", why_it_waits(runs))
-    assert silent is not None
-    assert int(silent[1]) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from memtop.tui.queue import QueueDialog
 from memtop.tui.runs import RunsScreen
 from memtop.tui.screen import ConfirmDialog
 from tests.conftest import Runs
+from tests.recovery.injected import PACED, TINY, inject
 from tests.run.brain import spec
 from tests.run.test_rollback import state
 from tests.terminal import Terminal
@@ -415,6 +417,30 @@ async def test_a_report_is_written_into_the_present_folder(
         while "written to" not in screen_text(app):
             await pilot.pause(0.05)
         assert "<title>new</title>" in (place / "new.html").read_text()
+
+
+async def test_a_stopped_run_is_exported_and_resumed_from_the_list(here: Runs) -> None:
+    """A real run: its model is written, and it goes on where it was saved."""
+    inject(here, PACED)
+    here.memtop("train", "first-run", *TINY, "--max-updates", "200000", "--name", "a", "--detach")
+    here.wait("a", lambda d: (d["updates"] or 0) >= 3)
+    here.memtop("stop", "a")
+    saved = here.show("a")["checkpoint"]["updates"]
+    async with listed(here.path, wanted=1) as (app, pilot, _):
+        for words in (f"✓ exported update {saved}", "a-model: exists already"):
+            await press(pilot, "x")
+            assert "Export a model" in screen_text(app)
+            await press(pilot, "y")
+            while words not in screen_text(app):
+                await pilot.pause(0.05)
+        assert (here.root / "a-model/config.json").exists()
+        await press(pilot, "r")
+        assert f"resumes at update {saved}" in screen_text(app)
+        await press(pilot, "y")
+        again = await asyncio.to_thread(here.wait, "a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) > saved)
+        assert again["attempts"][1]["start_updates"] == saved
+        while "training" not in screen_text(app):
+            await pilot.pause(0.05)
 
 
 async def test_new_runs_appear_and_removed_ones_leave(three: Path) -> None:
