@@ -32,6 +32,7 @@ from memtop.supervisor.run.events import (
     SupervisorStarted,
     WriteChecked,
 )
+from memtop.supervisor.run.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.notices import Notifier, is_wanted
 from memtop.supervisor.run.performer import Performer, read_states
@@ -40,7 +41,6 @@ from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.queue import QueueWatch, revive_queued
 from memtop.supervisor.run.rebuild import open_ledger
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Hello, Report

@@ -18,13 +18,13 @@ from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.program import known
 from memtop.supervisor.run.grip import Grip, of_program
+from memtop.supervisor.run.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import checked, newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.grip_checkpoints import newest_for
-from memtop.supervisor.run.record.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.record.ledger import Attempt, reading_ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.run.speed import ran_seconds
