@@ -45,7 +45,7 @@ class MachineWatch:
         """
         self.machine: MachineSnapshot | None = None
         self.rss_bytes: dict[int, int] = {}
-        """Resident bytes of the run's processes together. None if there are none."""
+        """By pid, resident bytes of each process of the run; empty if there are none."""
         self.rank_cores: float | None = None
         """How many CPU cores a rank keeps busy, on average. None if not known yet."""
         self.reading = HostReading()

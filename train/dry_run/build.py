@@ -22,6 +22,7 @@ Optimizer = Literal["adamw", "adamw_foreach", "adamw_8bit", "paged_adamw_8bit", 
 """The trainer's, of which `adamw` is fused; and torch's own choice of AdamW on a GPU."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BF16_FROM = 80
+"""The compute capability from which on a GPU computes in bf16."""
 _QUANTIZED_BLOCK, _SCALES_BLOCK = 64, 256
 """Weights that share a scale in 4 bits, and scales that share one with double quantization."""
 
@@ -147,6 +148,7 @@ def config_of(training: Training) -> Any:
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""The keys of a configuration for the number of layers."""
 
 
 def layers_of(config: Any) -> int | None:

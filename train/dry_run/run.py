@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 
+FreeBytes = Callable[[torch.device], int | None]
 _UPDATES = 2
 """The first update allocates the moments; later ones are like the second."""
 
@@ -95,44 +95,36 @@ def foresee(training: Training) -> Foresight:
 def _traced(training: Training) -> Recorded:
     config = config_of(training)
     layers = layers_of(config)
-    if layers is not None and layers > sum(SHALLOW):
-        free: _Free | None = None
-        if training.capacity is not None:
-            one, two = (recorded(training, with_layers(config, count))[1] for count in (1, 2))
-            if len(one) != len(two):
-                return recorded(training, config)[0]
-            live = [more + (more - less) * (layers - 2) for less, more in zip(one, two, strict=True)]
-            free = _Free(training.capacity, live)
-        four, five = (recorded(training, with_layers(config, count), free)[0] for count in SHALLOW)
-        found = deepened(four, five, layers)
-        if found is not None:
-            return found
-    return recorded(training, config)[0]
+    if layers is None or layers <= sum(SHALLOW):
+        return recorded(training, config)[0]
+    live: list[int] | None = None
+    if training.loss == "pieces" and training.loss_chunk < 0:
+        # How much memory is free decides the pieces, so it must be that of the deep model.
+        one, two = (recorded(training, with_layers(config, count))[1] for count in (1, 2))
+        if len(one) != len(two):
+            return recorded(training, config)[0]
+        live = [more + (more - less) * (layers - 2) for less, more in zip(one, two, strict=True)]
+    shallow, deeper = (recorded(training, with_layers(config, count), live)[0] for count in SHALLOW)
+    return deepened(shallow, deeper, layers) or recorded(training, config)[0]
 
 
-class _Free:
-    """Tells the loss how much memory is free, each time it asks."""
-
-    def __init__(self, capacity: int | None, live: list[int] | None = None) -> None:
-        """`live`: what is allocated each time, if not what the trace says."""
-        self._capacity, self._live = capacity, live
-
-    def __call__(self, trace: Trace, asked: list[int]) -> int | None:
-        asked.append(trace.live_bytes)
-        live = trace.live_bytes if self._live is None else self._live[len(asked) - 1]
-        return None if self._capacity is None else max(0, self._capacity - live)
-
-
-def recorded(training: Training, config: Any, free: _Free | None = None) -> tuple[Recorded, list[int]]:
-    """The trace, and what was allocated each time that the loss asked for the free memory."""
+def recorded(training: Training, config: Any, live: list[int] | None = None) -> tuple[Recorded, list[int]]:
+    """The trace, and the bytes that were allocated each time that the loss asked for the free
+    memory. `live`: those that count instead, each time."""
     model = meta_model(training, config)
     trace = Trace(kernels(training.generation), config.get_text_config().vocab_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     asked: list[int] = []
+
+    def free(device: torch.device) -> int | None:
+        asked.append(trace.live_bytes)
+        allocated = asked[-1] if live is None else live[len(asked) - 1]
+        return None if training.capacity is None else max(0, training.capacity - allocated)
+
     try:
         with _without_reports(), torch.random.fork_rng(devices=[]), mode, trace:
             make_fake(model, mode, trace, DTYPES[training.weights])
-            _train(training, model, mode, trace, partial(free or _Free(training.capacity), trace, asked))
+            _train(training, model, mode, trace, free)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
     # A model can fail at anything, and so can a tensor without contents.
@@ -159,7 +151,7 @@ def _without_reports() -> Iterator[None]:
         log.disabled = was
 
 
-def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: Callable[[], int | None]) -> None:
+def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
@@ -216,12 +208,12 @@ def _batch(training: Training, mode: FakeTensorMode, trace: Trace) -> dict[str, 
 class _LossInPieces:
     """The forward pass of the built-in trainer."""
 
-    def __init__(self, training: Training, model: Any, free: Callable[[], int | None]) -> None:
+    def __init__(self, training: Training, model: Any, free: FreeBytes) -> None:
         self._objective = Objective(
             model,
             seq2seq=training.task == "seq2seq",
             chunk=training.loss_chunk,
-            free=lambda device: free(),
+            free=free,
         )
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -233,28 +234,35 @@ def _with_gaps(buckets: Sequence[Bucket]) -> Iterable[tuple[float, float | None]
         end = bucket.time + bucket.seconds
 
 
-_CURVES: tuple[tuple[str, Callable[[Metric], float | None]], ...] = (
-    ("loss", lambda row: row.loss),
-    ("learning rate", lambda row: row.learning_rate),
-    ("gradient norm", lambda row: row.gradient_norm),
-    ("seconds of an update", lambda row: row.step_seconds),
-    ("tokens per second of an update", lambda row: row.tokens / row.step_seconds if row.tokens and row.step_seconds else None),
+def _tokens_per_second(row: Metric) -> float | None:
+    return row.tokens / row.step_seconds if row.tokens and row.step_seconds else None
+
+
+def _peak_gib(row: Metric) -> float | None:
+    return None if row.peak_bytes is None else row.peak_bytes / units.GIB
+
+
+_CURVES: tuple[tuple[str, Callable[[Metric], float | None], Callable[[Sequence[float]], float]], ...] = (
+    ("loss", lambda row: row.loss, fmean),
+    ("learning rate", lambda row: row.learning_rate, fmean),
+    ("gradient norm", lambda row: row.gradient_norm, fmean),
+    ("seconds of an update", lambda row: row.step_seconds, fmean),
+    ("tokens per second of an update", _tokens_per_second, fmean),
+    ("peak memory of an update, GiB", _peak_gib, max),
 )
-_PEAK = "peak memory of an update, GiB"
+"""By title: the value of an update, and that of several as one point."""
 
 
 def _curves(rows: Sequence[Metric]) -> tuple[Curve, ...]:
     size = max(1, -(-len(rows) // POINTS))
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     found = []
-    of_peak = (_PEAK, lambda row: None if row.peak_bytes is None else row.peak_bytes / units.GIB)
-    for title, value_of in (*_CURVES, of_peak):
+    for title, value_of, together in _CURVES:
         points = []
         for group in groups:
             known = [value for row in group if (value := value_of(row)) is not None]
             if known:
-                value = max(known) if title == _PEAK else sum(known) / len(known)
-                points.append((float(group[0].update), value))
+                points.append((float(group[0].update), together(known)))
         if len(points) > 1:
             found.append(Curve(title, tuple(points)))
     return tuple(found)
