@@ -432,9 +432,14 @@ def processes_of(folder: Path) -> list[list[str]]:
 
 
 def wait_until_all_have_left(folder: Path, word: str = "") -> None:
-    """`word`: only those with this word in their command."""
-    deadline = time.monotonic() + 180
-    while living := [words for words in processes_of(folder) if not word or word in words]:
+    """`word`: only those with this word in their command.
+
+    Looks several times: a process that is just replacing its program has no command for a moment.
+    """
+    deadline, looks = time.monotonic() + 180, 0
+    while looks < 5:
+        living = [words for words in processes_of(folder) if not word or word in words]
+        looks = 0 if living else looks + 1
         assert time.monotonic() < deadline, living
         time.sleep(0.1)
 
