@@ -244,6 +244,8 @@ class LineList(RoleStyles, can_focus=True):
     def action_go(self, place: int) -> None:
         if self._keys:
             self.move_to(self._keys[place])
+        else:
+            self.scroll_lines(-len(self._rows) if place == 0 else len(self._rows))
 
     def action_choose(self) -> None:
         if self._cursor is not None:

@@ -14,16 +14,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 from textual import on, work
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.events import Click
 from textual.geometry import Region
 from textual.reactive import var
@@ -37,7 +36,8 @@ from memtop.supervisor.clean import clean
 from memtop.supervisor.language import has_wide, tr, wrapped_anywhere
 from memtop.supervisor.monitor.history import History
 from memtop.tui.choices import Choices
-from memtop.tui.line import NAME, STRONG, Line, foreign, join, line, spread
+from memtop.tui.line import NAME, STRONG, TEXT, Line, foreign, join, line, spread, wrap
+from memtop.tui.line_list import LineList, ListContent, text_entry
 from memtop.tui.pace import Pace
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
@@ -190,19 +190,15 @@ class Prose:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         widest = max(map(cell_len, self._lines))
-        return Measurement(min(widest, _NARROWEST), widest)
+        return Measurement(min(widest, 2), widest)
 
     def _wrapped(self, text: str, width: int) -> list[str]:
         indent = " " * (len(text) - len(text.lstrip(" ")))
         return [f"{indent}{row}" for row in wrapped_anywhere(text, max(2, width - len(indent)))] or [""]
 
 
-_NARROWEST = 16
-"""Cells that a text keeps beside the other columns of a table."""
-
-
 def prose(text: str) -> str | Prose:
-    """The text as a widget or a cell of a table shows it: only Chinese needs its own wrapping."""
+    """The text as a widget shows it: only Chinese needs its own wrapping."""
     return Prose(text) if has_wide(text) else text
 
 
@@ -281,30 +277,69 @@ class ConfirmDialog(Dialog[bool]):
         self.dismiss(True)
 
 
-class KeysDialog(Dialog[None]):
-    """The keys of a full screen, to read and close."""
+class KeysPage(Dialog[None]):
+    """Keys and what they do, to read and close."""
 
-    AUTO_FOCUS = "VerticalScroll"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
+    # The page itself has the focus: it opens at its top, and the arrow keys scroll it.
+    AUTO_FOCUS = "LineList"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark,q", "cancel", "Close", show=False),
+        # The page would take it.
+        Binding("enter", "cancel", "Close", show=False, priority=True),
+    ]
+    TITLE: ClassVar[str]
+
+    def draw(self, width: int) -> list[Line]:
+        """The lines of the page."""
+        raise NotImplementedError
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog help") as box:
+            box.border_title = tr(self.TITLE)
+            yield LineList(lambda width: ListContent([text_entry(self.draw(width))]))
+            with Horizontal(classes="buttons"):
+                yield Button(tr("Close"), id="cancel", compact=True)
+
+    def on_resize(self) -> None:
+        width = min(_PAGE_WIDTH, self.size.width * 96 // 100) - _PAGE_SIDES
+        page = self.query_one(LineList)
+        page.styles.height = min(page.lines_wanted(width), self.size.height * 96 // 100 - _PAGE_AROUND)
+
+
+_PAGE_WIDTH, _PAGE_SIDES, _PAGE_AROUND = 112, 6, 6
+"""Cells of such a page with its border, at its sides, and above and below it with the button."""
+_KEY_WIDTH = 5
+
+
+def key_rows(rows: Sequence[tuple[str, str, str]], width: int) -> list[list[Line]]:
+    """The lines of each (key, name, what it does); key and name are in the reader's language."""
+    keys = max(_KEY_WIDTH, max((cell_len(key) for key, _, _ in rows), default=0))
+    names = max((cell_len(name) for _, name, _ in rows), default=0)
+    beside = 2 + keys + 2 + names + 2
+    found = []
+    for key, name, words in rows:
+        first, *more = wrap(words, width - beside) or [()]
+        start = foreign(("  ", TEXT), (set_cell_size(key, keys), STRONG), ("  ", TEXT), (set_cell_size(name, names + 2), TEXT))
+        found.append([(*start, *first), *((*foreign((" " * beside, TEXT)), *one) for one in more)])
+    return found
+
+
+class KeysDialog(KeysPage):
+    """The keys of a full screen."""
+
+    TITLE = "Keys of this screen"
 
     def __init__(self, of: Screen[Any]) -> None:
         super().__init__()
         self._of = of
 
-    def compose(self) -> ComposeResult:
+    def draw(self, width: int) -> list[Line]:
         tips = {b.key: b.tooltip for b in type(self._of).BINDINGS if isinstance(b, Binding)}
-        table = Table.grid(padding=(0, 2))
-        for key, shown, words in keys_of(self._of):
-            table.add_row(Text(shown, "bold"), words.rstrip("…"), prose(tr(tips.get(key, ""))))
+        rows = [(shown, words.rstrip("…"), tips.get(key, "")) for key, shown, words in keys_of(self._of)]
         back = "One step back: clear the input, the search, the ticks, the filter, then leave this screen"
-        table.add_row(Text("Esc", "bold"), tr("Back"), prose(tr(back)))
         palette = "Find an action, a screen or a theme by typing; Enter does it"
-        table.add_row(Text("Ctrl+P", "bold"), tr("Commands"), prose(tr(palette)))
-        with VerticalScroll(classes="dialog help") as box:
-            box.border_title = tr("Keys of this screen")
-            yield Static(table)
-            with Horizontal(classes="buttons"):
-                yield Button(tr("Close"), id="cancel", compact=True)
+        rows += [("Esc", tr("Back"), back), ("Ctrl+P", tr("Commands"), palette)]
+        return [line for row in key_rows(rows, width) for line in row]
 
 
 # --- full screens ---------------------------------------------------------------------------------
