@@ -3,17 +3,20 @@ it is killed."""
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Runs
+from tests.conftest import UNTIL_GO, Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import inject
 from tests.run.receiver import Receiver
 from tests.run.test_notices import wait_until_all_have_left
+from tests.terminal import Terminal
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -135,3 +138,40 @@ def test_each_event_is_told_once_to_each_address_across_a_supervisors_death(
     assert sent[addresses[1]]["allowed_mentions"] == {"parse": []}
     assert (sent[addresses[2]]["title"], sent[addresses[2]]["text"]) == (title, event.message)
     assert (sent[addresses[2]]["topic"], sent[addresses[2]]["event"]) == (topic, KINDS[topic])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("way", "sequence"),
+    [("bell", "\x07"), ("osc9", "\x1b]9;a {}: {}\x1b\\"), ("osc777", "\x1b]777;notify;a {};{}\x1b\\")],
+)
+def test_the_terminal_of_a_dashboard_gets_the_end_once(runs: Runs, way: str, sequence: str, fails: bool) -> None:
+    runs.environment["MEMTOP_NOTIFY_DESKTOP"] = way
+    program = f"{UNTIL_GO}\nraise SystemExit({3 * fails})"
+    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", program)
+    command = [sys.executable, "-m", "memtop", "watch", "a"]
+    screen = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
+    try:
+        screen.wait_for("Detach")
+        assert not told(screen)
+        (runs.root / "go").touch()
+        state = "failed" if fails else "finished"
+        screen.wait_for(state)
+        (event,) = runs.events("a", state)
+        wanted = sequence.format(f"has {state}", event.message.replace(";", ",")).encode()
+        deadline = time.monotonic() + 120
+        while wanted not in told(screen):
+            assert time.monotonic() < deadline, told(screen)
+            screen.text()
+        screen.keys("d")
+        screen.wait()
+        assert told(screen) == [wanted]
+    finally:
+        screen.close()
+
+
+def told(screen: Terminal) -> list[bytes]:
+    """The bells, and the messages to the desktop; other commands to the terminal may end with a
+    bell."""
+    commands = re.findall(rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x07", screen.sequences)
+    return [one for one in commands if one.startswith((b"\x07", b"\x1b]9;", b"\x1b]777;"))]
