@@ -25,6 +25,8 @@ class Terminal:
         self._stream = pyte.ByteStream(self._screen)
         self.received = 0
         """How many bytes the program has sent."""
+        self.sequences = b""
+        """All of them: a screen does not show a bell, or a message to the desktop."""
         self._master, slave = pty.openpty()
         self.resize(columns, rows)
         self.process = Program(
@@ -109,6 +111,7 @@ class Terminal:
             if not block:
                 return
             self.received += len(block)
+            self.sequences += block
             self._stream.feed(block)
             seconds = 0
 

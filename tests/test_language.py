@@ -4,6 +4,7 @@ what the reader sees."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import errno
 import json
 import os
@@ -22,7 +23,9 @@ from memtop.cli import run
 from memtop.supervisor import language
 from memtop.supervisor.language import Verbatim, language_of, wrapped_anywhere
 from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
+from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
+from tests.tui.test_runs import stored
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -286,3 +289,12 @@ def test_the_chinese_readme_names_what_the_english_one_names() -> None:
 def of_keys(readme: str) -> str:
     """The first table of keys."""
     return re.split(r"\n## ", readme[readme.index("| `f` |") :])[0].split("\n\n")[0]
+
+
+def test_why_an_attempt_began_is_whole_in_chinese(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stored(tmp_path, "tiny", 1_790_000_000.0)
+    why = "spike of the loss at update 43: restart with leave_out 96-224, the state at update 38"
+    with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
+        ledger.add_attempt(2, why, None, 1.0)
+    assert run(["--lang", "zh", "show", "tiny", "--runs-dir", str(tmp_path)]) == 0
+    assert "第 2 次尝试  第 43 步的损失突增：重启，用leave_out 96-224，第 38 步的状态：" in capsys.readouterr().out

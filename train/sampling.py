@@ -30,7 +30,7 @@ MOST_PROMPTS = 16
 MOST_CHARACTERS = 1000
 """Of a prompt, and of what is written for it."""
 _FEWEST_TOKENS = 8
-"""With fewer new tokens, there is no sampling any more after memory ran out."""
+"""After memory ran out, sampling ends rather than write fewer new tokens than this."""
 
 Logits = Callable[..., torch.Tensor]
 
@@ -219,7 +219,7 @@ class Sampler:
     @property
     def is_off(self) -> bool:
         """Whether there is nothing to write any more."""
-        return not self._prompts or self._most < _FEWEST_TOKENS
+        return not self._prompts or not self._most
 
     def __call__(self, sample: Sampling) -> Samples:
         """Write a text for each prompt. A lack of memory is no error: the next sampling is smaller.
@@ -267,7 +267,8 @@ class Sampler:
         if not is_allocation_failure(error):
             self._most = 0
             return f"no samples any more: {type(error).__name__}: {first_line(error)}"
-        self._most //= 2
+        half = self._most // 2
+        self._most = half if half >= _FEWEST_TOKENS else 0
         if self.is_off:
             return "memory ran out while samples were written; no samples any more"
         return f"memory ran out while samples were written; the next ones have at most {self._most} tokens"

@@ -49,6 +49,8 @@ _OF_A_BROWSER = ("TEXTUAL_DRIVER", "TEXTUAL_COLOR_SYSTEM", "PYTHONIOENCODING", "
 """Variables that tell the process of a browser's tab how to draw. Runs must not inherit them."""
 _LEAVE_SECONDS = 5.0
 """How long the app may take to end when its terminal is lost."""
+_IGNORED_SECONDS = 30.0
+"""How long it is said that a value of the configuration cannot be used."""
 _FORGET_SECONDS = 0.05
 """How often what it writes meanwhile is dropped."""
 
@@ -141,6 +143,9 @@ class DashboardApp(App[DashboardResult]):
             from memtop.tui.runs import RunsScreen
 
             self.push_screen(RunsScreen(self._dashboard, self._dashboard.runs_dir, is_first=True))
+        for problem in self._dashboard.choices.take_ignored():
+            # What the command says before is covered by the dashboard at once.
+            self.notify(tr(problem), severity="warning", markup=False, timeout=_IGNORED_SECONDS)
         if self._notices is not None:
             self.watch(self._dashboard, "store", self._notify, init=False)
         # After a suspension the terminal is empty; Textual would draw only what changes.

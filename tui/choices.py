@@ -87,15 +87,22 @@ def order_of(text: str) -> tuple[str, bool]:
 class Choices:
     """The choices that count now: those of earlier dashboards, and then the user's newest ones."""
 
-    def __init__(self, values: Mapping[str, str] | None = None, save: Save | None = None) -> None:
-        """`save` None: they are forgotten with the dashboard."""
+    def __init__(self, values: Mapping[str, str] | None = None, save: Save | None = None, ignored: Sequence[str] = ()) -> None:
+        """`save` None: they are forgotten with the dashboard. `ignored`: why values of the
+        configuration cannot be used."""
         self._values = {**DEFAULTS, **(values or {})}
         self._save = save
         self._unsaved: dict[str, str] = {}
         self._saving = threading.Lock()
+        self._ignored = ignored
 
     def __getitem__(self, key: str) -> str:
         return self._values[key]
+
+    def take_ignored(self) -> Sequence[str]:
+        """What the user has not been told in a dashboard yet: later ones have nothing to say."""
+        ignored, self._ignored = self._ignored, ()
+        return ignored
 
     def choose(self, key: str, value: str, *, saved: bool) -> None:
         """Use this value from now on; `save` saves it if `saved`."""

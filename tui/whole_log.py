@@ -146,9 +146,9 @@ class WholeLog(RoleStyles, ScrollView, can_focus=True):
         if isinstance(at, Event):
             return self._text_of_event(at, with_time=with_time)
         if at == -1:
-            return line((f"── {beginning_of(log.attempt)} ──", "attempt"))
+            return _framed(*beginning_of(log.attempt))
         if at == section.lines:
-            return line((f"── {ending_of(log.attempt)} ──", "attempt"))
+            return _framed(ending_of(log.attempt))
         try:
             words = log.line(at)
         except OSError as error:
@@ -383,12 +383,17 @@ def _searchable(event: Event) -> str:
     return f"{_EVENT} {tr(words)}\n{words}".casefold()
 
 
-def beginning_of(attempt: Attempt) -> str:
-    """`attempt 2  2026-11-25 12:03:10  3 x 6 x 2, T 1792  out of memory`."""
+def _framed(*parts: str) -> Line:
+    """A line of its own for these texts, each translated by itself."""
+    return line(("── ", "attempt"), *((part, "attempt") for part in parts), (" ──", "attempt"))
+
+
+def beginning_of(attempt: Attempt) -> tuple[str, str, str]:
+    """`attempt 2`, `  2026-11-25 12:03:10  3 x 6 x 2, T 1792  `, and why it began."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started))
     settings = attempt.settings
     split = "" if settings is None else f"  {settings.split_text}, T {settings.seq_len}"
-    return f"attempt {attempt.number}  {began}{split}  {attempt.reason}"
+    return f"attempt {attempt.number}", f"  {began}{split}  ", in_words(attempt.reason)
 
 
 def ending_of(attempt: Attempt) -> str:

@@ -203,7 +203,10 @@ def _show(
     from memtop.tui import run_dashboard
     from memtop.tui.choices import Choices
 
-    choices = Choices(remembered(), remember)
+    values, ignored = remembered()
+    for problem in ignored:
+        print_message(f"memtop: {problem}")
+    choices = Choices(values, remember, ignored)
     with _closes_on_sigterm():
         while True:
             notices = None if silent else _terminal_notices(folder)
@@ -235,17 +238,16 @@ def remember(key: str, value: str) -> tuple[Path, str | None]:
     return path, found.where if found.value != value else None
 
 
-def remembered() -> dict[str, str]:
-    """What the user has chosen on the screens; a line on stderr for each value that cannot be
-    used."""
+def remembered() -> tuple[dict[str, str], list[str]]:
+    """What the user has chosen on the screens, and a line for each value that cannot be used."""
     from memtop.tui.choices import DEFAULTS, offered
 
-    layers, values = read_layers(), dict[str, str]()
+    layers, values, ignored = read_layers(), dict[str, str](), list[str]()
     for key in DEFAULTS:
         try:
             found = _choice(key, layers)
         except UsageError as error:
-            print_message(f"memtop: {error}; it is ignored")
+            ignored.append(f"{error}; it is ignored")
             continue
         if found.value is None:
             continue
@@ -253,8 +255,8 @@ def remembered() -> dict[str, str]:
             values[key] = found.value
         else:
             hint = did_you_mean(found.value, names) or f"; there are {', '.join(names)}"
-            print_message(f"memtop: {found.where}: {key} {found.value!r}: unknown, and ignored{hint}")
-    return values
+            ignored.append(f"{found.where}: {key} {found.value!r}: unknown, and ignored{hint}")
+    return values, ignored
 
 
 def _choice(key: str, layers: list[Layer]) -> Value:

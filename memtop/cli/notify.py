@@ -252,7 +252,7 @@ def _webhook(address: str) -> Send:
     def send(notice: Notice, state: RunState | None) -> None:
         text = _text(notice, state)
         if host == "hooks.slack.com":
-            _post(address, {"text": f"*{tr(notice.title)}*\n{text}"})
+            _post(address, {"text": _for_slack(f"*{tr(notice.title)}*\n{text}")})
         elif host in ("discord.com", "discordapp.com"):
             content = f"**{tr(notice.title)}**\n{text}"[:_DISCORD_LONGEST]
             _post(address, {"content": content, "allowed_mentions": {"parse": []}})
@@ -260,6 +260,11 @@ def _webhook(address: str) -> Send:
             _post(address, _document(notice, state))
 
     return send
+
+
+def _for_slack(text: str) -> str:
+    """Slack reads commands in angle brackets: `<!channel>` in an error would wake everybody."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _command(command: str, cwd: str | None) -> Send:

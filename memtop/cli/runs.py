@@ -20,6 +20,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
+from memtop.supervisor.language import tr
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run import speed, view
@@ -191,7 +192,8 @@ def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
     status = status_suffix(attempt["outcome"], attempt["exit_status"])
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
     energy = "" if attempt["energy_joules"] is None else f", {units.energy(attempt['energy_joules'])}"
-    yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {outcome}{status}{energy}"
+    # A reason may have several clauses: it is translated before it becomes a part of the line.
+    yield f"  attempt {attempt['number']}   {tr(attempt['reason'])}{where}: {outcome}{status}{energy}"
     if attempt["diagnosis"]:
         yield f"              {attempt['diagnosis']['summary']}"
 
@@ -222,7 +224,7 @@ def _configuration_line(row: dict[str, Any]) -> str:
         parts.append(f"mean {units.rate(row['samples_per_second'])} samples/s")
     outcome = row["outcome"]
     parts.append("present" if outcome is None else OUTCOMES.get(outcome, state_word(outcome, row["ended_by"])))
-    return f"configuration {row['number']}  {', '.join(parts)} ({row['reason']})"
+    return f"configuration {row['number']}  {', '.join(parts)} ({tr(row['reason'])})"
 
 
 def _measured(state: RunState) -> dict[str, Any]:

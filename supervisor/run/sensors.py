@@ -175,11 +175,15 @@ class Sensors:
             keep=keep,
         )
 
-    def stood_still(self) -> StoodStill | None:
-        """The event of a program that ran out of memory and hangs, or None."""
-        model = self._model()
-        if self._stall is None or not stopping.may_stand_still(model):
+    def stood_still(self, read_reports: Callable[[], None]) -> StoodStill | None:
+        """The event of a program that ran out of memory and hangs, or None.
+
+        `read_reports` reads all that have been written so far."""
+        if self._stall is None or not stopping.may_stand_still(self._model()):
             return None
+        if self._stall.read():
+            read_reports()
+        model = self._model()
         progress, settings = model.progress, model.settings
         words = self._stall.look(
             progress.heard,

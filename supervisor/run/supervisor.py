@@ -430,7 +430,7 @@ class Supervisor:
             self._outbox.write(lambda: recorder.write(sample.machine, self.model.number))
             if counters := self._sensors.machine_watch.energy_counters:
                 self._outbox.write(lambda: self._outbox.ledger.add_energy(self.model.number, counters))
-        stood_still = self._sensors.stood_still()
+        stood_still = self._sensors.stood_still(lambda: self._read_reports(to_the_end=True))
         if stood_still is not None:
             self.handle(stood_still)
 

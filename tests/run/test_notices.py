@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,39 +29,14 @@ from memtop.supervisor.run.starting import AFTER_KILL
 from memtop.supervisor.wire import Event
 from tests.conftest import UNTIL_GO, Runs, wait_for_file
 from tests.run.brain import training
+from tests.run.receiver import Receiver
 
 NOW = 1_790_000_000.0
+SPEC = RunSpec(id="1", name="qwen", created=NOW, cwd="/", settings=None, command=("python", "t.py"), memtop_version="0")
 
 
 def event(kind: str, seconds: float = 0.0, message: str = "m", **fields: Any) -> Event:
     return Event(time=NOW + seconds, attempt=1, kind=kind, message=message, **fields)
-
-
-class Receiver:
-    """A server that keeps what is sent to it, and answers with `status`."""
-
-    def __init__(self) -> None:
-        self.received: list[tuple[str, dict[str, Any]]] = []
-        self.status = 200
-        receiver = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.received.append((self.path, json.loads(body)))
-                self.send_response(receiver.status)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                """Say nothing."""
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
@@ -85,11 +59,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.Monke
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A run that has just failed."""
-    made = create_run(
-        tmp_path / "runs",
-        RunSpec(id="1", name="qwen", created=NOW, cwd="/", settings=None, command=("python", "t.py"), memtop_version="0"),
-        fresh=False,
-    )
+    made = create_run(tmp_path / "runs", SPEC, fresh=False)
     ledger = Ledger(made.ledger_path)
     for kind, message in (("attempt", "attempt 1"), ("failed", "host_oom: the kernel killed it"), ("remedy", "waits for you")):
         ledger.add_event(Event(time=time.time(), attempt=1, kind=kind, message=message))
@@ -249,14 +219,28 @@ def test_a_test_message_says_how_it_went(
     assert capsys.readouterr().out == "webhook: sent\ncommand: it ended with status 3\n"
 
 
-def test_chat_services_get_their_own_form(environment: pytest.MonkeyPatch) -> None:
-    posted: list[tuple[str, dict[str, Any]]] = []
-    environment.setattr(notify, "_post", lambda address, document: posted.append((address, document)))
-    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", "https://hooks.slack.com/services/T/B/x")
-    assert run(["notify", "--test"]) == 0
-    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", "https://discord.com/api/webhooks/1/x")
-    assert run(["notify", "--test"]) == 0
-    assert [set(document) for _, document in posted] == [{"text"}, {"content", "allowed_mentions"}]
+@pytest.mark.parametrize("host", ["hooks.slack.com", "discord.com"])
+def test_chat_services_get_their_own_form_and_call_nobody(
+    tmp_path: Path, receiver: Receiver, environment: pytest.MonkeyPatch, host: str
+) -> None:
+    made = create_run(tmp_path / "runs", SPEC, fresh=False)
+    ledger = Ledger(made.ledger_path)
+    ledger.add_event(Event(time=time.time(), attempt=1, kind="failed", message="<!channel> & @everyone <@U1>"))
+    ledger.close()
+    for name, value in receiver.as_proxy.items():
+        environment.setenv(name, value)
+    environment.setattr(urllib.request, "_opener", None)  # it has kept the variables of before
+    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", f"http://{host}/services/secret")
+    assert run(["notify", str(made.path)]) == 0
+    ((path, sent),) = receiver.received
+    assert path == f"http://{host}/services/secret"
+    if host == "discord.com":
+        assert set(sent) == {"content", "allowed_mentions"}
+        assert sent["content"].startswith("**qwen has failed**\n<!channel> & @everyone <@U1>\n")
+        assert sent["allowed_mentions"] == {"parse": []}
+    else:
+        assert set(sent) == {"text"}
+        assert sent["text"].startswith("*qwen has failed*\n&lt;!channel&gt; &amp; @everyone &lt;@U1&gt;\n")
 
 
 # --- the targets of one run -----------------------------------------------------------------------

@@ -178,6 +178,16 @@ def test_a_lack_of_memory_makes_the_next_sampling_smaller_and_then_ends_only_it(
     assert objective.training
 
 
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_small_number_of_tokens_that_a_person_gives_is_honoured(tmp_path: Path, most: int) -> None:
+    sample = msgspec.structs.replace(sampling(tmp_path), max_new_tokens=most)
+    reports = run(tmp_path, "state", sample=sample).channel.of("sample")
+    assert [report["update"] for report in reports] == [2, 4, 6, 8, 10]
+    assert [(report["max_new_tokens"], len(report["texts"]), report["problem"]) for report in reports] == [(most, 2, None)] * 5
+    assert all(0 <= report["tokens"] <= 2 * most for report in reports)
+    assert any(report["tokens"] for report in reports)
+
+
 def test_a_missing_file_is_a_warning_and_the_training_goes_on(tmp_path: Path) -> None:
     training = run(tmp_path, "state", sample=Sampling(prompts=str(tmp_path / "none.txt"), every=1))
     assert training.channel.of("sample") == []

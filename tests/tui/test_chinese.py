@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +21,19 @@ from memtop.supervisor.monitor.values import Band, GpuTrouble, MigInstance
 from memtop.supervisor.program import Program
 from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
 from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Phase, Stage
 from memtop.tui import runs
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.demo import RECORDING
 from memtop.tui.feed import Disconnected, FeedMessage, Followed, ReplayPosition
+from memtop.tui.queue import QueueDialog
 from memtop.tui.recovery import DELIBERATE_SECONDS
 from memtop.tui.replay import StreamRecording
 from memtop.tui.screen import KeyLine
+from memtop.tui.spike import SpikeDialog
+from memtop.tui.whole_log import WholeLogScreen
 from tests.tui import pictures, support
 from tests.tui.chinese import SIZES, STAND_IN, check, readable
 from tests.tui.pictures import SCENES, Scene, feed_of, shown
@@ -36,6 +41,7 @@ from tests.tui.support import (
     CONFIGURATIONS,
     GIB,
     PROPOSAL,
+    SETTINGS,
     RecordingFeed,
     dead,
     gpu,
@@ -52,6 +58,7 @@ from tests.tui.test_restart import own_run
 from tests.tui.test_runs import NOW, stored
 from tests.tui.test_samples import EVENTS
 from tests.tui.test_speed import ADVICE, TRIAL
+from tests.tui.test_spike import NO_WAY_BACK, SPIKE
 
 
 @pytest.fixture(autouse=True)
@@ -255,6 +262,68 @@ async def test_the_form_of_an_own_program_is_in_chinese(tmp_path: Path) -> None:
         check(app, "python train.py", "train.py", "python")
         await resize(pilot, 50, 12)
         check(app)
+
+
+REASONS = {
+    "spike of the loss at update 43: restart with leave_out 96-224, the state at update 38": "第 43 步的损失突增：重启",
+    "gpu_oom at update 12: restart with batch 2, accumulation 8": "第 12 步显存不足：重启，用批大小 2，累积 8",
+    "found in the run's folder": "在运行的目录中找到",
+}
+
+
+async def test_the_log_of_all_attempts_is_in_chinese(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = stored(short, "tiny", NOW, Phase.FAILED)
+    with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
+        for number, reason in enumerate(REASONS, 2):
+            ledger.add_attempt(number, reason, SETTINGS, NOW + 100 * number)
+            ledger.update_attempt(number, ended=NOW + 100 * number + 60, outcome="failed", updates=20 + number)
+            ledger.add_event(wire.Event(time=NOW + 100 * number + 50, attempt=number, kind="failed", message=STAND_IN))
+    for number in range(1, 5):
+        log = folder.attempt(number) / "output.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("1 2 3\n" * 3)
+    app = DashboardApp(RecordingFeed(readable(running(gpu(), name="tiny", folder=str(folder.path)))))
+    async with app.run_test(size=SIZES[0]) as pilot:
+        await settle(pilot)
+        await press(pilot, "L")
+        assert isinstance(app.screen, WholeLogScreen)
+        while len(app.screen.page.logs) < 4:
+            await pilot.pause(0.02)
+        await settle(pilot)
+        text = screen_text(app)
+        for words in REASONS.values():
+            assert words in text
+        for keys in ((), ("slash", "2"), ("enter",), ("escape",), ("question_mark",)):
+            await press(pilot, *keys)
+            for size in SIZES:
+                await resize(pilot, *size)
+                check(app, "leave_out")
+
+
+@pytest.mark.parametrize("spike", [SPIKE, NO_WAY_BACK])
+async def test_the_question_after_a_spike_is_in_chinese(spike: wire.Spike) -> None:
+    async with opened(RecordingFeed(readable(running(gpu(), spike=spike))), size=SIZES[0]) as (app, pilot):
+        assert isinstance(app.screen, SpikeDialog)
+        assert "第 43 步" in screen_text(app)
+        for size in SIZES:
+            await resize(pilot, *size)
+            check(app)
+
+
+async def test_the_form_that_queues_a_run_is_in_chinese(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(short)
+    stored(Path("runs"), "tiny", NOW)
+    monkeypatch.setattr(runs, "living_elsewhere", lambda path: [])
+    app = DashboardApp(RecordingFeed(machine(gpu())), runs_dir=Path("runs"), begins_with_runs=True)
+    async with app.run_test(size=SIZES[0]) as pilot:
+        while not app.screen.rows:  # type: ignore[attr-defined]
+            await pilot.pause(0.02)
+        await press(pilot, "u")
+        await settle(pilot)
+        assert isinstance(app.screen, QueueDialog)
+        for size in SIZES:
+            await resize(pilot, *size)
+            check(app, "first-run", "runs/")
 
 
 @pytest.mark.parametrize("key", ["question_mark", "ctrl+p"])

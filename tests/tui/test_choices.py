@@ -86,7 +86,7 @@ async def chosen(pilot: Pilot[DashboardResult]) -> list[object]:
 
 
 async def test_a_message_says_once_that_choices_are_saved(file: Path, tmp_path: Path) -> None:
-    app = dashboard(tmp_path, Choices(remembered(), remember))
+    app = dashboard(tmp_path, Choices(remembered()[0], remember))
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "v", "x")
@@ -100,7 +100,7 @@ async def test_a_message_says_once_that_choices_are_saved(file: Path, tmp_path: 
 
 async def test_the_next_dashboard_begins_with_what_was_chosen(file: Path, tmp_path: Path) -> None:
     write(file, '# mine\non-oom = "ask"\n')
-    await pressed(dashboard(tmp_path, Choices(remembered(), remember)), ONE_BY_ONE)
+    await pressed(dashboard(tmp_path, Choices(remembered()[0], remember)), ONE_BY_ONE)
     assert file.read_text().startswith('# mine\non-oom = "ask"\n')
     assert tomllib.loads(file.read_text()) == {
         "on-oom": "ask",
@@ -111,7 +111,7 @@ async def test_the_next_dashboard_begins_with_what_was_chosen(file: Path, tmp_pa
         "metrics-scale": "log",
         "runs-sort": "loss down",
     }
-    app = dashboard(tmp_path, Choices(remembered(), remember))
+    app = dashboard(tmp_path, Choices(remembered()[0], remember))
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         assert await chosen(pilot) == [Order("sm", False), ProcessView.TREE, "tokens", 32, "log", "loss", True]
@@ -124,7 +124,7 @@ async def test_only_a_read_only_browser_writes_nothing(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, web: bool, read_only: bool
 ) -> None:
     monkeypatch.setattr(DashboardApp, "is_web", property(lambda self: web))
-    app = dashboard(tmp_path, Choices(remembered(), remember), read_only=read_only)
+    app = dashboard(tmp_path, Choices(remembered()[0], remember), read_only=read_only)
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await press(pilot, *ONE_BY_ONE)
@@ -170,30 +170,49 @@ async def test_keys_in_a_row_are_saved_once_and_never_by_the_thread_that_draws(
 
 async def test_what_comes_first_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTOP_METRICS_AXIS", "time")
-    app = dashboard(tmp_path, Choices(remembered(), remember))
+    app = dashboard(tmp_path, Choices(remembered()[0], remember))
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "v", "x")
         await told(pilot, f"metrics-axis update: saved in {file}; but MEMTOP_METRICS_AXIS comes first")
         await press(pilot, "y")
-    assert remembered() == {"metrics-axis": "time", "metrics-scale": "log"}
+    assert remembered() == ({"metrics-axis": "time", "metrics-scale": "log"}, [])
 
 
-def test_a_wrong_value_is_one_line_and_ignored(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_one_line_and_ignored(file: Path) -> None:
     write(
         file,
         'theme = 5\nprocesses-sort = "vram"\nprocesses-view = "job"\nruns-sort = "-age"\n'
         'metrics-axis = "updates"\nmetrics-smoothing = 9\nmetrics-scale = "logarithmic"\n',
     )
-    assert remembered() == {}
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[2].split(" ")[0] for line in lines] == list(DEFAULTS), "one line for each"
-    assert lines[0] == f"memtop: {file}: theme 5: give text in quotes; it is ignored"
+    values, lines = remembered()
+    assert values == {}
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == list(DEFAULTS), "one line for each"
+    assert lines[0] == f"{file}: theme 5: give text in quotes; it is ignored"
     assert "processes-sort 'vram': unknown, and ignored; did you mean vram " in lines[1]
-    assert lines[4] == f"memtop: {file}: metrics-axis 'updates': unknown, and ignored; did you mean update?"
-    assert lines[5] == f"memtop: {file}: metrics-smoothing '9': unknown, and ignored; there are 0, 8, 32, 128"
+    assert lines[4] == f"{file}: metrics-axis 'updates': unknown, and ignored; did you mean update?"
+    assert lines[5] == f"{file}: metrics-smoothing '9': unknown, and ignored; there are 0, 8, 32, 128"
     write(file, 'metrics-smoothing = 32\nruns-sort = "loss up"\n')
-    assert remembered() == {"metrics-smoothing": "32", "runs-sort": "loss up"}
+    assert remembered() == ({"metrics-smoothing": "32", "runs-sort": "loss up"}, [])
+
+
+@pytest.mark.parametrize("begins_with_runs", [False, True])
+@pytest.mark.parametrize("size", [(80, 24), (160, 40)])
+async def test_an_unknown_theme_is_said_once_in_the_dashboard(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], begins_with_runs: bool
+) -> None:
+    monkeypatch.setenv("TEXTUAL_THEME", "textual-ligth")
+    values, ignored = remembered()
+    choices = Choices(values, remember, ignored)
+    for words in (True, False):
+        app = DashboardApp(
+            RecordingFeed(running(gpu())), runs_dir=tmp_path / "runs", choices=choices, begins_with_runs=begins_with_runs
+        )
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await settle(pilot)
+            assert len(app.screen.query("Toast")) == words
+            assert ("TEXTUAL_THEME: theme" in screen_text(app)) is words
+            assert app.theme == "memtop"
 
 
 def test_every_choice_is_a_key_of_the_configuration_and_its_default_can_be_chosen() -> None:

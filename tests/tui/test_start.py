@@ -178,34 +178,28 @@ def test_a_term_that_names_no_terminal_does_not_stop_the_dashboard(tmp_path: Pat
 
 
 def test_the_theme_comes_from_its_variable_textuals_or_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MEMTOP_THEME", "TEXTUAL_THEME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert "theme" not in remembered()
+    assert "theme" not in remembered()[0]
     file = tmp_path / "memtop/config.toml"
     file.parent.mkdir()
     file.write_text('theme = "memtop-ligt"\n')
-    assert "theme" not in remembered()
-    said = capsys.readouterr().err
-    assert said == f"memtop: {file}: theme 'memtop-ligt': unknown, and ignored; did you mean memtop-light?\n"
+    assert remembered() == ({}, [f"{file}: theme 'memtop-ligt': unknown, and ignored; did you mean memtop-light?"])
     file.write_text('theme = "memtop-light"\n')
-    assert remembered()["theme"] == "memtop-light"
+    assert remembered()[0]["theme"] == "memtop-light"
     monkeypatch.setenv("TEXTUAL_THEME", "nord")
-    assert remembered()["theme"] == "nord"
+    assert remembered()[0]["theme"] == "nord"
     monkeypatch.setenv("TEXTUAL_THEME", "textual-ligth")
-    assert "theme" not in remembered()
+    wrong = "TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored; did you mean textual-light?"
+    assert remembered() == ({}, [wrong])
     monkeypatch.setenv("MEMTOP_THEME", "gruvbox")
-    assert remembered()["theme"] == "gruvbox"
+    assert remembered()[0]["theme"] == "gruvbox"
     monkeypatch.setenv("MEMTOP_THEME", "grovbox")
-    assert "theme" not in remembered()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "memtop: TEXTUAL_THEME: theme 'textual-ligth': unknown, and ignored; did you mean textual-light?",
-        "memtop: MEMTOP_THEME: theme 'grovbox': unknown, and ignored; did you mean gruvbox?",
-    ]
+    assert remembered() == ({}, ["MEMTOP_THEME: theme 'grovbox': unknown, and ignored; did you mean gruvbox?"])
 
 
 def test_a_chosen_theme_is_the_next_one_unless_something_comes_before_it(
@@ -217,10 +211,10 @@ def test_a_chosen_theme_is_the_next_one_unless_something_comes_before_it(
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "memtop/config.toml"
     assert remember("theme", "nord") == (file, None)
-    assert remembered()["theme"] == "nord"
+    assert remembered()[0]["theme"] == "nord"
     monkeypatch.setenv("TEXTUAL_THEME", "gruvbox")
     assert remember("theme", "dracula") == (file, "TEXTUAL_THEME")
-    assert remembered()["theme"] == "gruvbox"
+    assert remembered()[0]["theme"] == "gruvbox"
 
 
 def test_a_waking_event_wakes_the_thread_that_waits_now() -> None:

@@ -204,9 +204,20 @@ class StallWatch:
         self._log = log
         self._monotonic = monotonic
         self._offset = max(0, _size(log) - _TAIL_BYTES)
-        self._heard = -1
+        self._heard: int | None = None
+        """Reports until the message; None before they are counted."""
         self._since: float | None = None
         self._words = ""
+
+    def read(self) -> bool:
+        """Read the new output, before `look`. True if such a message is in it: then all reports
+        must be read before `look`, because one that came before the message is no sign of life."""
+        before, words = self._offset, self._new_words()
+        if words is not None:
+            self._since, self._words, self._heard = self._monotonic(), words, None
+        elif self._since is not None and self._offset != before:
+            self._since = self._monotonic()  # the program still writes output
+        return words is not None
 
     def look(self, heard: int, update_seconds: float | None, *, longest_pause: float = 0.0, aside: bool = False) -> str | None:
         """The message after which nothing more was reported for too long, else None.
@@ -215,12 +226,9 @@ class StallWatch:
         before the first. `longest_pause`: the longest time between two reports so far. `aside`: the
         program may be evaluating or saving.
         """
-        before, words = self._offset, self._new_words()
-        if words is not None:
-            self._since, self._words, self._heard = self._monotonic(), words, heard
-        elif self._since is not None and self._offset != before:
-            self._since = self._monotonic()  # the program still writes output
-        if words is None and heard != self._heard:
+        if self._heard is None:
+            self._heard = heard
+        elif heard != self._heard:
             # The program continues, so it has handled the error.
             self._since, self._heard = None, heard
         # Silence of a program that never reports anything means nothing.
@@ -251,7 +259,7 @@ class StallWatch:
                 file.seek(max(self._offset, end - _BLOCK_BYTES))
                 block = file.read(_BLOCK_BYTES)
         except OSError:
-            return None  # there is there is no output yet
+            return None  # there is no output yet
         self._offset = end
         lines = [line for line in block.splitlines() if _WORDS.search(line)]
         return lines[-1].decode(errors="replace").strip()[:300] if lines else None
