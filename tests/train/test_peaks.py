@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from memtop.presets import Settings
+from memtop.presets.schema import Sampling
 from memtop.train.batch_sizer import CudaMemory
+from memtop.train.data.tokens import ByteTokens
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
 from tests.train.support import Training, held_out
@@ -35,7 +37,8 @@ def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 1
     # Loading the model took more than anything later.
     card.take(990)
     gauge, channel = CudaMemory(GPU), Reading(card)
-    training = fresh(folder, settings, channel=channel, evaluation=held_out(), memory=gauge, patience=patience)
+    options = {"channel": channel, "memory": gauge, "patience": patience, "tokens": ByteTokens()}
+    training = fresh(folder, settings, evaluation=held_out(), **options)
 
     def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
         card.take(card.held + 60 * len(values["input_ids"]) if module.training else evaluating)
@@ -58,6 +61,16 @@ def test_the_peak_of_an_evaluation_is_reported_separately(tmp_path: Path, card: 
     assert {(found["peak_bytes"], found["peak_reserved_bytes"]) for found in evaluations} == {(930, 930)}
     # A peak of 930 of 1000 bytes would have kept the batch small forever.
     assert [change["reason"] for change in training.channel.of("settings")] == ["allocation failure", "grown back"]
+
+
+def test_the_peak_of_samples_is_reported_separately(tmp_path: Path, card: Card) -> None:
+    (tmp_path / "prompts.txt").write_text("once upon a time\n")
+    sample = Sampling(prompts=str(tmp_path / "prompts.txt"), every=2, max_new_tokens=2)
+    training = on_card(tmp_path, card, settings_of(4, sample=sample), evaluating=930)
+    training.run()
+    assert peaks_of(training) == {1: 580, 2: 580, 3: 580, 4: 580}
+    found = training.channel.of("sample")
+    assert [(one["update"], one["peak_bytes"], one["peak_reserved_bytes"]) for one in found] == [(2, 930, 930), (4, 930, 930)]
 
 
 def test_the_peak_of_a_save_is_not_an_updates_peak(tmp_path: Path, card: Card) -> None:
