@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 
 import pytest
 
-from memtop.supervisor import wire
+from memtop.tui import filters
+from memtop.tui.app import DashboardApp
 from memtop.tui.demo import RECORDING
 from memtop.tui.filters import to_ascii, wanted
-from memtop.tui.recovery import OomCard
 from memtop.tui.replay import StreamRecording
-from tests.tui.support import RecordingFeed, dashboard, press, screen_text, settle
+from tests.tui.pictures import SCENES, STORED, Scene, feed_of, opened, shown
+from tests.tui.support import resize, screen_text
 
 
 @pytest.mark.parametrize(
@@ -41,33 +42,41 @@ def test_marks_and_signs_mean_the_same_as_before() -> None:
     assert to_ascii("≥ 10.7 GiB  12.1 ± 0.3") == ">=10.7 GiB  12.1+/-0.3"
 
 
-SCREENS = (("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",))
-"""The keys that open each screen."""
-
-
-async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scene", [*SCENES, *STORED], ids=lambda scene: scene.name)
+async def test_every_screen_is_ascii(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At each size, and none of memtop's own characters is drawn as a question mark."""
     monkeypatch.setenv("MEMTOP_ASCII", "1")
-    recording = StreamRecording(RECORDING)
-    states = [row for row in recording.rows if isinstance(row.message, wire.StateUpdate)]
-    failed = next(row.time for row in states if row.message.run.proposal is not None)  # type: ignore[union-attr]
-    feed = RecordingFeed(*recording.between(-math.inf, failed - 1))
-    app = dashboard(feed)
+    monkeypatch.chdir(tmp_path)
+    unknown = set[str]()
 
-    def check(where: object) -> None:
-        text = screen_text(app)
-        assert text.isascii(), (where, sorted({c for c in text if not c.isascii()}))
-        assert all(len(row) == 120 for row in text.splitlines()), where
+    def drawn(text: str) -> str:
+        unknown.update(character for character in text if to_ascii(character) == "?" != character)
+        return to_ascii(text)
 
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        check("dashboard")
-        for keys in SCREENS:
-            await press(pilot, *keys)
-            assert app.screen is not app.dashboard, keys
-            check(keys)
-            while app.screen is not app.dashboard:
-                await press(pilot, "escape")
-        feed.send(*recording.between(failed - 1, failed))
-        await settle(pilot)
-        assert isinstance(app.screen, OomCard)
-        check("recovery")
+    monkeypatch.setattr(filters, "to_ascii", drawn)
+    async with shown(scene, feed_of(scene, StreamRecording(RECORDING)), "memtop", monkeypatch) as pilot:
+        assert isinstance(pilot.app, DashboardApp)
+        for picture in scene.pictures:
+            await opened(pilot, picture)
+            for columns, rows in picture.sizes:
+                await resize(pilot, columns, rows)
+                text = screen_text(pilot.app)
+                assert text.isascii(), (picture.name, sorted({c for c in text if not c.isascii()}))
+                assert [row for row in text.splitlines() if len(row) != columns] == [], picture.name
+                for words in MARKS.get(picture.name, ()):
+                    assert words in text, picture.name
+    # A prompt of the person.
+    assert unknown <= set("Ä")
+
+
+MARKS = {
+    "stop": ("+ out of GPU memory at update 21, the run went on",),
+    "end-failed": ("X failed at update 24",),
+    "end-killed": ("X killed at update 24",),
+    "end-finished": ("+ finished at update 60",),
+    "end-stopped": ("# stopped at update 24",),
+    "stage-loading-the-model": ("o loading the model",),
+    "metrics-runs": ("6 2.045", "!"),
+    "configurations": ("*",),
+}
+"""The marks of some screens."""

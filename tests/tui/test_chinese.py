@@ -87,7 +87,6 @@ async def fitting(pilot: Pilot[DashboardResult], scene: Scene, *, checked: bool)
     found, app = {}, pilot.app
     assert isinstance(app, DashboardApp)
     for picture in scene.pictures:
-        await resize(pilot, *SIZES[0])
         await pictures.opened(pilot, picture)
         for columns, rows in SIZES:
             await resize(pilot, columns, rows)
@@ -98,8 +97,6 @@ async def fitting(pilot: Pilot[DashboardResult], scene: Scene, *, checked: bool)
             buttons = frozenset(str(button.id) for button in app.dashboard.action_bar.children if button.display)
             keys = sum(len(one._places) for one in app.screen.query(KeyLine))
             found[f"{picture.name} {columns}x{rows}"] = Fitting(cut, buttons, keys)
-        while not scene.failed and app.screen is not app.get_default_screen():
-            await press(pilot, "escape")
     return found
 
 
@@ -112,7 +109,7 @@ async def test_every_scene_is_in_chinese_and_nothing_is_cut_that_is_whole_in_eng
     feed._messages = [readable(message) for message in feed._messages]  # type: ignore[attr-defined]
     for lang in ("zh", "en"):
         language.use(lang)
-        async with shown(feed, "memtop", monkeypatch) as pilot:
+        async with shown(scene, feed, "memtop", monkeypatch) as pilot:
             found[lang] = await fitting(pilot, scene, checked=lang == "zh")
     for name, english in found["en"].items():
         chinese = found["zh"][name]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from array import array
 from pathlib import Path
 
 import pytest
+from textual.events import MouseScrollDown, MouseScrollUp
 from textual.pilot import Pilot
 
 from memtop.supervisor import wire
@@ -19,10 +21,24 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.result import DashboardResult
-from memtop.tui.metrics.curves import Range, RunCurves, Track
-from memtop.tui.metrics.drawing import METRICS, MetricsView, draw, smoothed, with_values
+from memtop.tui.filters import to_ascii
+from memtop.tui.metrics.curves import AXES, Range, RunCurves, Track
+from memtop.tui.metrics.drawing import METRICS, RUN_ROLES, MetricsView, draw, smoothed, with_values
 from memtop.tui.metrics.screen import MetricsScreen
-from tests.tui.support import NOW, SETTINGS, RecordingFeed, gpu, opened, press, resize, running, screen_text, settle, text_of
+from tests.tui.support import (
+    NOW,
+    SETTINGS,
+    RecordingFeed,
+    click,
+    gpu,
+    opened,
+    press,
+    resize,
+    running,
+    screen_text,
+    settle,
+    text_of,
+)
 
 SIZES = ((80, 24), (120, 35), (160, 50))
 LOSS = [kind for kind in METRICS if kind.name == "loss"]
@@ -106,6 +122,51 @@ def test_evaluations_that_were_taken_back_are_left_out_and_memory_is_placed_by_t
     assert memory is not None
     assert evaluation.ys.tolist() == [3.0, 2.4]
     assert (memory.ys.tolist(), memory.at("update", 5), memory.at("update", 4)) == ([9.0], 9.0, None)
+
+
+def six(**values: float) -> list[RunCurves]:
+    """Six runs of different lengths; the loss of each is one higher than that of the one before."""
+    return [
+        curves(*(row(n, loss=number + 1.0, **values) for n in range(1, 41 if number else 21)), name=f"qwen-sft-lr-{number}e-5")
+        for number in range(6)
+    ]
+
+
+@pytest.mark.parametrize("width", [76, 156])
+def test_six_runs_have_six_colours_and_their_numbers_on_the_curves_in_the_order_of_the_curves(width: int) -> None:
+    runs = six()
+    lines, _ = draw(LOSS, runs, view(), width, 30)
+    legend, _, title, *rows = lines[:-2]
+    for number, run in enumerate(runs, 1):
+        assert f"{number} {run.name if width > 100 else run.name.replace('qwen-sft-lr-', '…')}" in text_of([legend])
+        # Also without colours and in ASCII each curve has its number.
+        drawn = [to_ascii(text_of([one]))[11:] for one in rows if str(number) in text_of([one])[11:]]
+        assert len(drawn) == 1, "one row, because the loss never changes"
+        assert drawn[0].count(str(number)) >= (1 if number == 1 else 2)
+        assert any(role == RUN_ROLES[number - 1] for one in rows for text, role in one if text.strip())
+    assert "  ".join(f"{n} {n}" for n in range(1, 7)) in text_of([title])
+    ends = [text_of([one]).rstrip()[-1] for one in rows if len(text_of([one]).rstrip()) == width]
+    assert ends == ["6", "5", "4", "3", "2"], "the highest curve first; the short one ends before"
+
+
+def test_curves_that_end_together_keep_their_order_in_the_rows_beside_them() -> None:
+    runs = [curves(*(row(n, loss=1 + number / 100 + 9 / n) for n in range(1, 41)), name=str(number)) for number in range(6)]
+    for height, count in ((30, 6), (10, 5)):
+        rows = text_of(draw(LOSS, runs, view(), 76, height)[0][3:-2]).splitlines()
+        ends = [one.rstrip()[-1] for one in rows if len(one.rstrip()) == 76]
+        assert ends == ["6", "5", "4", "3", "2", "1"][-count:]
+
+
+def test_a_run_has_no_value_behind_its_end_and_readings_without_room_are_marked() -> None:
+    runs = six(peak_bytes=12 << 30)
+    peak = [kind for kind in METRICS if kind.name == "peak_bytes"]
+    (*_, title) = draw(LOSS, runs, view(cursor=30.0), 76, 22)[0][:3]
+    assert "1 –  2 2  3 3" in text_of([title])
+    (*_, title) = draw(peak, runs, view(), 76, 22)[0][:3]
+    assert text_of([title]).startswith("peak ")
+    assert "5 12.0 GiB  6 12.0 GiB" in text_of([title])
+    (*_, title) = draw(peak, runs, view(), 56, 22)[0][:3]
+    assert text_of([title]).rstrip().endswith("4 12.0 GiB  …")
 
 
 def view(**values: object) -> MetricsView:
@@ -275,3 +336,136 @@ async def test_without_a_folder_the_newest_updates_of_the_dashboard_are_drawn() 
         assert "2.81" in screen_text(app)
         await press(pilot, "a")
         assert "cannot be added" in screen_text(app)
+
+
+def drawn_range(app: DashboardApp) -> tuple[str, str]:
+    """The first and the last value of the axis."""
+    axes = [row.strip() for row in screen_text(app).splitlines() if row.strip().startswith(AXES)]
+    first, *_, last = re.split(r"\s{2,}", axes[-1])
+    return first.partition(" ")[2], last
+
+
+def reported(count: int, **values: float) -> wire.MetricRows:
+    return wire.MetricRows(rows=tuple(row(n, gradient_norm=0.5, peak_bytes=5 << 30, **values) for n in range(1, count + 1)))
+
+
+async def test_each_key_of_the_axis_and_its_range() -> None:
+    async with opened(RecordingFeed(running(gpu()), reported(801)), "v", size=(80, 24)) as (app, pilot):
+        found = []
+        for _ in range(4):
+            found.append((drawn_range(app), "by " + screen_text(app).splitlines()[0].split("by ")[1].strip()))
+            await press(pilot, "x")
+        assert found == [
+            (("1", "801"), "by update"),
+            (("32", "25 632"), "by samples"),
+            (("1 000", "801 000"), "by tokens"),
+            (("00:00:00", "00:13:20"), "by time"),
+        ]
+        assert drawn_range(app) == ("1", "801"), "then updates again"
+        await press(pilot, "plus")
+        assert drawn_range(app) == ("401", "801"), "the newer half"
+        await press(pilot, "equals_sign")
+        assert drawn_range(app) == ("601", "801")
+        await press(pilot, "minus")
+        assert drawn_range(app) == ("401", "801")
+        await press(pilot, *["pageup"] * 8)
+        first, last = (int(value) for value in drawn_range(app))
+        assert first < 401, "a cursor that goes over the edge takes the range with it"
+        assert last - first == 400
+        await press(pilot, *["shift+right"] * 9)
+        assert drawn_range(app) == ("401", "801")
+        await press(pilot, *["shift+left"] * 8, "end")
+        assert drawn_range(app) == ("401", "801"), "End shows the newest values"
+        assert "cursor" not in screen_text(app).replace("Cursor", "")
+        await press(pilot, "underscore")
+        assert drawn_range(app) == ("1", "801")
+        await press(pilot, "x", "x", "u")
+        assert drawn_range(app) == ("1", "801")
+        assert "by update" in screen_text(app)
+
+
+async def test_the_cursor_reads_values_by_key_and_by_click() -> None:
+    async with opened(RecordingFeed(running(gpu()), reported(66)), "v", "r", "s", "p", size=(80, 24)) as (app, pilot):
+        assert "2.34" in screen_text(app).splitlines()[2], "the newest loss"
+        await press(pilot, "left", "left")
+        text = screen_text(app)
+        assert "cursor 63" in text
+        assert "2.37" in text.splitlines()[2]
+        await press(pilot, "right")
+        assert "cursor 64" in screen_text(app)
+        await click(pilot, "#metrics", offset=(1 + 10 + 33, 5))
+        assert "cursor 33" in screen_text(app)
+        assert "2.67" in screen_text(app).splitlines()[2]
+        await click(pilot, "#metrics", offset=(3, 5))
+        assert "cursor 33" in screen_text(app), "a click on the labels moves nothing"
+
+
+async def test_each_metric_has_a_key_and_charts_without_room_are_counted() -> None:
+    async with opened(RecordingFeed(running(gpu()), reported(40)), "v", size=(80, 24)) as (app, pilot):
+
+        def shown() -> list[str]:
+            names = {kind.words for kind in METRICS}
+            rows = (one.split("  ")[0].strip() for one in screen_text(app).splitlines()[1:-3])
+            return [name for name in rows if name in names]
+
+        assert shown() == ["loss", "samples/s", "peak memory"] or shown() == ["loss", "samples/s", "peak memory"]
+        for key, name in (("g", "gradient norm"), ("t", "tokens/s"), ("p", "peak memory"), ("s", "samples/s")):
+            await press(pilot, *(kind.key for kind in METRICS if kind.words in shown()))
+            assert shown() != [name]
+            await press(pilot, key)
+            assert shown() == [name]
+        await press(pilot, "l", "g", "t", "p")
+        assert shown() == ["loss", "gradient norm", "samples/s"]
+        assert "2 more below" in screen_text(app)
+        await press(pilot, "down", "down", "down")
+        assert shown() == ["samples/s", "tokens/s", "peak memory"]
+        assert "more below" not in screen_text(app)
+        await press(pilot, "up")
+        assert shown() == ["gradient norm", "samples/s", "tokens/s"]
+        await pilot._post_mouse_events([MouseScrollUp], "#metrics", (20, 5))
+        await settle(pilot)
+        assert shown() == ["loss", "gradient norm", "samples/s"]
+        await pilot._post_mouse_events([MouseScrollDown], "#metrics", (20, 5))
+        await settle(pilot)
+        assert shown() == ["gradient norm", "samples/s", "tokens/s"]
+        await press(pilot, "z")
+        assert shown() == ["gradient norm"], "one chart on the whole screen"
+        await press(pilot, "down")
+        assert shown() == ["samples/s"]
+        await press(pilot, "z")
+        assert shown() == ["samples/s", "tokens/s", "peak memory"]
+
+
+async def test_one_chart_on_a_wide_screen_reads_values_over_its_whole_width() -> None:
+    async with opened(RecordingFeed(running(gpu()), reported(147)), "v", "z", size=(160, 50)) as (app, pilot):
+        await press(pilot, "left")
+        assert "cursor 145" in screen_text(app), "one cell is one update"
+        await press(pilot, "z", "down", "down", "down")
+        await click(pilot, "#metrics", offset=(1 + 10 + 72, 5))
+        assert "cursor" in screen_text(app)
+
+
+async def test_smoothing_and_scale_go_round() -> None:
+    async with opened(RecordingFeed(running(gpu()), reported(40)), "v", size=(80, 24)) as (app, pilot):
+        for words in ("over 8 dots", "over 32 dots", "over 128 dots", ""):
+            await press(pilot, "o")
+            assert words in screen_text(app).splitlines()[0]
+        assert "smoothed" not in screen_text(app)
+        await press(pilot, "y")
+        assert "log scale" in screen_text(app).splitlines()[0]
+        await press(pilot, "y")
+        assert "log scale" not in screen_text(app).splitlines()[0]
+
+
+async def test_of_more_runs_than_colours_the_last_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    own = run_folder(tmp_path / "runs/own", 50, 2.5)
+    for number in range(7):
+        run_folder(tmp_path / f"runs/r{number}", 20 + 10 * number, 1.0 + number)
+    async with opened(RecordingFeed(running(gpu(), name="own", folder=str(own.path))), "v", size=(80, 24)) as (app, pilot):
+        await until(app, pilot, "Metrics of own", " 2.5 ")
+        await press(pilot, "a", "space", *["down", "space"] * 6, "enter")
+        text = await until(app, pilot, "1 own   2 r0   3 r1   4 r2   5 r3   6 r4")
+        assert "2 runs are left out: at most 6 are shown" in text
+        assert drawn_range(app) == ("1", "60"), "as long as the longest of them"
+        await press(pilot, "a", "space", *["down", "space"] * 4, "enter")
+        assert "1 own" not in screen_text(app), "alone it needs no number"

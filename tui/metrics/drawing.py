@@ -14,7 +14,7 @@ from memtop.supervisor.language import separator
 from memtop.supervisor.names import shortened
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import MARKED, Cells, blank, level, merged, nice_bounds, paint
-from memtop.tui.line import MUTED, SHORTEST_NAME, STRONG, Line, between, fit, foreign, join, join_fitting, line, spread
+from memtop.tui.line import MUTED, STRONG, Line, between, fit, foreign, join, join_fitting, line, spread, width_of
 from memtop.tui.metrics.curves import Range, RunCurves, Track
 
 RUN_ROLES = ("curve", "run2", "run3", "run4", "run5", "run6")
@@ -25,6 +25,8 @@ _LABEL = 10
 """Cells of the labels of the y axis, and the axis."""
 _MARGIN = 2
 """Cells behind a curve, for the number of its run."""
+_NUMBER_EVERY = 30
+"""Cells between two numbers of a run on its curve, where there are several."""
 _LOWEST = 6
 """Rows of one chart, with its title."""
 _TWO_COLUMNS_FROM = 110
@@ -76,8 +78,8 @@ class MetricsView:
 
 
 def x_words(axis: str, value: float) -> str:
-    """A value of an axis as text."""
-    return units.duration(value) if axis == "time" else units.count(round(value))
+    """A value of an axis as text: of the update there, or the one before it."""
+    return units.duration(value) if axis == "time" else units.count(math.floor(value))
 
 
 def with_values(kinds: Sequence[MetricKind], runs: Sequence[RunCurves]) -> list[MetricKind]:
@@ -110,7 +112,10 @@ def draw(
             lines.append(join([fit(part, across) for part in parts]))
     lines += [()] * (height - 2 - len(lines))
     axes = join([_axis(view, across)] * columns)
-    return [*lines, axes, _event_words(runs[0], view, width)], len(shown)
+    hidden = len(kinds) - len(shown)
+    below = line((f"{hidden} more below (down)", MUTED)) if hidden else ()
+    words = _event_words(runs[0], view, width - width_of(below) - 2 if hidden else width)
+    return [*lines, axes, spread(words, below, width)], len(shown)
 
 
 def chart_width(width: int, count: int) -> int:
@@ -137,7 +142,7 @@ def _across(width: int, count: int) -> int:
 def chart(kind: MetricKind, runs: Sequence[RunCurves], view: MetricsView, width: int, height: int) -> list[Line]:
     """One metric of all runs: a title with the values at the cursor, and the curves."""
     tracks = [run.track(kind.name) for run in runs]
-    title = spread(line((kind.words, STRONG)), _readings(kind, tracks, view, len(runs) > 1), width)
+    title = _title(kind, runs, view, width)
     # An odd number of rows has one in the middle.
     count, rows = max(1, width - _LABEL - _MARGIN), height - 1 - height % 2
     # The ranges of several runs would hide each other.
@@ -149,21 +154,56 @@ def chart(kind: MetricKind, runs: Sequence[RunCurves], view: MetricsView, width:
     bounds = nice_bounds(min(one.low for one in known), max(one.high for one in known), least=1e-12)
     cells = blank(rows, count)
     _mark_attempts(cells, runs, view, count)
-    ends: dict[int, tuple[str, str]] = {}
+    drawn = [smoothed(values, view.smoothing) if view.smoothing else values for values in raw]
     for number, values in enumerate(raw):
-        role = RUN_ROLES[number]
-        paint(cells, values, bounds, [MUTED if view.smoothing else role] * count)
         if view.smoothing:
-            paint(cells, smoothed(values, view.smoothing), bounds, [role] * count)
-        last = next((one for one in reversed(values) if one is not None), None)
-        if last is not None and len(runs) > 1:
-            ends[level(last.mean, bounds, rows) // 4] = (str(number + 1), role)
+            paint(cells, values, bounds, [MUTED] * count)
+        paint(cells, drawn[number], bounds, [RUN_ROLES[number]] * count)
+    ends = _number_curves(cells, drawn, bounds) if len(runs) > 1 else {}
     place = None if view.cursor is None else _column(view.cursor, view, count)
     if place is not None:
         for row in cells:
             row[place] = (row[place][0] if row[place][0] != " " else "│", "match")
-    drawn = [_row(kind, view, cells[n], n, rows, bounds, ends.get(n)) for n in range(rows)]
-    return [title, *drawn, *[()] * (height - 1 - rows)]
+    lines = [_row(kind, view, cells[n], n, rows, bounds, ends.get(n)) for n in range(rows)]
+    return [title, *lines, *[()] * (height - 1 - rows)]
+
+
+def _number_curves(
+    cells: Cells, curves: Sequence[Sequence[Range | None]], bounds: tuple[float, float]
+) -> dict[int, tuple[str, str]]:
+    """Write the number of each run on its curve again and again, for eyes and terminals without
+    colours, and behind its end. Returns the numbers behind the last column, by row."""
+    rows, count = len(cells), len(cells[0])
+    ends: list[tuple[float, int, tuple[str, str]]] = []
+    for number, values in enumerate(curves):
+        sign = (str(number + 1), RUN_ROLES[number])
+        # Two dots are a cell. Where curves cover each other, their numbers stand side by side.
+        for place in range(_NUMBER_EVERY // len(RUN_ROLES) * (number + 1), count, _NUMBER_EVERY):
+            near = next((dot for dot in range(2 * place, min(2 * (place + _NUMBER_EVERY), len(values))) if values[dot]), None)
+            if near is not None and (value := values[near]) is not None:
+                cells[level(value.mean, bounds, rows) // 4][near // 2] = sign
+        dot = next((dot for dot in range(len(values) - 1, -1, -1) if values[dot] is not None), None)
+        if dot is None or (last := values[dot]) is None:
+            continue
+        height = level(last.mean, bounds, rows)
+        if (behind := dot // 2 + 2) < count:
+            cells[height // 4][behind] = sign
+        else:
+            ends.append((-last.mean, height, sign))
+    return _in_own_rows(sorted(ends), rows)
+
+
+def _in_own_rows(ends: Sequence[tuple[float, int, tuple[str, str]]], rows: int) -> dict[int, tuple[str, str]]:
+    """Each number in a row of its own, near the height of its curve (in dots), in the same order;
+    those at the top are left out where there are too many."""
+    places: list[int] = []
+    for _, height, _ in ends:
+        places.append(max(height // 4, places[-1] + 1 if places else 0))
+    lowest = rows - 1
+    for number in range(len(places) - 1, -1, -1):
+        places[number] = min(places[number], lowest)
+        lowest = places[number] - 1
+    return {place: sign for place, (*_, sign) in zip(places, ends, strict=True) if place >= 0}
 
 
 def _row(
@@ -250,23 +290,36 @@ def _column(x: float, view: MetricsView, count: int) -> int:
     return min(count - 1, max(0, int((x - view.start) / (view.end - view.start) * count)))
 
 
-def _readings(kind: MetricKind, tracks: Sequence[Track | None], view: MetricsView, several: bool) -> Line:
-    """The value of each run at the cursor, or its newest in sight."""
+def _title(kind: MetricKind, runs: Sequence[RunCurves], view: MetricsView, width: int) -> Line:
+    """The metric, and the value of each run at the cursor, or its newest in sight. Without room its
+    name is shortened first, then the last runs are left out."""
+    readings = [_reading(kind, number, run, view, several=len(runs) > 1) for number, run in enumerate(runs)]
+    for words in (kind.words, kind.short):
+        name = line((words, STRONG))
+        if width_of(name) + 2 + width_of(join(readings)) <= width:
+            return spread(name, join(readings), width)
+    room = width - width_of(name) - 5
+    return spread(name, join((join_fitting(readings, room), line(("…", MUTED)))), width)
+
+
+def _reading(kind: MetricKind, number: int, run: RunCurves, view: MetricsView, *, several: bool) -> Line:
     at = view.end if view.cursor is None else view.cursor
-    parts = []
-    for number, track in enumerate(tracks):
-        value = None if track is None else track.at(view.axis, at)
-        text = units.UNKNOWN if value is None else kind.show(value)
-        label = f"{number + 1} " if several else ""
-        parts.append(line((label, RUN_ROLES[number]), (text, STRONG)))
-    return join(parts)
+    track, extent = run.track(kind.name), run.extent(view.axis)
+    over = view.cursor is not None and extent is not None and extent[1] < at
+    value = None if track is None or over else track.at(view.axis, at)
+    text = units.UNKNOWN if value is None else kind.show(value)
+    return line((f"{number + 1} " if several else "", RUN_ROLES[number]), (text, STRONG))
 
 
 def _legend(runs: Sequence[RunCurves], width: int) -> Line:
-    each = width
-    if sum(cell_len(run.name) + 5 for run in runs) > width:
-        each = max(SHORTEST_NAME, width // max(1, len(runs)) - 5)
-    names = [foreign((f"{n + 1} {shortened(run.name, each)}", RUN_ROLES[n])) for n, run in enumerate(runs)]
+    """The numbers and names of all runs. Without room the names lose what they begin with alike,
+    then their middle."""
+    words, each = [run.name for run in runs], width
+    if sum(cell_len(name) + 5 for name in words) - 3 > width:
+        alike = next((n for n, signs in enumerate(zip(*words, strict=False)) if len(set(signs)) > 1), 0)
+        words = [f"…{name[alike:]}" if alike > 1 else name for name in words]
+        each = (width + 3) // len(runs) - 5
+    names = [foreign((f"{n + 1} {shortened(name, each)}", RUN_ROLES[n])) for n, name in enumerate(words)]
     return join_fitting(names, width, "   ")
 
 

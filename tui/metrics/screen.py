@@ -66,6 +66,7 @@ class MetricsScreen(FullScreen):
         Binding("o", "smooth", "Smooth", tooltip="Average over 8, 32 or 128 dots; the values themselves stay visible"),
         Binding("y", "log", "Log scale", tooltip="A logarithmic y axis"),
         Binding("a", "add", "Add runs", tooltip="Lay other runs of the same folder over this one"),
+        Binding("z", "alone", "One chart", tooltip="One chart on the whole screen, or all again; ↑ ↓ go to the others"),
         Binding("down", "scroll_charts(1)", "Charts", key_display="↑ ↓", tooltip="Charts that do not fit; or the wheel"),
         Binding("up", "scroll_charts(-1)", "Charts before", show=False),
     ]
@@ -85,6 +86,8 @@ class MetricsScreen(FullScreen):
         self._scale = dashboard.choices["metrics-scale"]
         self._first = 0
         self._shown = 0
+        self._alone = False
+        """Whether one chart has the whole screen."""
         self._folders: list[Path] = list(folders[1 : len(RUN_ROLES)])
         """Of the runs that were added."""
         self._runs: dict[Path | None, RunCurves] = {}
@@ -185,6 +188,13 @@ class MetricsScreen(FullScreen):
         """The chosen metrics that are drawn."""
         return with_values([kind for kind in METRICS if kind.name in self._chosen], self._curves)
 
+    @property
+    def _from_first(self) -> list[MetricKind]:
+        """Those of them that are drawn if there is room."""
+        kinds = self._kinds
+        self._first = min(self._first, max(0, len(kinds) - 1))
+        return kinds[self._first :][: 1 if self._alone else None]
+
     def _extent(self) -> tuple[float, float] | None:
         """The first and the last value of the axis in any run."""
         found = [extent for run in self._curves if (extent := run.extent(self._axis)) is not None]
@@ -216,8 +226,6 @@ class MetricsScreen(FullScreen):
             if self._axis != "update" and any(run.extent("update") is not None for run in runs):
                 why = f"this run does not report the {self._axis} of its updates: u draws over updates"
             return [line((why, MUTED))]
-        kinds = self._kinds
-        self._first = min(self._first, max(0, len(kinds) - 1))
         view = MetricsView(
             axis=self._axis,
             start=span[0],
@@ -227,7 +235,7 @@ class MetricsScreen(FullScreen):
             log_scale=self._scale == "log",
             events=self._events,
         )
-        lines, self._shown = draw(kinds[self._first :], runs, view, width, height)
+        lines, self._shown = draw(self._from_first, runs, view, width, height)
         return lines
 
     # --- keys -------------------------------------------------------------------------------------
@@ -293,12 +301,12 @@ class MetricsScreen(FullScreen):
     @property
     def _cells(self) -> int:
         panel = self.query_one("#metrics", LinePanel)
-        return chart_width(panel.size.width, len(self._kinds))
+        return chart_width(panel.size.width, len(self._from_first))
 
     def on_click(self, event: Click) -> None:
         panel, span = self.query_one("#metrics", LinePanel), self._span()
         inside = event.get_content_offset_capture(panel)
-        place = cell_at(inside.x, panel.size.width, len(self._kinds))
+        place = cell_at(inside.x, panel.size.width, len(self._from_first))
         if span is not None and place is not None and 0 <= inside.y < panel.size.height - 2:
             each = (span[1] - span[0]) / self._cells
             self._point_at(span[0] + (place + 0.5) * each, each)
@@ -313,6 +321,10 @@ class MetricsScreen(FullScreen):
         count = len(self._kinds)
         most = max(0, count - self._shown) if step > 0 else count
         self._first = max(0, min(self._first + step, max(self._first, most)))
+        self._show()
+
+    def action_alone(self) -> None:
+        self._alone = not self._alone
         self._show()
 
     def action_newest(self) -> None:
