@@ -337,7 +337,7 @@ sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB
 """
 SHOWN_AS_IT_IS = re.compile(
     r"证据|程序  |目录  |训练用|\.pid|pid \d|torch\.OutOfMemoryError|gpu_oom|^exit status|memtop report|```"
-    r"|^\| (系统|软件包|环境变量) \|"
+    r"|^\| (系统|软件包|环境变量|memtop 设置的环境变量) \|"
 )
 """Lines with texts of programs, paths, or names of settings."""
 
