@@ -33,8 +33,12 @@ from memtop.supervisor.run.report.facts import (
     read_facts,
 )
 from memtop.supervisor.run.report.page import html, markdown, write_report
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
+from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState, StateUpdate
+from memtop.tui.dashboard.notice import notice
+from memtop.tui.feed import Connected
+from memtop.tui.store import Store, fold
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY
@@ -279,6 +283,30 @@ def test_a_report_names_the_driver_the_system_and_what_memtop_has_set(runs: Runs
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in dict(rows)["variables set by memtop"]
     assert str(runs.path) not in dict(rows)["variables set by memtop"]
     assert "550.54.15" in (runs.path / "a/report.html").read_text()
+
+
+ONLY_SAYS_SO = """
+import sys
+for step in range(1, 6):
+    print(f"step {step}/100 loss {3 - step / 10:.3f}", flush=True)
+sys.exit("CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB is free.")
+"""
+
+
+def test_what_only_the_words_of_a_program_say_is_nowhere_said_as_proven(runs: Runs) -> None:
+    told = runs.root / "told"
+    runs.environment["MEMTOP_NOTIFY_COMMAND"] = f'echo "$MEMTOP_NOTICE_TEXT" > {told}'
+    said, short = "The program says that GPU 0 ran out of memory", "ran out of GPU memory (only its words say so)"
+    headless = runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", ONLY_SAYS_SO, status=1)
+    runs.wait("a", lambda run: run["supervisor_pid"] is None)
+    shown, report = runs.memtop("show", "a").stdout, runs.memtop("report", "a", "--markdown", "-").stdout
+    for text in (headless.stderr + headless.stdout, shown, report, told.read_text()):
+        assert said in text
+        assert "ran out" not in text.replace(said, "").replace(short, "")
+    assert short in report
+    assert "out of" not in runs.memtop("runs").stdout
+    store = fold(fold(Store(), Connected()), StateUpdate(run=read_state(RunFolder(runs.path / "a"))))
+    assert said[:30] in notice(store, 79)
 
 
 def test_a_run_writes_its_report_at_each_end(runs: Runs) -> None:

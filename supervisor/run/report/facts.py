@@ -11,7 +11,7 @@ import msgspec
 
 from memtop.presets.comparison import changes
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import OUTCOMES
+from memtop.supervisor.diagnosis.values import outcome_of
 from memtop.supervisor.killed import status_suffix
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.history import HOST, Bucket, label_of
@@ -151,8 +151,9 @@ def outcome_words(attempt: Attempt) -> str:
     """How an attempt ended."""
     if attempt.outcome is None:
         return "running" if attempt.ended is None else "ended"
-    kind = (attempt.diagnosis or {}).get("kind")
-    words = OUTCOMES.get(str(kind)) if attempt.outcome == "failed" else None
+    found = attempt.diagnosis or {}
+    by_words = found.get("source") == "words"
+    words = outcome_of(found.get("kind"), by_words=by_words) if attempt.outcome == "failed" else None
     words = words or attempt.word or attempt.outcome
     return f"{words}{status_suffix(attempt.outcome, attempt.exit_status)}"
 
