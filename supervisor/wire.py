@@ -102,6 +102,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
     outcome: str | None = None
     """replaced | finished | stopped | the kind of failure (`gpu_oom`, ...). None while it lasts."""
+    by_words: bool = False
+    """Nothing but the program's own words shows that it ended for lack of memory."""
     ended_by: int | None = None
     """See `RunState`."""
 

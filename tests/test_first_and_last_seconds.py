@@ -100,6 +100,22 @@ def test_stages_in_words_then_killed_resumed_and_finished_with_what_to_do_next(r
         assert banner(screen, "✓ finished at") == finished
 
 
+FAILS = "import os, sys, time\nwhile not os.path.exists('go'): time.sleep(0.02)\nsys.exit(3)"
+
+
+def test_a_failed_program_says_its_exit_status_live_and_later(runs: Runs) -> None:
+    with terminal(runs, "train", "--name", "b", "--", sys.executable, "-c", FAILS) as screen:
+        screen.wait_for("Log")
+        runs.wait("b", lambda run: run["trainer_pid"] is not None)
+        go_on(runs, "go")
+        failed = banner(screen, "✗ failed after ")
+        assert re.search(r"after [0-9:]+: exit status 3; r starts it again", failed), failed
+        screen.keys("q")
+        assert screen.wait() == 1
+    with terminal(runs, "watch", "b") as screen:
+        assert banner(screen, "✗ failed after ") == failed
+
+
 SLOW_SAVES = (
     PACED
     + """

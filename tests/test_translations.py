@@ -25,6 +25,7 @@ from memtop.supervisor.language import Verbatim
 from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.supervisor.recovery.external import remedies_for_command
 from tests.conftest import Runs
+from tests.recovery.injected import PACED, TINY, TOO_LARGE, inject
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -247,6 +248,11 @@ def test_the_sentences_are_found() -> None:
 
 
 COMPOSED = {
+    "asked to finish the update, save and exit; SIGTERM follows in 108 s (it has been silent for up to 24 s)": (
+        "已要求完成当前一步，保存并退出；108 秒后发送 SIGTERM（它最长有 24 秒没有动静）"
+    ),
+    "The program says that the GPU ran out of memory: it requested 2.00 GiB. The process has reported no GPU: only the words "
+    "of its error name one.": "程序称 GPU 内存耗尽：请求 2.00 GiB。该进程没有报告任何 GPU：只有错误信息的文字提到 GPU。",
     "rank 0, update 3, in the forward pass": "rank 0，第 3 步，前向传播时",
     "out of memory (rank 0, in the forward pass with batch 8 x 2): CUDA out of memory. Tried to allocate 2 GiB; "
     "the same samples are done again in smaller pieces": (
@@ -335,15 +341,17 @@ for step in range(1, 6):
 sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of "
          "which 1.06 GiB is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use.")
 """
+SLOW = "import time\nfor n in range(1, 9999): print(f'step {n}/9999 loss {9 / n:.4f}', flush=True); time.sleep(0.1)"
 SHOWN_AS_IT_IS = re.compile(
-    r"证据|程序  |目录  |训练用|\.pid|pid \d|torch\.OutOfMemoryError|gpu_oom|^exit status|memtop report|```"
-    r"|^\| (系统|软件包|环境变量) \|"
+    r"证据|程序  |目录  |训练用|\.pid|pid \d|torch\.OutOfMemoryError|gpu_oom|enforce fail|^exit status|memtop report|```"
+    r"|^\| (命令|系统|软件包|环境变量|memtop 设置的环境变量) \|"
 )
 """Lines with texts of programs, paths, or names of settings."""
 
 
 def test_runs_are_shown_in_chinese(runs: Runs) -> None:
-    """A run that fails, one that runs out of memory, one that is restarted with another split."""
+    """A run that fails, one that runs out of memory, one that is restarted with another split, one
+    that survives a lack of memory and is stopped, and a program that is stopped."""
     (runs.root / "oom.py").write_text(OUT_OF_MEMORY)
     told = runs.root / "told"
     runs.environment["MEMTOP_NOTIFY_COMMAND"] = f'echo "$MEMTOP_NOTICE_TEXT" >> {told}'
@@ -355,13 +363,22 @@ def test_runs_are_shown_in_chinese(runs: Runs) -> None:
     shown.append(runs.memtop("train", *small, "--lang", "zh"))
     split = ("--batch", "4", "--accum", "8", "--max-updates", "3")
     shown.append(runs.memtop("restart", "f", *split, "--headless", "--lang", "zh"))
+    runs.memtop("train", "--name", "p", "--detach", "--", sys.executable, "-c", SLOW)
+    runs.wait("p", lambda run: run["updates"])
+    shown.append(runs.memtop("stop", "p", "--lang", "zh"))
+    inject(runs, TOO_LARGE + PACED)
+    lasting = (*TINY, "--name", "s", "--detach", "--set", "batch=16", "--max-updates", "200000")
+    shown.append(runs.memtop("train", "first-run", *lasting, "--lang", "zh"))
+    runs.wait("s", lambda run: (run["updates"] or 0) >= 3)
+    shown.append(runs.memtop("restart", "s", "--set", "learning_rate=0.001", "--detach", "--lang", "zh"))
+    runs.wait("s", lambda run: len(run["attempts"]) == 2 and run["state"] == "training")
+    shown.append(runs.memtop("stop", "s", "--lang", "zh"))
     for command in (
-        ("show", "a"),
-        ("show", "o"),
-        ("show", "f"),
+        *(("show", name) for name in "aofps"),
+        *(("report", name, "--markdown", "-") for name in "aofps"),
+        ("compare", "f", "s"),
+        ("compare", "o", "p"),
         ("runs",),
-        ("report", "o", "--markdown", "-"),
-        ("report", "f", "--markdown", "-"),
     ):
         shown.append(runs.memtop(*command, "--lang", "zh"))
     lines = [
@@ -371,9 +388,11 @@ def test_runs_are_shown_in_chinese(runs: Runs) -> None:
         if not SHOWN_AS_IT_IS.search(line)
     ]
     assert len(lines) > 80
-    named = {"a", "o", "f", "sh", "oom.py", "first-run", "python", *COMMANDS}
-    left = {line: words for line in lines if (words := [word for word in untranslated(line) if word not in named])}
-    assert left == {}
+    named = {*"aofps", "sh", "oom.py", "first-run", "python", *COMMANDS}
+    # Names of settings have a dot or an underscore.
+    allowed = re.compile(r"\w+[._][\w.]+")
+    words = {line: [one for one in untranslated(line) if one not in named and not allowed.fullmatch(one)] for line in lines}
+    assert {line: left for line, left in words.items() if left} == {}
     # Records are the same in every language; the report that the run wrote is in that of the run.
     assert not language.has_wide(runs.memtop("show", "o", "--json", "--lang", "zh").stdout)
     assert not any(language.has_wide(event.message) for event in runs.events("o", "failed"))

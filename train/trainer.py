@@ -200,7 +200,7 @@ class Trainer:
                 self._record(f"update {plan.number}")
             if requests.stop:
                 self._saver.finish()
-                return "stopped"
+                return "finished" if self._at_target and self.unsaved is None else "stopped"
         return self._finish(control)
 
     def _due(self, update: int) -> bool:

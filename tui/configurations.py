@@ -225,6 +225,8 @@ def peak_words(peak: Peak | None) -> str:
 
 def outcome_words(of: Configuration, *, present: bool) -> str:
     """`replaced`, or the failure: `out of VRAM`."""
+    if of.by_words and of.outcome in _WORDS:
+        return f"{tr(_WORDS[of.outcome])}?"
     return _WORDS.get(of.outcome or "", of.word) or (PRESENT if present else units.UNKNOWN)
 
 

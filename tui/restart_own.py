@@ -79,7 +79,7 @@ class OwnProgramDialog(FormDialog[Change]):
                     yield from field(name, text)
             yield Words(id="problem", classes="problem")
             yield Words(id="consequences")
-            yield Words(tr(where_own_resumes(self._run)), id="resumes", classes="muted")
+            yield Words(id="resumes", classes="muted")
             yield Static(clean(" ".join(self._run.command)), classes="muted", markup=False)
             yield from buttons("Restart")
 
@@ -95,13 +95,21 @@ class OwnProgramDialog(FormDialog[Change]):
         changed = {name: text for name, text in texts.items() if text != self._shown[name]}
         run, words = self._run, ""
         why = why_not_continued(self._grip) if run.updates else None
+        resumed = resumed_from(run)
         if why is None and not changed:
-            why = nothing_left(run, resumed_from(run))
+            why = nothing_left(run, resumed)
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
-            words = consequences(self._grip, changed, at, run.updates, run.total_updates)
+            words = consequences(self._grip, changed, at, run.updates, run.total_updates, ended=not run.alive)
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None
-        lines = [one for one in words.split("; ") if one] if changed else ["the same settings as now"]
+        lines = [*([] if changed else ["the same settings as now"]), *(one for one in words.split("; ") if one)]
         self.show_judgement(why, lines)
+        # Which updates are done again says where it resumes.
+        does_again = (
+            bool(words) and resumed is not None and resumed.updates is not None and (run.updates or 0) > resumed.updates
+        )
+        resumes = self.query_one("#resumes", Words)
+        resumes.display = not does_again
+        resumes.say(tr(where_own_resumes(run)))

@@ -414,7 +414,7 @@ class RunsScreen(FullScreen):
         place = Path.cwd() / f"{row.name}-model"
         lines = [f"The model of {clean(row.name)} is written to", Verbatim(clean(str(place)))]
         if await self.app.push_screen_wait(ConfirmDialog("Export a model", lines, confirm="Export")):
-            await self._memtop(row, "export", row.folder.path, place)
+            await self._memtop(row, "export", row.folder.path, place, into=_short(place))
 
     def _writes_nothing(self) -> bool:
         """Say why no file is written; False if files may be written."""
@@ -422,13 +422,17 @@ class RunsScreen(FullScreen):
             self.say("read-only: a browser writes no files here")
         return self.dashboard.only_shown
 
-    async def _memtop(self, row: RunRow, *arguments: str | Path) -> None:
-        """Run a command of memtop and show its last line."""
+    async def _memtop(self, row: RunRow, *arguments: str | Path, into: str | None = None) -> None:
+        """Run a command of memtop and show its last line, and first the folder `into` which it has
+        written."""
         self.say(f"{row.name}: {arguments[0]} is running", "busy")
         command = [sys.executable, "-m", "memtop", *map(str, arguments)]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         words = (done.stdout + done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
-        self.say(words[-1].removeprefix("memtop: "), "failed" if done.returncode else "good")
+        last = words[-1].removeprefix("memtop: ")
+        if into is not None and not done.returncode:
+            last = f"written to {into}: {last}"
+        self.say(last, "failed" if done.returncode else "good")
 
 
 def _stem(path: Path) -> str:

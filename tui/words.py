@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.diagnosis.values import SAID, Kind
 from memtop.supervisor.wire import Configuration
 from memtop.tui.line import Line, line, width_of, wrap
 
@@ -55,7 +55,7 @@ def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | 
     if at is None:
         return None
     failed, after = rows[at], rows[at + 1] if rows[at + 1 :] else None
-    what = _LACKS[failed.outcome or ""]
+    what = _LACKS[failed.outcome or ""] + (SAID if failed.by_words else "")
     if failed.until_update is not None:
         what = f"{what} at update {units.count(failed.until_update + 1)}"
     if after is None:

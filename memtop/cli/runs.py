@@ -17,7 +17,7 @@ from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import OUTCOMES
+from memtop.supervisor.diagnosis.values import outcome_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
 from memtop.supervisor.language import tr
@@ -223,7 +223,8 @@ def _configuration_line(row: dict[str, Any]) -> str:
     if row["samples_per_second"] is not None:
         parts.append(f"mean {units.rate(row['samples_per_second'])} samples/s")
     outcome = row["outcome"]
-    parts.append("present" if outcome is None else OUTCOMES.get(outcome, state_word(outcome, row["ended_by"])))
+    ended = outcome_of(outcome, by_words=row["by_words"]) or (outcome and state_word(outcome, row["ended_by"]))
+    parts.append(ended or "present")
     return f"configuration {row['number']}  {', '.join(parts)} ({tr(row['reason'])})"
 
 

@@ -18,7 +18,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.aftermath import StepLines, seems_survived
 from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
 from memtop.supervisor.diagnosis.environment import Place, of_log
-from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
+from memtop.supervisor.diagnosis.evidence import NO_GPU_REPORTED, from_error_files, from_kernel, from_records, kills_line
 from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
@@ -36,6 +36,7 @@ _WHOSE_KILL = (
     "The signal was SIGKILL. A kill by hand, by a scheduler, and by the kernel for lack of memory look the same, and "
     "nothing here shows which it was; the kernel's log may (dmesg -T | grep -i oom)."
 )
+_NO_GPU_SEEN = "memtop has seen no GPU here: only the words of the program name one."
 _A_GUESS = "This is a guess: no known message says it."
 _FROM_OUTSIDE = frozenset({"keyboard_interrupt", "preempted", "time_limit", "node_failure"})
 _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
@@ -196,7 +197,10 @@ def _finished(found: Finding, reading: Reading, evidence: Evidence) -> Diagnosis
             other_process_bytes=figures.other,
             other_process_pids=figures.other_pids,
         )
-    return msgspec.structs.replace(diagnosis, summary=summary(diagnosis, found.detail, found.caveat or _doubt(diagnosis)))
+    without_gpu = diagnosis.by_words and kind.of_gpu and (evidence.has_gpu is False or found.caveat == NO_GPU_REPORTED)
+    caveat = found.caveat or (_NO_GPU_SEEN if without_gpu else _doubt(diagnosis))
+    words = summary(diagnosis, found.detail, caveat, without_gpu=without_gpu and found.reason is None)
+    return msgspec.structs.replace(diagnosis, summary=words)
 
 
 def _environment(found: Finding, reading: Reading) -> tuple[Place, ...]:

@@ -16,7 +16,7 @@ from memtop.supervisor.diagnosis.text import LogText, Piece
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
 
 _LONGEST = 64 << 10
-_NO_GPU = "The process has reported no GPU: only the words of its error name one."
+NO_GPU_REPORTED = "The process has reported no GPU: only the words of its error name one."
 
 
 def from_records(evidence: Evidence) -> Finding | None:
@@ -30,7 +30,7 @@ def from_records(evidence: Evidence) -> Finding | None:
     # Without a GPU of the rank, only the words of an error that anything may raise speak of one.
     words_only = found.kind.of_gpu and first.device_uuid is None and not first.error.endswith("OutOfMemoryError")
     if words_only:
-        found = replace(found, source="words", caveat=_NO_GPU)
+        found = replace(found, source="words", caveat=NO_GPU_REPORTED)
     return replace(found, confidence=0.99 if first.survived is False and not words_only else 0.8)
 
 

@@ -114,6 +114,15 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind is not Kind.NOT_MEMORY
 
     @property
+    def by_words(self) -> bool:
+        """Whether nothing but the program's own words shows a lack of memory."""
+        return self.of_memory and self.source == "words"
+
+    def name_at(self, update: int | None) -> str:
+        """The kind of failure, for the history of a run: `gpu_oom at update 812`."""
+        return f"{self.kind.value}{'' if update is None else f' at update {update}'}{SAID if self.by_words else ''}"
+
+    @property
     def certainty(self) -> str:
         """The confidence in words."""
         return next((words for least, words in _CERTAINTY if self.confidence >= least), "a guess")
@@ -173,6 +182,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     not known."""
     shm_free_bytes: int | None = None
     disk_free_bytes: int | None = None
+    has_gpu: bool | None = None
+    """Whether memtop has seen a GPU where the program ran. None: the log may be of another
+    machine."""
     gpu_run_bytes: dict[str, int] = {}
     """By GPU uuid, the most that the run's processes together held shortly before the end, if the
     driver reports it."""
@@ -205,6 +217,15 @@ OUTCOMES = {
     "disk_full": "found the disk full",
 }
 """How an attempt ended, by the value of its `Kind`."""
+SAID = " (only its words say so)"
+"""After how something ended, if nothing but the program's own words shows it."""
+
+
+def outcome_of(kind: str | None, *, by_words: bool) -> str | None:
+    """How an attempt ended, in words; None if not for lack of memory."""
+    words = OUTCOMES.get(kind or "")
+    return None if words is None else f"{words}{SAID if by_words else ''}"
+
 
 REASONS = {
     "aborted": "the program aborted itself (SIGABRT)",
@@ -268,10 +289,14 @@ REASONS = {
 _WITH_DETAIL = frozenset({"python_error", "data_error", "config_error", "import_error", "cuda_error"})
 
 
-def summary(diagnosis: Diagnosis, detail: str | None = None, caveat: str | None = None) -> str:
+def summary(diagnosis: Diagnosis, detail: str | None = None, caveat: str | None = None, *, without_gpu: bool = False) -> str:
     """The sentence. `detail` is what the program printed, for failures with no sentence of their
-    own; `caveat` is a sentence to close with."""
+    own; `caveat` is a sentence to close with; `without_gpu`: it speaks of a GPU, but none is
+    known."""
     sentence = _sentence(diagnosis, detail)
+    if without_gpu:
+        # It comes first, so that it stays where the end of a sentence has no room.
+        sentence = f"The program says that {sentence.replace('The GPU', 'the GPU', 1)}"
     return sentence if caveat is None else f"{sentence} {caveat}"
 
 

@@ -35,8 +35,9 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.TRAINING: frozenset({Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # A stop may be requested while a restart waits for the program to end, and vice versa.
     Phase.STOPPING: frozenset({Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
-    # A restart may turn out to be impossible when the program has stopped.
-    Phase.RESTARTING: frozenset({Phase.STARTING, Phase.STOPPING, Phase.STOPPED, Phase.FAILED}),
+    # A restart may turn out to be impossible when the program has stopped, or has done its last
+    # update.
+    Phase.RESTARTING: frozenset({Phase.STARTING, Phase.STOPPING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # Final until someone restarts the run.
     Phase.FINISHED: frozenset({Phase.STARTING}),
     Phase.STOPPED: frozenset({Phase.STARTING}),

@@ -391,6 +391,7 @@ class Performer:
         attempt, progress = self.attempt, model.progress
         assert attempt is not None
         evidence = self._sensors.evidence or AttemptEvidence(attempt.folder, effect.ended)
+        machine = self._sensors.machine_watch.machine
         end = post_mortem.AttemptEnd(
             folder=attempt.folder,
             log=attempt.log_path,
@@ -398,6 +399,7 @@ class Performer:
             ended=effect.ended,
             status=effect.status,
             asked_to_stop=effect.stop_requested,
+            has_gpu=machine is not None and bool(machine.gpus),
             settings=effect.settings,
             reports=progress.failures,
             newest_step=progress.step.time if progress.step is not None else None,

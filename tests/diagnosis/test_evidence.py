@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
-from memtop.supervisor.diagnosis.values import PROVEN, Evidence, Kind, OomRecord
+from memtop.supervisor.diagnosis.values import PROVEN, SAID, Evidence, Kind, OomRecord
 from memtop.supervisor.recovery.external import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from tests.diagnosis.logs import GIB, of
@@ -419,3 +419,15 @@ def test_only_its_words_say_that_a_process_without_a_gpu_ran_out_of_gpu_memory(
     assert found.kind is Kind.GPU_OOM
     assert (found.source, found.confidence >= PROVEN) == (source, source == "record")
     assert found.summary.endswith("only the words of its error name one.") == (source == "words")
+    # Where a line has no room, only the beginning is left.
+    assert found.summary.startswith("The program says that the GPU ran out of memory") == (source == "words")
+    assert found.name_at(3) == f"gpu_oom at update 3{SAID if source == 'words' else ''}"
+
+
+@pytest.mark.parametrize(("has_gpu", "begins"), [(False, "The program says that GPU 0 ran out of"), (True, "GPU 0 ran out of")])
+def test_a_log_that_names_a_gpu_where_there_is_none_is_only_said(has_gpu: bool, begins: str) -> None:
+    log = b"CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB is free."
+    found = diagnose([log], Evidence(exit_status=1, has_gpu=has_gpu))
+    assert found.by_words
+    assert found.summary.startswith(begins)
+    assert found.summary.endswith("memtop has seen no GPU here: only the words of the program name one.") != has_gpu

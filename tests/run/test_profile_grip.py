@@ -79,6 +79,30 @@ def test_a_complete_program_is_not_started_again_for_nothing() -> None:
     assert asked(20, held=grip("chatlm"), position="lost") == "launched"
 
 
+def test_a_position_in_an_epoch_shows_that_a_program_is_complete() -> None:
+    def asked(step: int, steps_of_epoch: int | None) -> str:
+        """Two epochs with 24 micro-batches each, so 24 updates."""
+        output = Seen(
+            attempt=1,
+            first=1,
+            step=48,
+            update=24,
+            time=1.0,
+            total_updates=24,
+            steps_of_epoch=steps_of_epoch,
+            steps_per_update=2,
+        )
+        saved = Checkpoint(path="/out/a.pth", step=step, epoch=1, complete=True)
+        brain = training(settings=None, grip=grip("minimind"), output=output, states=replace(states(), program=saved))
+        end(brain, 0)
+        brain.tell(Requested(client=1, request=Restart(id=1, change=Change()), states=brain.model.states))
+        return "launched" if brain.asked(Launch) else brain.answers()[-1].message
+
+    assert asked(24, 24).startswith("nothing is left to train: 24 updates are done, and the length is 24; ")
+    # Without the length of an epoch, it is not known.
+    assert asked(20, 24) == asked(24, None) == "launched"
+
+
 def test_the_public_state_names_profile_and_knobs() -> None:
     found = run_state(trains(grip()).model)
     assert found.program is not None

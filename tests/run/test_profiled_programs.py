@@ -54,9 +54,11 @@ def test_micro_batches_are_converted_and_no_sample_is_left_out(runs: Runs) -> No
     assert torch.load(runs.path / "a/program_checkpoint/state.pth")["step"] > 0
     updates = curve(runs)
     assert updates[-1] == 24
-    # Once more, when nothing is left to do: its last checkpoint does not say after which update it
-    # was saved. What was trained before still counts.
-    runs.memtop("restart", "a", "--detach")
+    refused = runs.memtop("restart", "a", "--detach", status=2)
+    assert "nothing is left to train: 24 updates are done, and the length is 24; `memtop train -- COMMAND`" in refused.stderr
+    # What another split makes of its length is not known, and the last checkpoint does not say
+    # after which update it was saved. What was trained before still counts.
+    runs.memtop("restart", "a", "--batch", "4", "--accum", "2", "--detach")
     document = runs.wait("a", lambda d: len(d["attempts"]) == 3 and d["state"] == "finished")
     assert document["attempts"][2]["start_updates"] is None
     assert curve(runs) == updates

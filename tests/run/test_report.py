@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import sys
@@ -15,14 +16,31 @@ from msgspec.structs import replace
 
 from memtop.cli import run
 from memtop.supervisor.monitor.history import Bucket
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
 from memtop.supervisor.run.report.charts import curve_svg, memory_svg
-from memtop.supervisor.run.report.facts import POINTS, Curve, Facts, Source, _curves, _joules, _thinned, _with_gaps, read_facts
+from memtop.supervisor.run.report.facts import (
+    POINTS,
+    Curve,
+    Facts,
+    Source,
+    _curves,
+    _joules,
+    _thinned,
+    _with_gaps,
+    environment_rows,
+    read_facts,
+)
 from memtop.supervisor.run.report.page import html, markdown, write_report
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
+from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState, StateUpdate
+from memtop.tui.dashboard.notice import notice
+from memtop.tui.feed import Connected
+from memtop.tui.store import Store, fold
 from tests.conftest import Runs
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY
 from tests.tui.support import SETTINGS
 
@@ -203,6 +221,44 @@ def test_an_evaluation_and_what_the_model_has_written_are_in_the_report(folder: 
     assert "<b>Once &lt;b&gt;</b>\nupon\na time &amp; more</pre>" in page
 
 
+def test_the_memory_of_gpu_and_host_is_drawn_over_its_bands(folder: RunFolder) -> None:
+    ledger = Ledger(folder.ledger_path)
+    for second in range(0, 60, 5):
+        gpu = GpuSample(index=0, uuid="GPU-a", used_fraction=0.5)
+        sample = MachineSnapshot(time=NOW + second, gpus=(gpu,), host=HostSample(used_fraction=0.8))
+        ledger.recorder.add(sample, None)
+        ledger.recorder.write(sample, 1)
+    ledger.close()
+    page = html(read_facts(folder))
+    for source in ("GPU 0", "host"):
+        (chart,) = re.findall(f"<figcaption>{source}: memory in use.*?</figure>", page)
+        assert 'class="edge"' in chart
+        assert 'class="danger"' in chart
+        assert len(points_of(chart)[0]) > 1
+
+
+def test_an_evaluation_that_was_taken_back_is_not_in_the_curve(folder: RunFolder) -> None:
+    ledger = Ledger(folder.ledger_path)
+    for attempt, begins in ((1, 0), (2, 5)):
+        ledger.add_attempt(attempt, "start", None, NOW, start_updates=begins)
+    # The second attempt goes back to update 5, and evaluates less often. Then its workers go back
+    # to update 12, and evaluate again at 14.
+    for attempt, update in ((1, 4), (1, 8), (1, 12), (2, 10), (2, 14), (2, 18), (2, 14)):
+        data = {"update": update, "loss": float(attempt)}
+        ledger.add_event(Event(time=NOW, attempt=attempt, kind="evaluation", message="evaluation", data=data))
+    ledger.close()
+    assert read_facts(folder).curves == (Curve("evaluation loss", ((4.0, 1.0), (10.0, 2.0), (14.0, 2.0))),)
+
+
+def test_a_long_text_of_the_model_is_cut_with_a_mark() -> None:
+    def page(text: str) -> str:
+        data = {"update": 2, "prompts": ["Once"], "texts": [text]}
+        return html(replace(FACTS, samples=(Event(time=NOW, attempt=1, kind="sample", message="samples", data=data),)))
+
+    assert f"{'a' * 2000}</pre>" in page("a" * 2000)
+    assert f"{'a' * 2000} …</pre>" in page("a" * 2001)
+
+
 def test_the_bands_of_memory_and_the_changes_of_settings_are_in_the_page() -> None:
     changed = [
         Configuration(number=n, attempt=n, reason="start", started=NOW, settings=replace(SETTINGS, batch=batch))
@@ -213,6 +269,44 @@ def test_the_bands_of_memory_and_the_changes_of_settings_are_in_the_page() -> No
     assert 'class="danger"' in page
     assert "<h2>Settings</h2>" in page
     assert "batch 8 -&gt; 4" in page
+
+
+def test_a_report_names_the_driver_the_system_and_what_memtop_has_set(runs: Runs, nvml_library: Path) -> None:  # noqa: F811
+    script = Script(runs.root / "script").driver("550.54.15").gpu(0, total=GIB, used=GIB // 2, uuid="GPU-0").write()
+    runs.environment |= script.env(nvml_library)
+    # A program that says nothing about itself.
+    runs.memtop("train", "--detach", "--name", "a", "--gpus", "0", "--", "/bin/sleep", "3")
+    runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)
+    rows = environment_rows(read_facts(RunFolder(runs.path / "a")))
+    assert dict(rows)["driver"] == "550.54.15"
+    assert dict(rows)["system"] == platform.freedesktop_os_release()["PRETTY_NAME"]
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in dict(rows)["variables set by memtop"]
+    assert str(runs.path) not in dict(rows)["variables set by memtop"]
+    assert "550.54.15" in (runs.path / "a/report.html").read_text()
+
+
+ONLY_SAYS_SO = """
+import sys
+for step in range(1, 6):
+    print(f"step {step}/100 loss {3 - step / 10:.3f}", flush=True)
+sys.exit("CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB is free.")
+"""
+
+
+def test_what_only_the_words_of_a_program_say_is_nowhere_said_as_proven(runs: Runs) -> None:
+    told = runs.root / "told"
+    runs.environment["MEMTOP_NOTIFY_COMMAND"] = f'echo "$MEMTOP_NOTICE_TEXT" > {told}'
+    said, short = "The program says that GPU 0 ran out of memory", "ran out of GPU memory (only its words say so)"
+    headless = runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", ONLY_SAYS_SO, status=1)
+    runs.wait("a", lambda run: run["supervisor_pid"] is None)
+    shown, report = runs.memtop("show", "a").stdout, runs.memtop("report", "a", "--markdown", "-").stdout
+    for text in (headless.stderr + headless.stdout, shown, report, told.read_text()):
+        assert said in text
+        assert "ran out" not in text.replace(said, "").replace(short, "")
+    assert short in report
+    assert "out of" not in runs.memtop("runs").stdout
+    store = fold(fold(Store(), Connected()), StateUpdate(run=read_state(RunFolder(runs.path / "a"))))
+    assert said[:30] in notice(store, 79)
 
 
 def test_a_run_writes_its_report_at_each_end(runs: Runs) -> None:

@@ -140,6 +140,27 @@ def test_an_attempt_that_finds_nothing_to_train_says_so() -> None:
     assert (brain.model.phase, brain.model.reason) == (Phase.FINISHED, "attempt 2 made no updates")
 
 
+@pytest.mark.parametrize("length", [{"target_samples": 9 * SETTINGS.effective_batch}, {"target_samples": 0, "epochs": 2.0}])
+def test_a_restart_asked_for_in_the_last_update_leaves_a_finished_run(length: dict[str, float]) -> None:
+    def finished(change: Change) -> Brain:
+        brain = training(8, settings=replace(SETTINGS, **length), agents=frozenset({0}))
+        brain.report({**PLAN, "total_updates": 9})
+        restart(brain, change)
+        last = {**STEP, "update": 9, "samples_seen": 9 * SETTINGS.effective_batch}
+        brain.report(last, {"type": "end", "outcome": "finished", "saved": True})
+        end(brain, 0, 9, 5)
+        return brain
+
+    for change in (Change(), Change(assignments={"batch": "4", "accumulation": "8"})):
+        brain = finished(change)
+        shown = run_state(brain.model)
+        assert (shown.state, shown.reason, shown.loss) == (Phase.FINISHED, COMPLETE, 2.0)
+        assert brain.asked(Launch) == []
+        assert [one.values["outcome"] for one in brain.asked(UpdateAttempt) if "outcome" in one.values] == ["finished"]
+        assert (brain.answers()[-1].outcome, brain.answers()[-1].message) == (Outcome.FAILED, COMPLETE)
+    assert len(finished(Change(max_updates=10)).asked(Launch)) == 1
+
+
 def test_a_change_that_turns_out_impossible_leaves_a_stopped_run() -> None:
     brain = training(5)
     restart(brain, Change(max_updates=7))

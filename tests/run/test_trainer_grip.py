@@ -126,6 +126,15 @@ def test_a_training_that_is_complete_goes_on_only_if_it_gets_longer() -> None:
     assert brain.model.phase is Phase.FINISHED
     assert ask(brain) == ask(brain, Change()) == words.format(5)
     assert ask(brain, Change(max_updates=4)) == words.format(4)
+    # The same, asked for in the last update.
+    late = trains()
+    late.report({"type": "plan", "updates": 0, "total_updates": 5}, {"type": "step", "update": 4})
+    request(late, Change(), replace(SAVED, updates=4))
+    late.tell(CheckpointKept())
+    late.report({"type": "step", "update": 5})
+    late.model = replace(late.model, states=replace(late.model.states, program=SAVED))
+    end(late, 0)
+    assert (late.model.phase, late.model.reason, late.asked(Launch)) == (Phase.FINISHED, words.format(5), [])
     # Half the batch needs twice as many updates for the same epochs.
     request(brain, Change(assignments={"batch": "4"}))
     assert brain.asked(Launch)[-1].knobs == {"batch": 4}

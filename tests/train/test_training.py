@@ -92,6 +92,14 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_weights(undisturbed: Train
         assert torch.equal(second.weights()[name], weight), name
 
 
+def test_a_stop_in_the_last_update_leaves_a_finished_training(undisturbed: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "state")
+    training.channel.commands[len(undisturbed.digests)] = [(7, "stop", {})]
+    assert training.run() == "finished"
+    assert (training.digests, training.trainer.unsaved) == (undisturbed.digests, None)
+    assert Training(tmp_path / "state").trainer.position.updates == len(undisturbed.digests)
+
+
 def test_a_checkpoint_command_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
     training = Training(tmp_path / "state")
     training.channel.commands[2] = [(5, "checkpoint", {})]

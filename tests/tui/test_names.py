@@ -68,9 +68,11 @@ def test_the_header_shows_the_state_the_attempt_and_the_run_time_of_a_run_with_a
         state = fields.get("state", Phase.TRAINING)
         assert isinstance(state, Phase)
         assert "-no-4  attempt 2  " in shown
-        assert f" {state.value}  00:22:10 " in shown
+        assert f" {state.value}  this attempt 00:22:10 " in shown
     short = plain(draw_header(store_of(running(gpu())), 80, 1)[0])
-    assert "8 x 4 x 1 = 32  T 128" in short
+    assert "8 x 4 x 1 = 32  this attempt 00:22:10" in short
+    first = plain(draw_header(store_of(running(gpu(), attempt=1)), 80, 1)[0])
+    assert "8 x 4 x 1 = 32  T 128  00:22:10" in first
 
 
 def test_the_banner_of_an_ended_run_keeps_its_end_and_the_next_step() -> None:
@@ -98,7 +100,7 @@ async def test_at_80_columns_no_long_name_hides_a_state_on_any_screen() -> None:
     )
     feed = RecordingFeed(running(gpu(processes=ranks), name=LONG))
     async with opened(feed, size=(80, 24)) as (app, pilot):
-        assert "● training  00:22:10" in screen_text(app)
+        assert "● training  this attempt 00:22:10" in screen_text(app)
         await press(pilot, "r")
         assert "-no-4 from train_latest_state" in screen_text(app)
         await press(pilot, "escape", "v")

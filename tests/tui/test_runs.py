@@ -427,7 +427,7 @@ async def test_a_stopped_run_is_exported_and_resumed_from_the_list(here: Runs) -
     here.memtop("stop", "a")
     saved = here.show("a")["checkpoint"]["updates"]
     async with listed(here.path, wanted=1) as (app, pilot, _):
-        for words in (f"✓ exported update {saved}", "a-model: exists already"):
+        for words in (f"✓ written to a-model: exported update {saved}", "a-model: exists already"):
             await press(pilot, "x")
             assert "Export a model" in screen_text(app)
             await press(pilot, "y")

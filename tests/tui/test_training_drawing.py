@@ -340,6 +340,16 @@ def test_events_are_newest_first_and_go_on_below_themselves() -> None:
     assert "attempt 1 started" in text[-1]
 
 
+def test_an_event_without_room_ends_with_a_mark() -> None:
+    rows = (wire.Event(id=1, time=NOW, attempt=1, kind="attempt", message="attempt 2: restart with batch 4, accumulation 8"),)
+    store = store_of(wire.EventRows(rows=rows))
+    for width, height in ((40, 1), (30, 2)):
+        shown = text_of(draw_events(store, width, height)).splitlines()
+        assert len(shown) == height
+        assert shown[-1].rstrip().endswith(" …")
+    assert "…" not in text_of(draw_events(store, 40, 2))
+
+
 def test_only_the_newest_of_consecutive_checkpoints_is_shown() -> None:
     kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
     rows = tuple(

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from memtop.presets import apply_preset, presets_for
-from memtop.supervisor import units, wire
+from memtop.supervisor import wire
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.recovery.configuration import failed_settings
@@ -231,7 +231,7 @@ def _reason(store: Store) -> str:
     """The reason of this restart, for the run's history."""
     if store.run is None or store.proposal is None:
         return ""
-    return f"{store.proposal.diagnosis.kind.value} at update {units.count(store.run.updates)}"
+    return store.proposal.diagnosis.name_at(store.run.updates)
 
 
 async def configurations(dashboard: Dashboard, key: str) -> None:

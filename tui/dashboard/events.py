@@ -6,13 +6,14 @@ import time
 
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.wire import Event
-from memtop.tui.line import MUTED, Line, line, width_of, wrap
+from memtop.tui.line import MUTED, Line, line, width_of, wrap_within
 from memtop.tui.store import Store
 from memtop.tui.words import in_words
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:
-    """Newest first; long messages are wrapped.
+    """Newest first; long messages are wrapped, and the last one ends with an ellipsis if it has no
+    room.
 
     Of several routine events in a row only the newest is shown.
     """
@@ -26,20 +27,20 @@ def draw_events(store: Store, width: int, height: int) -> list[Line]:
         if event.kind in _ROUTINE and event.kind == above:
             continue
         above = event.kind
-        lines += _event(event, width)
-    return lines[:height]
+        lines += _event(event, width, height - len(lines))
+    return lines
 
 
 # Frequent saves would push all other events off the screen; the ledger has them all.
 _ROUTINE = ("checkpoint", "memory")
 
 
-def _event(event: Event, width: int) -> list[Line]:
+def _event(event: Event, width: int, most: int) -> list[Line]:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     sign, role = event_look(event)
     head = line((f"{clock} ", MUTED), (f"{sign:<2} ", role))
     indent = line(" " * width_of(head))
-    parts = wrap(in_words(event.message), max(1, width - width_of(head)), role)
+    parts = wrap_within(in_words(event.message), max(1, width - width_of(head)), most, role)
     return [(*(indent if number else head), *part) for number, part in enumerate(parts)]
 
 

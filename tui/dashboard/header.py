@@ -43,12 +43,12 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
     # In the first attempt it is the time of the run.
     named = line(*fact("this attempt", units.duration(run_seconds(store))), " ") if run.attempt > 1 else clock
     label, short = _label(store), _short_label(store)
-    # The longest right side that fits. The note that values are not live is dropped last.
-    forms = ((True, named), (False, named), (False, clock))
-    settings = [join((label, _settings_words(run, wide), time)) for wide, time in forms]
+    # The longest right side that fits. The note that values are not live is dropped last. The time
+    # of an attempt keeps its label, since it is not that of the run.
+    settings = [join((label, words, named)) for words in _settings_words(run)]
     choices = [one for one in settings if width_of(left) + 2 + width_of(one) <= width]
     # For these the name is shortened.
-    choices += [join((label, clock)), label, join((short, clock)), short]
+    choices += [join((label, named)), join((short, named)), join((label, clock)), label, join((short, clock)), short]
     room = width - width_of(with_short_names(left, 0)) - 2
     right = next((choice for choice in choices if width_of(choice) <= room), short)
     return [spread(fit(left, max(0, width - width_of(right) - 2)), right, width)]
@@ -91,14 +91,16 @@ def _machine_words(store: Store) -> Line:
     return line((f"driver {version} ", MUTED)) if version else ()
 
 
-def _settings_words(run: RunState, wide: bool) -> Line:
+def _settings_words(run: RunState) -> list[Line]:
+    """The settings, and what is left of them with less and less room."""
     settings = run.settings
     if settings is None:
-        name = foreign((name_of(run.command), STRONG)) if run.command and wide else ()
-        return join([name, *_knob_words(run)] if name else _knob_words(run))
-    arithmetic = f"{settings.split_text} = {settings.effective_batch}"
-    parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
-    return join([fact("preset", Verbatim(settings.preset)), *parts] if wide else parts)
+        name = foreign((name_of(run.command), STRONG)) if run.command else ()
+        knobs = _knob_words(run)
+        return [join([name, *knobs] if name else knobs), *(join(knobs[:count]) for count in range(len(knobs), 0, -1))]
+    arithmetic = line((f"{settings.split_text} = {settings.effective_batch}", STRONG))
+    parts = [arithmetic, fact("T", str(settings.seq_len))]
+    return [join([fact("preset", Verbatim(settings.preset)), *parts]), join(parts), arithmetic]
 
 
 def _knob_words(run: RunState) -> list[Line]:

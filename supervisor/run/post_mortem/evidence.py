@@ -51,6 +51,7 @@ class MachineMoment(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     host_fraction: float | None
     shm_free_bytes: int | None
+    has_gpu: bool = False
     gpu_run_bytes: dict[str, int] = {}
     """By uuid, the memory of the run's processes, if the driver reports it."""
 
@@ -165,6 +166,7 @@ class AttemptEvidence:
                 time=machine.time,
                 host_fraction=max(fractions, default=None),
                 shm_free_bytes=free,
+                has_gpu=bool(machine.gpus),
                 gpu_run_bytes={gpu.uuid: held for gpu in machine.gpus if gpu.uuid and (held := _held(gpu, members))},
             )
         )

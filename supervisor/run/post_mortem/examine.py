@@ -44,6 +44,8 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None
     reports: Sequence[tuple[int, Oom]]
     """The `oom` reports of the attempt, with their ranks."""
+    has_gpu: bool = False
+    """Whether the newest sample of the machine shows a GPU."""
     newest_step: float | None = None
     """When the last update was reported, in seconds since the epoch."""
 
@@ -127,6 +129,7 @@ def evidence_of(end: AttemptEnd, seen: AttemptEvidence) -> Evidence:
         address_space_bytes=seen.address_space_bytes,
         shm_free_bytes=min(shm, default=None),
         disk_free_bytes=free_bytes(end.state_folder),
+        has_gpu=end.has_gpu or any(sight.has_gpu for sight in moments),
         gpu_run_bytes=_most_held(moments),
         batch=settings.batch if settings else None,
         seq_len=settings.seq_len if settings else None,

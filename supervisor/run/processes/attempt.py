@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import platform
 import signal
 import stat
 import subprocess
@@ -278,12 +279,20 @@ def reap_children() -> dict[int, int]:
     return ended
 
 
-_COMMAND = "command.json"
+COMMAND = "command.json"
 # As in shim.py.
 ANSWERS = "answers"
 """The pipe that is the standard input of a program that asks something before it ends."""
 # As in shim.py, which imports nothing of memtop. A process or exit file needs less than this.
 _RESERVED, _RESERVED_BYTES = ".reserved", 512
+
+
+def _system() -> str:
+    """Empty if it does not name itself."""
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        return ""  # a small container has no such file
 
 
 class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,6 +302,8 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     environment: dict[str, str]
     """Additions to the supervisor's own environment."""
+    system: str = ""
+    """The operating system, as it names itself."""
     answers: bool = False
     """Whether its standard input is a pipe into which answers can be written; otherwise it is
     empty."""
@@ -342,11 +353,12 @@ def launch(
     for name, text in given.files.items():
         _write(attempt / name, text)
     write_json(
-        attempt / _COMMAND,
+        attempt / COMMAND,
         LaunchCommand(
             argv=_argv(folder, attempt, given.command, settings),
             cwd=spec.cwd,
             environment=program_environment(folder, number, spec, settings, socket, allocator=allocator) | given.environment,
+            system=_system(),
             answers=answers,
         ),
     )

@@ -136,7 +136,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             shown = last.configuration
             if same(shown.settings, settings) and shown.knobs == knobs:
                 # The length of the run may have changed. The reason of the first attempt stays.
-                going_on = replace(shown, settings=settings, until_update=None, outcome=None, ended_by=None)
+                going_on = replace(shown, settings=settings, until_update=None, outcome=None, by_words=False, ended_by=None)
                 return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
         if last is not None and last.configuration.outcome is None:
             ended = replace(last.configuration, outcome="replaced")
@@ -196,6 +196,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         *,
         ended_by: int | None = None,
         died_of_memory: bool = False,
+        by_words: bool = False,
     ) -> Configurations:
         """The present configuration ends after this update."""
         last = self.present
@@ -203,7 +204,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             return self
         shown = last.configuration
         peak = replace(shown.peak, failed=True) if died_of_memory and shown.peak is not None else shown.peak
-        shown = replace(shown, until_update=update, outcome=outcome, ended_by=ended_by, peak=peak)
+        shown = replace(shown, until_update=update, outcome=outcome, by_words=by_words, ended_by=ended_by, peak=peak)
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 

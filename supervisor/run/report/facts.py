@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -11,12 +11,15 @@ import msgspec
 
 from memtop.presets.comparison import changes
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import OUTCOMES
+from memtop.supervisor.diagnosis.values import outcome_of
 from memtop.supervisor.killed import status_suffix
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.history import HOST, Bucket, label_of
+from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import speed, view
-from memtop.supervisor.run.record.folder import RunFolder, open_to_read
+from memtop.supervisor.run.processes.attempt import COMMAND, LaunchCommand
+from memtop.supervisor.run.processes.environment import outside_any_run
+from memtop.supervisor.run.record.folder import RunFolder, open_to_read, read_derived
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, reading_ledger
 from memtop.supervisor.run.reports import Hello, decode
 from memtop.supervisor.run_memory import HostMemory
@@ -69,11 +72,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     cwd: str
     gpus: tuple[str, ...] = ()
+    driver: str | None = None
+    """Its version, if the machine has a GPU."""
     price: Price | None = None
     host_peak: HostMemory = HostMemory()
     """The highest host memory of the run's processes together."""
     environment: Hello | None = None
     """Of the newest attempt, as its first process has reported it."""
+    started_with: LaunchCommand | None = None
+    """The same attempt's command."""
     samples: tuple[Event, ...] = ()
     """What the model has written, the newest last; see `Written` in reports.py."""
 
@@ -87,20 +94,23 @@ def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
     """Read a run. Without a price no cost is named. MemtopError if its files cannot be read."""
     state, spec, now = view.read_state(folder), folder.spec(), time.time()
     with reading_ledger(folder) as ledger:
+        machine = None if ledger is None else ledger.snapshot(now, 0.0)
         return Facts(
             written=now,
             state=state,
             attempts=() if ledger is None else tuple(ledger.attempts()),
             configurations=() if ledger is None else tuple(record.configuration for record in ledger.configurations()),
             events=() if ledger is None else tuple(ledger.events(_EVENTS)),
-            sources=() if ledger is None else tuple(_sources(ledger, now)),
+            sources=() if ledger is None else tuple(_sources(ledger)),
             curves=() if ledger is None else (*_curves(list(ledger.final_history())), *_evaluations(ledger)),
             version=spec.memtop_version,
             cwd=spec.cwd,
-            gpus=() if ledger is None else _gpu_names(ledger, now),
+            gpus=() if machine is None else _gpu_names(machine),
+            driver=None if machine is None or not machine.gpus else machine.driver_version,
             price=price,
             host_peak=HostMemory() if ledger is None else ledger.host_peak(),
             environment=_environment(folder, state.attempt),
+            started_with=read_derived(folder.attempt(state.attempt) / COMMAND, LaunchCommand),
             samples=() if ledger is None else tuple(ledger.events(_SAMPLES, kind="sample")),
         )
 
@@ -115,29 +125,35 @@ def _environment(folder: RunFolder, attempt: int) -> Hello | None:
 
 
 def environment_rows(facts: Facts) -> list[tuple[str, str]]:
-    """What the program of the newest attempt ran with; empty if it has not told."""
-    found = facts.environment
-    if found is None:
-        return []
+    """What the program of the newest attempt ran with, as far as it or memtop has recorded it."""
+    found, started = facts.environment or Hello(), facts.started_with
     named = {**found.packages, "CUDA": found.cuda}
     versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)
+    by_memtop = {} if started is None else outside_any_run(started.environment)
     rows = [
-        ("Python", f"{found.python or units.UNKNOWN} ({found.executable or units.UNKNOWN})"),
+        ("Python", f"{found.python or units.UNKNOWN} ({found.executable or units.UNKNOWN})" if facts.environment else None),
         ("packages", versions),
-        ("system", found.system),
+        ("system", ", ".join(part for part in (None if started is None else started.system, found.system) if part)),
+        ("driver", facts.driver),
         ("processors", None if found.cpus is None else str(found.cpus)),
         ("RAM", None if found.memory_bytes is None else units.size(found.memory_bytes)),
-        ("variables", " ".join(f"{name}={value}" for name, value in found.variables.items())),
+        ("variables", _assignments(found.variables)),
+        ("variables set by memtop", _assignments({name: value for name, value in by_memtop.items() if value})),
     ]
     return [(name, Verbatim(value)) for name, value in rows if value]
+
+
+def _assignments(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def outcome_words(attempt: Attempt) -> str:
     """How an attempt ended."""
     if attempt.outcome is None:
         return "running" if attempt.ended is None else "ended"
-    kind = (attempt.diagnosis or {}).get("kind")
-    words = OUTCOMES.get(str(kind)) if attempt.outcome == "failed" else None
+    found = attempt.diagnosis or {}
+    by_words = found.get("source") == "words"
+    words = outcome_of(found.get("kind"), by_words=by_words) if attempt.outcome == "failed" else None
     words = words or attempt.word or attempt.outcome
     return f"{words}{status_suffix(attempt.outcome, attempt.exit_status)}"
 
@@ -184,12 +200,12 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "memtop", Verbatim(facts.version)
 
 
-def _sources(ledger: Ledger, now: float) -> Iterable[Source]:
+def _sources(ledger: Ledger) -> Iterable[Source]:
     extent = ledger.extent()
     if extent is None:
         return
     for key, index in ledger.sources().items():
-        series = ledger.history(key, extent[0] - 1, now)
+        series = ledger.history(key, extent[0] - 1, extent[1])
         used = series["used_fraction"]
         points = tuple(_with_gaps(_thinned(used)))
         joules = None if key == HOST else _joules(series["power_watts"])
@@ -269,14 +285,19 @@ def _curves(rows: Sequence[Metric]) -> tuple[Curve, ...]:
 
 
 def _evaluations(ledger: Ledger) -> Iterable[Curve]:
-    found = {event.data.get("update"): event.data.get("loss") for event in ledger.events(POINTS, kind="evaluation")}
-    points = sorted((float(update), loss) for update, loss in found.items() if update is not None and loss is not None)
-    if len(points) > 1:
-        yield Curve("evaluation loss", tuple(points))
+    """Without those that a restart, or the program itself, has taken back."""
+    attempts, kept = ledger.attempts(), list[tuple[int, float]]()
+    for event in ledger.events(POINTS, kind="evaluation"):
+        update, loss = event.data.get("update"), event.data.get("loss")
+        begins = [one.start_updates for one in attempts if one.number > event.attempt and one.start_updates is not None]
+        if update is None or loss is None or update > min(begins, default=update):
+            continue
+        while kept and kept[-1][0] >= update:
+            kept.pop()
+        kept.append((update, loss))
+    if len(kept) > 1:
+        yield Curve("evaluation loss", tuple((float(update), loss) for update, loss in kept))
 
 
-def _gpu_names(ledger: Ledger, now: float) -> tuple[str, ...]:
-    machine = ledger.snapshot(now, 0.0)
-    if machine is None:
-        return ()
+def _gpu_names(machine: MachineSnapshot) -> tuple[str, ...]:
     return tuple(f"{gpu.index}: {gpu.name or 'unknown'}, {units.size(gpu.total_bytes)}" for gpu in machine.gpus)

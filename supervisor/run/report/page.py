@@ -25,6 +25,8 @@ from memtop.supervisor.wire import Event
 
 _NEWEST_EVENTS = 15
 """In Markdown."""
+_LONGEST_TEXT = 2000
+"""Characters of a prompt or of what the model has written."""
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --paper: #fff; --quiet: #5d6b7a; --line: #d8dee6; --curve: #2f6fb3;
   --edge: #f2d45c; --danger: #e0564d }
@@ -109,12 +111,13 @@ def markdown(facts: Facts) -> str:
 def _sample(event: Event) -> str:
     """What the model has written at one update."""
     prompts, texts = event.data.get("prompts", ()), event.data.get("texts", ())
-    pairs = (f"<b>{_whole(prompt)}</b>\n{_whole(text)}" for prompt, text in zip(prompts, texts, strict=False))
+    pairs = (f"<b>{_text(prompt)}</b>\n{_text(text)}" for prompt, text in zip(prompts, texts, strict=False))
     return f"<p>{_safe(tr(event.message))}</p>{''.join(f'<pre>{pair}</pre>' for pair in pairs)}"
 
 
-def _whole(text: str) -> str:
-    return _safe_lines(text.splitlines())
+def _text(text: str) -> str:
+    mark = " …" if len(text) > _LONGEST_TEXT else ""
+    return _safe_lines(text[:_LONGEST_TEXT].splitlines()) + mark
 
 
 def write_report(folder: RunFolder) -> str | None:

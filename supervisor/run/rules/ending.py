@@ -15,7 +15,7 @@ from memtop.supervisor.run.events import Examined, LeftoversCleared, LeftoversFo
 from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, not_by_signal, note, warn
 from memtop.supervisor.run.rules import attempts, spikes, survival, verification
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
-from memtop.supervisor.wire import Phase
+from memtop.supervisor.wire import Change, Phase
 
 
 def program_ended(model: Model, event: ProgramEnded) -> Model:
@@ -123,6 +123,9 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     attempt, verdict, progress = model.attempt, model.verdict, model.progress
     assert attempt is not None
     assert verdict is not None
+    if model.pending is not None and (why := _nothing_to_restart(model, verdict, model.pending)) is not None:
+        verdict = replace(verdict, phase=Phase.FINISHED, reason=why)
+        model = replace(model, pending=None)
     # A restart that was requested while the log was read counts.
     outcome = "restarted" if model.pending is not None else verdict.phase.value
     model = survival.ended(model, outcome, verdict.ended_by, found)
@@ -153,6 +156,21 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     # exit file, and repeats this step.
     model = emit(model, UpdateAttempt(number=attempt.number, values=ended))
     return _over(model, verdict, decision) if model.pending is None else _restart(model)
+
+
+def _nothing_to_restart(model: Model, verdict: AttemptVerdict, change: Change) -> str | None:
+    """Why the requested restart would train nothing: the program was at its last update. None if it
+    has something to do."""
+    assert model.attempt is not None
+    # The user's own program says only by its exit status that it has finished.
+    ended_well = model.settings is None and verdict.phase is Phase.STOPPED and model.attempt.exit_status == 0
+    if verdict.phase is not Phase.FINISHED and not ended_well:
+        return None
+    try:
+        attempts.settings_after(replace(model, phase=Phase.FINISHED), change)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _died_by_itself(model: Model, verdict: AttemptVerdict) -> bool:

@@ -80,8 +80,9 @@ def begin(model: Model, *, asked: bool, unsaved: bool = False) -> Model:
     model = replace(model, ladder=ladder)
     if not asked:
         return model
-    why = f" ({waits.why})" if waits.why else ""
-    text = f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s{why}"
+    text = f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s"
+    if waits.why:
+        text = f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s ({waits.why})"
     return note(model, "stop", text)
 
 

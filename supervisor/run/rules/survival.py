@@ -43,9 +43,11 @@ def ended(model: Model, outcome: str, ended_by: int | None, diagnosis: Diagnosis
     # A smaller configuration does not help if the disk is full, so this one may be tried again
     # when there is space.
     full = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
-    name = diagnosis.kind.value if died and diagnosis is not None else outcome
+    name, by_words = (diagnosis.kind.value, diagnosis.by_words) if died and diagnosis is not None else (outcome, False)
     update = model.update
-    after = model.configurations.end(name, update, model.saved, ended_by=ended_by, died_of_memory=died and not full)
+    after = model.configurations.end(
+        name, update, model.saved, ended_by=ended_by, died_of_memory=died and not full, by_words=by_words
+    )
     return configurations.put(model, after)
 
 
@@ -85,7 +87,7 @@ def _space_needed(model: Model) -> int:
 
 def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: RemedyFacts) -> Model:
     update = model.update
-    reason = f"{diagnosis.kind.value} at update {update}" if update is not None else diagnosis.kind.value
+    reason = diagnosis.name_at(update)
     change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
     uuids = set(model.progress.devices.values())
     waiting = Waiting(

@@ -17,7 +17,7 @@ from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, only_knobs, values_of, why_not_continued
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
-from memtop.supervisor.wire import Change, Phase
+from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 
 def knobs_after(model: Model, change: Change) -> dict[str, str]:
@@ -51,10 +51,19 @@ def _check_length(model: Model, knobs: dict[str, str], given: int | None) -> Non
         length = values.get("max_updates") or length_after(grip, values, model.progress.total_updates)
     else:  # what another split makes of its length is not known
         length = model.total_updates if knobs == model.knobs else None
-    done = saved.updates if model.phase.final else model.update
+    done = _saved_after(model, saved) if model.phase.final else model.update
     if done is None or length is None or done < length or (given is None and model.phase is not Phase.FINISHED):
         return
     raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=grip.profile is None))
+
+
+def _saved_after(model: Model, saved: Checkpoint) -> int | None:
+    """After how many updates the program saved this. Where its counter begins again in each epoch,
+    the lines that it has printed say how long an epoch is; None if they do not."""
+    seen = model.output
+    if saved.updates is not None or saved.epoch is None or saved.step is None or seen is None or seen.steps_of_epoch is None:
+        return saved.updates
+    return (saved.epoch * seen.steps_of_epoch + saved.step) // seen.steps_per_update
 
 
 def _begins_again(model: Model) -> bool:
