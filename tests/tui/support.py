@@ -7,10 +7,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import reduce
+from typing import Any
 
 from msgspec.structs import replace
 from textual.app import App
 from textual.pilot import Pilot
+from textual.screen import Screen
 from textual.widget import Widget
 
 from memtop.presets.schema import Settings
@@ -222,9 +224,17 @@ async def click(pilot: Pilot[DashboardResult], widget: Widget | str, offset: tup
 
 
 async def resize(pilot: Pilot[DashboardResult], columns: int, rows: int) -> None:
-    """Give the terminal another size."""
+    """Give the terminal another size. The screens below a dialog are laid out, too."""
     await pilot.resize_terminal(columns, rows)
     await settle(pilot)
+    stack = pilot.app.screen_stack
+    while any(below.size != pilot.app.size or _has_messages(below) for below in stack):
+        await pilot.pause(0.01)
+    await settle(pilot)
+
+
+def _has_messages(screen: Screen[Any]) -> bool:
+    return any(one.message_queue_size for one in (screen, *screen.walk_children()))
 
 
 def dashboard(feed: Feed, process_actions: RecordingProcessActions | None = None) -> DashboardApp:
