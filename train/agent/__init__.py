@@ -93,6 +93,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from types import ModuleType
 from typing import Any, Sequence
 
@@ -294,6 +295,20 @@ class Agent:
             described = failures.describe(error)
             held = memory.at_failure(failures.device_named(described["message"]))
             self.report("oom", **dict(described, **held), **values)
+            self.flush()
+            # Afterwards: other ranks may end this process meanwhile.
+            keeps = values.get("survived") is not True and not failures.is_of_host(error)
+            if keeps and self._journal is not None and self._folder is not None:
+                self._keep_snapshot(self._folder, self._journal.number, dict(described, **held, **values))
+
+    def _keep_snapshot(self, folder: str, number: int, report: dict[str, Any]) -> None:
+        # Only a failure loads this file.
+        from . import snapshot
+
+        record = dict(report, rank=number, time=time.time())
+        problem = snapshot.keep(snapshot.path_of(folder, number), record)
+        if problem is not None:
+            self.report("warning", message="no snapshot of the GPU's memory is kept: %s" % problem)
             self.flush()
 
     def flush(self) -> None:
