@@ -68,14 +68,15 @@ print(json.dumps({"processor_seconds": round(time.process_time() - begun, 1),
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--snapshots", action="store_true")
+    kinds = {"few_stacks": 400, "a_stack_each": 0, "no_stacks": None}
+    parser.add_argument("--snapshots", nargs="*", choices=kinds, help="these kinds; without one, all")
     parser.add_argument("--snapshot-mb", type=int, default=500)
     parser.add_argument("--size-mb", type=int, default=200)
     parser.add_argument("--mutations", type=int, default=20_000)
     arguments = parser.parse_args()
-    if arguments.snapshots:
-        kinds = {"few_stacks": 400, "a_stack_each": 0, "no_stacks": None}
-        report("snapshot", {name: snapshot(arguments.snapshot_mb, stacks) for name, stacks in kinds.items()})
+    if arguments.snapshots is not None:
+        chosen = arguments.snapshots or list(kinds)
+        report("snapshot", {name: snapshot(arguments.snapshot_mb, kinds[name]) for name in chosen})
         return
     report(
         "diagnose",
@@ -297,21 +298,24 @@ def write_snapshot(path: Path, size: int, stacks: int | None) -> tuple[int, int]
         out = _Pickle(file)
         out.write(b"\x80\x04")
         out.begin(b"}")
-        known: list[int] = []
+        known: list[bytes] = []
+        paths: dict[int, bytes] = {}
 
         def stack(number: int) -> None:
             out.text("frames")
             out.begin(b"]")
-            chosen = rng if not stacks else random.Random(number % stacks)
-            for _ in range(0 if stacks is None else 60):
-                place = chosen.randrange(3000)
-                if place < len(known):
-                    out.get(known[place])
-                    continue
-                known.append(out.begin(b"}"))
-                file_name = f"/v/lib/python3.11/site-packages/transformers/models/m{len(known)}/modeling.py"
-                out.pairs(name="forward", filename=file_name, line=len(known) % 2000)
-                out.write(b"u")
+            if stacks is not None and len(known) < 3000:
+                for _ in range(60):
+                    known.append(b"j" + out.begin(b"}").to_bytes(4, "little"))
+                    file_name = f"/v/lib/python3.11/site-packages/transformers/models/m{len(known)}/modeling.py"
+                    out.pairs(name="forward", filename=file_name, line=len(known) % 2000)
+                    out.write(b"u")
+            elif stacks:
+                if number % stacks not in paths:
+                    paths[number % stacks] = b"".join(rng.choices(known, k=60))
+                out.write(paths[number % stacks])
+            elif known:
+                out.write(b"".join(rng.choices(known, k=60)))
             out.write(b"e")
 
         out.text("segments")

@@ -43,11 +43,14 @@ Windows for an error (NTSTATUS), without and with a sign."""
 @click.option("--exit-code", type=WHOLE, metavar="N", help="the program's exit status; negative or 128 + N for signal N")
 @json_option
 def diagnose(log: str | None, exit_code: int | None, as_json: bool) -> int:
-    """Find out what ended a training program, or what held the memory of its GPU.
+    """Find out from its log what ended a training program.
 
-    LOG is the log file of any program, of any length. SNAPSHOT is a file of
-    torch.cuda.memory._dump_snapshot, or the one that memtop keeps when the memory of a GPU runs
-    out. - is standard input. The exit status is 0 for every diagnosis.
+    LOG is the log file of any program, of any length; - is standard input. The exit status is 0
+    for every diagnosis.
+
+    From a SNAPSHOT it tells which layers held the memory of a GPU. That is a file of
+    torch.cuda.memory._dump_snapshot, or the one that memtop keeps when a program runs out of GPU
+    memory.
     """
     if exit_code is not None and not any(exit_code in range_ for range_ in _STATUSES):
         raise UsageError(f"--exit-code {exit_code}: no program has this exit status; give 0 to 255, or -N for signal N")
@@ -132,7 +135,7 @@ def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy], snapshot: Snapsh
     return document
 
 
-def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy], snapshot: Snapshot | None) -> list[str]:
+def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy], snapshot: Snapshot | None = None) -> list[str]:
     name = diagnosis.kind.value + (f": {diagnosis.reason}" if diagnosis.reason else "")
     lines = [Verbatim(name), diagnosis.summary]
     memory = _memory_line(diagnosis)
@@ -144,7 +147,7 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy], snapshot: Snapshot |
         lines += [
             "",
             f"Evidence ({diagnosis.source.replace('_', ' ')}):",
-            *(Verbatim(f"  {line}") for line in diagnosis.evidence),
+            *(Verbatim(f"  {line if snapshot is None else tr(line)}") for line in diagnosis.evidence),
         ]
     if diagnosis.environment:
         lines += ["", f"Environment: {', '.join(place.label for place in diagnosis.environment)}."]

@@ -359,8 +359,9 @@ def _diagnosis(memory: DeviceMemory, failures: dict[int, _Failed]) -> Diagnosis:
 
 def _request(failed: _Failed) -> str:
     line = failed.line
-    where = "" if line is None or line.file is None else f" at {line.file}:{line.line} {line.function}"
-    return f"an allocation of {size(failed.requested_bytes)} failed{where}"
+    if line is None or line.file is None:
+        return f"an allocation of {size(failed.requested_bytes)} failed"
+    return f"an allocation of {size(failed.requested_bytes)} failed at {line.file}:{line.line} {line.function}"
 
 
 def _why_unknown(visitor: _Visitor) -> str | None:

@@ -131,7 +131,7 @@ KEPT = {
     "record": {
         "rank": 0,
         "time": 1.0,
-        "message": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 19 GiB of which 1 GiB is free.",
+        "message": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 19 GiB with 1 GiB free",
         "error": "torch.OutOfMemoryError",
         "phase": "forward",
         "total_bytes": 20 * GIB,
