@@ -46,7 +46,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   | unknown; `error` is the error's class, `message` its text. `survived` is true if the trainer
   repeats the work in smaller pieces, false if the failure ends the process, and null if it ended
   one of the program's threads, which may or may not end the program. Written at once, in programs
-  of any kind.
+  of any kind. If it was a GPU's memory and did not survive, `rank-R-memory.pickle` follows
+  (`snapshot.py`).
 * `settings`: {update, changes: {field: value}, reason, total_updates}: the trainer uses these
   values from this update on. `reason` is "allocation failure" | "pressure" | "asked" | "grown
   back" | "batch search"; `total_updates` is the run's new number of updates.
