@@ -8,7 +8,6 @@ tuples, texts and numbers do not need.
 
 from __future__ import annotations
 
-import re
 import struct
 from array import array
 from collections.abc import Iterable
@@ -39,7 +38,8 @@ _MOST_RUN_BYTES = 16 << 20
 _CUT = "ends in the middle: it was not written to its end"
 _ROOM = 300
 """The longest opcode with its argument, but for long texts."""
-_RUN = re.compile(rb"(?:j[\s\S]{4}|h[\s\S])+")
+_WIDTHS = {0x6A: 5, 0x68: 2}
+"""Of LONG_BINGET and BINGET, with the number of a value."""
 _UINT32, _INT32, _UINT64 = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<Q")
 _LONG_BINGET = struct.Struct("<xI")
 
@@ -148,6 +148,14 @@ def read(chunks: Iterable[bytes], visitor: Visitor) -> None:
             raise
         # More was taken from the stack or the memo than was put there, or a text is none.
         raise Refused("is damaged: what it describes does not fit together") from None
+
+
+def _leading(data: bytes, position: int) -> int:
+    """How many opcodes like the one at `position` follow each other, at most 1024."""
+    code = data[position : position + 1]
+    width = _WIDTHS[code[0]]
+    codes = data[position : position + 1024 * width : width]
+    return len(codes) - len(codes.lstrip(code))
 
 
 class _Reader:
@@ -297,10 +305,11 @@ class _Reader:
         """Read a list of earlier values, such as the frames of a stack, at once; the new
         position."""
         target, data = self._stack[-1] if self._stack else None, self._data
-        found = _RUN.match(data, position)
-        if found is None or not isinstance(target, Items) or not target.is_new:
+        if not isinstance(target, Items) or not target.is_new:
             return position
-        end = found.end()
+        end = position
+        while end < len(data) and data[end] in b"jh":
+            end += _leading(data, end) * _WIDTHS[data[end]]
         if end >= len(data) or data[end] != 0x65:
             return position
         run = data[position:end]
@@ -322,13 +331,15 @@ class _Reader:
 
     def _referred(self, run: bytes) -> list[object]:
         numbers, values = self._memo.numbers, self._memo.values
-        if len(run) % 5 == 0 and run[::5] == b"j" * (len(run) // 5):
-            return [values[numbers[index]] for (index,) in _LONG_BINGET.iter_unpack(run)]
-        found, position = [], 0
+        found: list[object] = []
+        position = 0
         while position < len(run):
-            wide = run[position] == 0x6A
-            found.append(values[numbers[_UINT32.unpack_from(run, position + 1)[0] if wide else run[position + 1]]])
-            position += 5 if wide else 2
+            code = run[position]
+            end = position + _leading(run, position) * _WIDTHS[code]
+            part = run[position:end]
+            indices = part[1::2] if code == 0x68 else (index for (index,) in _LONG_BINGET.iter_unpack(part))
+            found += [values[numbers[index]] for index in indices]
+            position = end
         return found
 
     def _push_text(self, data: bytes) -> None:
