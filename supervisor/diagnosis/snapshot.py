@@ -316,7 +316,8 @@ def read_snapshot(chunks: Iterable[bytes]) -> tuple[Snapshot, Diagnosis]:
 
 
 def _diagnosis_of_record(record: OomRecord, found: list[DeviceMemory]) -> Diagnosis:
-    diagnosis = diagnose((), Evidence(records=(record,)))
+    # Whether the program could do without the thread that failed does not matter here.
+    diagnosis = diagnose((), Evidence(records=(msgspec.structs.replace(record, survived=False),)))
     memory = next((memory for memory in found if memory.device_index == diagnosis.device_index), found[0])
     return msgspec.structs.replace(
         diagnosis,

@@ -157,6 +157,11 @@ def test_the_names_that_the_agent_found_come_before_lines() -> None:
     assert diagnosis.source == "record"
 
 
+@pytest.mark.parametrize("survived", [None, False])
+def test_the_failure_of_a_thread_is_one_too(survived: bool | None) -> None:
+    assert read_snapshot([kept(record={**KEPT["record"], "survived": survived})])[1].kind is Kind.GPU_OOM
+
+
 def test_where_the_agent_had_no_time_the_rest_is_unknown() -> None:
     assert read_snapshot([kept(complete=False)])[0].devices[0].unknown_bytes == GIB
 

@@ -148,6 +148,16 @@ def test_an_allocator_without_snapshots_is_named_and_the_program_ends_as_it_woul
     assert "not supported by this allocator" in warning["message"]
 
 
+def test_names_of_any_kind_can_be_read(tmp_path: Path) -> None:
+    """A file whose name is no text, and a long one."""
+    odd = "Block.forward.__code__ = Block.forward.__code__.replace(co_filename='/m/\\udcff' + 'x' * 2000)\n"
+    ends(tmp_path, CUDA + odd + FAIL)
+    layer = next(one for one in read(tmp_path)[0].devices[0].holders if one.module == "layers.*.up")
+    assert layer.source is not None
+    assert layer.source.startswith("/m/?xx")
+    assert len(layer.source) == 1000
+
+
 def test_a_file_that_grows_too_large_is_not_kept(tmp_path: Path) -> None:
     ends(tmp_path, CUDA + "agent.LARGEST_BYTES = 1000\n" + FAIL)
     assert list(tmp_path.glob("*memory*")) == []

@@ -25,6 +25,7 @@ LARGEST_BYTES = 64 << 20
 SEARCH_SECONDS = 2.0
 MOST_TENSORS = 100_000
 MOST_BLOCKS = 500_000
+LONGEST_NAME = 1000
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Names that only belong to what a model is wrapped in."""
@@ -58,7 +59,7 @@ def keep(path: str, record: dict[str, Any]) -> str | None:
         with contextlib.suppress(Exception):
             # A library's modules may raise anything when they are read. The names so far are kept.
             names.search()
-        _write(path, segments, json.dumps(dict(names.found(), record=record)))
+        _write(path, segments, _as_json(dict(names.found(), record=record)))
     except _TooLarge:
         return "it has more than %d MiB" % (LARGEST_BYTES >> 20)
     except Exception as error:  # noqa: BLE001 - the allocator may be another one, the disk full; the program must go on
@@ -72,6 +73,11 @@ def _segments(cuda: Any) -> Any:
         return cuda.memory_snapshot(include_traces=False)
     except TypeError:
         return cuda.memory_snapshot()
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    # The name of a file may have characters that no text has.
+    return json.dumps(values, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
 
 
 def _write(path: str, segments: Any, names: str) -> None:
@@ -167,7 +173,7 @@ class _Names:
                 waiting.append((child, "%s.%s" % (name, child_name) if name else str(child_name), line))
 
     def _take_module(self, module: Any, name: str, line: tuple[Any, ...]) -> None:
-        shown = _NUMBER.sub("*", _WRAPPERS.sub("", name + ".").rstrip(".")) or type(module).__name__
+        shown = _NUMBER.sub("*", _WRAPPERS.sub("", name + ".").rstrip("."))[:LONGEST_NAME] or type(module).__name__
         for part, what in _PARTS:
             for tensor in _inside(module, part).values():
                 if tensor is None or id(tensor) in self._of_parameter:
@@ -224,7 +230,8 @@ def _line_of(module: Any) -> tuple[Any, ...] | None:
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
     if code is None or re.search(r"[/\\]torch[/\\](?:nn|distributed|_)", code.co_filename):
         return None
-    return code.co_filename, code.co_firstlineno, getattr(type(module).forward, "__qualname__", code.co_name)
+    function = getattr(type(module).forward, "__qualname__", code.co_name)
+    return code.co_filename[:LONGEST_NAME], code.co_firstlineno, function[:LONGEST_NAME]
 
 
 def _common(one: str, other: str) -> str:
