@@ -1,7 +1,8 @@
 """Measures how well and how fast logs are diagnosed: the failure logs, mutations of them, and a log
-of 200 MB.
+of 200 MB. And in how much memory a snapshot of the GPU's memory of 500 MB is read.
 
 python -m bench.diagnose [--size-mb 200] [--mutations 20000] > bench/results/DATE-diagnose.json
+python -m bench.diagnose --snapshots [--snapshot-mb 500] > bench/results/DATE-snapshot.json
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bench.common import report
 from memtop.supervisor.diagnosis.diagnose import diagnose
@@ -47,11 +48,36 @@ print(json.dumps({name: round(value, 2) for name, value in spent.items()} | {
 """
 
 
+_MEASURE_SNAPSHOT = """
+import json, resource, sys, time
+from pathlib import Path
+from memtop.supervisor.diagnosis.diagnose import chunks_of
+from memtop.supervisor.diagnosis.snapshot import read_snapshot
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+begun = time.process_time()
+with Path(sys.argv[1]).open("rb") as file:
+    snapshot, found = read_snapshot(chunks_of(file))
+memory = snapshot.devices[0]
+parts = [*(holder.held_bytes for holder in memory.holders), memory.other_holders_bytes, memory.unknown_bytes]
+print(json.dumps({"processor_seconds": round(time.process_time() - begun, 1),
+    "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "rss_before_bytes": before,
+    "kind": found.kind.value, "requested_bytes": found.requested_bytes, "allocated_bytes": memory.allocated_bytes,
+    "sum_of_holders_bytes": sum(parts)}))
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    kinds = {"few_stacks": 400, "a_stack_each": 0, "no_stacks": None}
+    parser.add_argument("--snapshots", nargs="*", choices=kinds, help="these kinds; without one, all")
+    parser.add_argument("--snapshot-mb", type=int, default=500)
     parser.add_argument("--size-mb", type=int, default=200)
     parser.add_argument("--mutations", type=int, default=20_000)
     arguments = parser.parse_args()
+    if arguments.snapshots is not None:
+        chosen = arguments.snapshots or list(kinds)
+        report("snapshot", {name: snapshot(arguments.snapshot_mb, kinds[name]) for name in chosen})
+        return
     report(
         "diagnose",
         {
@@ -206,6 +232,121 @@ def write_large(path: Path, size: int) -> None:
                 file.write(f"\n[WARNING] evaluation skipped: {_MESSAGE.replace('1.23', '9.99')}\n".encode())
         frame = '  File "/v/lib/python3.11/site-packages/torch/_tensor.py", line 492, in backward\n'
         file.write(f"\nTraceback (most recent call last):\n{frame}{_MESSAGE}\n".encode())
+
+
+def snapshot(size_mb: int, stacks: int | None) -> dict[str, Any]:
+    """Reads a snapshot whose history is nearly the whole file, as in a run that records it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot.pickle"
+        blocks, entries = write_snapshot(path, size_mb * 1_000_000, stacks)
+        done = subprocess.run(
+            [sys.executable, "-c", _MEASURE_SNAPSHOT, str(path)], capture_output=True, text=True, check=True
+        ).stdout
+        return {"bytes": path.stat().st_size, "blocks": blocks, "history_entries": entries, **json.loads(done)}
+
+
+class _Pickle:
+    """Writes a pickle of protocol 4 piece by piece: a value of this size does not fit into memory
+    as Python objects."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._memo: dict[str, int] = {}
+        self._count = 0
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += self._file.write(data)
+
+    def begin(self, opcode: bytes) -> int:
+        """An empty list or dictionary; its number in the memo."""
+        self.write(opcode + b"\x94(")
+        self._count += 1
+        return self._count - 1
+
+    def get(self, number: int) -> None:
+        self.write(b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little"))
+
+    def text(self, text: str, *, again: bool = True) -> None:
+        """`again`: refer to the text if it was written before, as to the same object."""
+        if again and text in self._memo:
+            self.get(self._memo[text])
+            return
+        data = text.encode()
+        self.write(b"\x8c" + bytes((len(data),)) + data + b"\x94")
+        self._memo[text] = self._count
+        self._count += 1
+
+    def number(self, value: int) -> None:
+        self.write(b"K" + bytes((value,)) if value < 256 else b"\x8a\x08" + value.to_bytes(8, "little"))
+
+    def pairs(self, **values: int | str) -> None:
+        for key, value in values.items():
+            self.text(key)
+            if isinstance(value, str):
+                self.text(value, again=key != "compile_context")
+            else:
+                self.number(value)
+
+
+def write_snapshot(path: Path, size: int, stacks: int | None) -> tuple[int, int]:
+    """Blocks and history entries. `stacks`: how many different ones there are; 0: each entry has
+    its own; None: no history of the program's lines."""
+    rng = random.Random(5)
+    blocks, entries = 20_000, 0
+    with path.open("wb") as file:
+        out = _Pickle(file)
+        out.write(b"\x80\x04")
+        out.begin(b"}")
+        known: list[bytes] = []
+        paths: dict[int, bytes] = {}
+
+        def stack(number: int) -> None:
+            out.text("frames")
+            out.begin(b"]")
+            if stacks is not None and len(known) < 3000:
+                for _ in range(60):
+                    known.append(b"j" + out.begin(b"}").to_bytes(4, "little"))
+                    file_name = f"/v/lib/python3.11/site-packages/transformers/models/m{len(known)}/modeling.py"
+                    out.pairs(name="forward", filename=file_name, line=len(known) % 2000)
+                    out.write(b"u")
+            elif stacks:
+                if number % stacks not in paths:
+                    paths[number % stacks] = b"".join(rng.choices(known, k=60))
+                out.write(paths[number % stacks])
+            elif known:
+                out.write(b"".join(rng.choices(known, k=60)))
+            out.write(b"e")
+
+        out.text("segments")
+        out.begin(b"]")
+        for number in range(blocks):
+            out.begin(b"}")
+            out.pairs(device=0, address=number << 30, total_size=3 << 20, stream=0)
+            out.text("blocks")
+            out.begin(b"]")
+            out.begin(b"}")
+            out.pairs(address=number << 30, size=3 << 20, requested_size=3 << 20, state="active_allocated")
+            stack(number)
+            out.write(b"ueu")
+            if number % 1000 == 999:
+                out.write(b"e(")
+        out.write(b"e")
+        out.text("device_traces")
+        out.begin(b"]")
+        out.begin(b"]")
+        while out.written < size:
+            entries += 1
+            action = "oom" if out.written > size - 1000 else "alloc"
+            out.begin(b"}")
+            out.pairs(action=action, **{"device_free" if action == "oom" else "addr": entries << 20}, size=1 << 31, stream=0)
+            out.pairs(time_us=entries << 20, compile_context="N/A", user_metadata="")
+            stack(entries)
+            out.write(b"u")
+            if entries % 1000 == 0:
+                out.write(b"e(")
+        out.write(b"eeu.")
+    return blocks, entries
 
 
 def _busy() -> bool:

@@ -20,7 +20,7 @@ from textual.events import Resize
 from textual.widgets import Button
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind
+from memtop.supervisor.diagnosis.values import PROVEN, Diagnosis, Kind, layers_command
 from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
@@ -306,11 +306,12 @@ def memory_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
         lines = _host_lines(diagnosis, store, width)
     else:
         lines = _room_lines(diagnosis, store, width)
-    if diagnosis.requested_bytes is None:
-        return lines
-    words = units.size(diagnosis.requested_bytes)
-    requested = f"asked for {words} more" + (f": {diagnosis.requested_for}" if diagnosis.requested_for else "")
-    return [*lines, *wrap(requested, width, "edge")]
+    if diagnosis.requested_bytes is not None:
+        words = units.size(diagnosis.requested_bytes)
+        requested = f"asked for {words} more" + (f": {diagnosis.requested_for}" if diagnosis.requested_for else "")
+        lines = [*lines, *wrap(requested, width, "edge")]
+    command = layers_command(diagnosis.snapshot_file)
+    return lines if command is None else [*lines, *wrap(command, width, MUTED)]
 
 
 def _gpu_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:

@@ -17,6 +17,7 @@ import msgspec
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.output import row
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import layers_command
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.recovery.values import Remedy
@@ -118,6 +119,8 @@ def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]
     yield f"{diagnosis.kind.value}: {diagnosis.summary}"
     for line in diagnosis.evidence[:_EVIDENCE_LINES]:
         yield f"  evidence: {line.strip()}"
+    if (command := layers_command(diagnosis.snapshot_file)) is not None:
+        yield f"  {command}"
     yield from proposal.causes
     if proposal.waiting:
         yield f"memtop does nothing yet: {proposal.waiting}"

@@ -17,7 +17,7 @@ from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import outcome_of
+from memtop.supervisor.diagnosis.values import layers_command, outcome_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
 from memtop.supervisor.language import tr
@@ -196,6 +196,8 @@ def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
     yield f"  attempt {attempt['number']}   {tr(attempt['reason'])}{where}: {outcome}{status}{energy}"
     if attempt["diagnosis"]:
         yield f"              {attempt['diagnosis']['summary']}"
+        if (command := layers_command(attempt["diagnosis"].get("snapshot_file"))) is not None:
+            yield f"              {command}"
 
 
 def _without_end(number: int, state: RunState) -> str:

@@ -7,6 +7,7 @@ have fields of their own. At the end, a diagnosis as one sentence for a person.
 
 from __future__ import annotations
 
+import shlex
 from enum import Enum
 
 import msgspec
@@ -104,8 +105,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     other_process_bytes: int | None = None
     other_process_pids: tuple[int, ...] = ()
     source: str = "words"
-    """The strongest evidence: record | error_file | kernel | samples | words | exit_status."""
+    """The strongest evidence: record | error_file | kernel | samples | snapshot | words |
+    exit_status."""
     evidence: tuple[str, ...] = ()
+    snapshot_file: str | None = None
+    """The snapshot of the GPU's memory that the rank's agent has kept; `memtop diagnose` reads
+    it."""
     environment: tuple[Place, ...] = ()
     """Where it ran, as far as that is known; remedies depend on it."""
 
@@ -402,6 +407,11 @@ def _disk(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.confidence < 0.8:
         return f"A file could not be written{phase}: the disk is probably full; a network file system can fail alike."
     return f"The disk was full{phase}."
+
+
+def layers_command(snapshot_file: str | None) -> str | None:
+    """How a person finds out which layers held the memory; None without a snapshot."""
+    return None if snapshot_file is None else f"Which layers held the memory: memtop diagnose {shlex.quote(snapshot_file)}"
 
 
 def size(size_bytes: int | None) -> str:

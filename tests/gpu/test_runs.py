@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -108,3 +109,33 @@ def wait_for_peak(runs: Runs) -> None:
         return peak is not None and peak["updates"] >= 5
 
     runs.wait("a", known)
+
+
+_MODEL = """
+import torch
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(256, 1024)
+    def forward(self, x):
+        return self.up(x) @ torch.empty(1 << 23, 1 << 23, device=x.device)
+model = torch.nn.Sequential(Block(), Block()).to(DEVICE)
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(4, 256, device=DEVICE))
+"""
+
+
+def test_the_layers_that_held_the_memory_are_named(runs: Runs, device: str, record_property: Note) -> None:
+    """A real failure under the supervisor; on the CPU there is no allocator to ask."""
+    (runs.root / "own.py").write_text(f"DEVICE = {device!r}\n{_MODEL}")
+    runs.memtop("train", "--name", "a", "--headless", "--on-oom", "stop", "--", sys.executable, "own.py", status=1)
+    file = runs.show("a")["attempts"][0]["diagnosis"]["snapshot_file"]
+    if device == "cpu":
+        assert file is None
+        return
+    found = json.loads(runs.memtop("diagnose", file, "--json").stdout)
+    record_property("snapshot", found["snapshot"])
+    memory = found["snapshot"]["devices"][0]
+    shown = sum(one["held_bytes"] for one in memory["holders"])
+    assert shown + memory["other_holders_bytes"] + memory["unknown_bytes"] == memory["allocated_bytes"] > 0
+    assert ("*.up", "weights") in {(one["module"], one["what"]) for one in memory["holders"]}

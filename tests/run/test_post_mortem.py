@@ -203,3 +203,18 @@ def test_an_end_that_could_not_be_examined_is_a_warning_of_the_run(runs: Runs, t
     assert len(warnings) == 1
     assert "an error occurred while it read" in warnings[0]
     assert "(ValueError: no such shape)" in warnings[0]
+
+
+def test_the_snapshot_that_the_failed_rank_has_kept_is_named(folder: Path) -> None:
+    failure = end_of(folder, reports=((0, oom(survived=True)), (1, oom())))
+    assert examine(failure, AttemptEvidence(folder, time.time())).snapshot_file is None
+    for rank in (0, 1):
+        (folder / f"rank-{rank}-memory.pickle").write_bytes(b"")
+    found = examine(failure, AttemptEvidence(folder, time.time())).snapshot_file
+    assert found == str(folder / "rank-1-memory.pickle"), "rank 0 has survived its failure"
+
+
+def test_a_failure_of_host_memory_names_no_snapshot(folder: Path) -> None:
+    (folder / "rank-0-memory.pickle").write_bytes(b"")
+    failure = end_of(folder, reports=((0, oom(error="MemoryError", message="Unable to allocate 2 GiB")),))
+    assert examine(failure, AttemptEvidence(folder, time.time())).snapshot_file is None

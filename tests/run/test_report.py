@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from memtop.cli import run
+from memtop.cli.runs import _attempt_lines
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
@@ -342,3 +343,12 @@ def test_a_run_writes_its_report_at_each_end(runs: Runs) -> None:
         "finished", lambda run: len(run["attempts"]) == 2 and run["state"] == "finished" and run["supervisor_pid"] is None
     )
     assert "3 of 3" in report("finished")
+
+
+def test_the_snapshot_of_the_memory_is_named() -> None:
+    failed = replace(ATTEMPTS[1], diagnosis={**DIAGNOSIS, "snapshot_file": "/r/rank-0-memory.pickle"})
+    words = "Which layers held the memory: memtop diagnose /r/rank-0-memory.pickle"
+    facts = replace(FACTS, attempts=(*ATTEMPTS[:1], failed))
+    assert words in html(facts)
+    assert words in markdown(facts)
+    assert words in "\n".join(_attempt_lines(asdict(failed), STATE))

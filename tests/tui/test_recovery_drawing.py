@@ -45,6 +45,12 @@ def test_unknown_parts_are_named_and_not_spread_over_the_others() -> None:
     assert "free –" in " ".join(none_free)
 
 
+def test_the_snapshot_of_the_memory_is_named() -> None:
+    assert drawn(replace(DIAGNOSIS, snapshot_file="/runs/my run/rank-0-memory.pickle"), width=100)[-1] == (
+        "Which layers held the memory: memtop diagnose '/runs/my run/rank-0-memory.pickle'"
+    )
+
+
 def test_without_the_cards_size_there_is_no_bar() -> None:
     lines = drawn(replace(DIAGNOSIS, total_bytes=None))
     assert "its whole size is not known" in lines[0]

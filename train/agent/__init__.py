@@ -46,7 +46,8 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   | unknown; `error` is the error's class, `message` its text. `survived` is true if the trainer
   repeats the work in smaller pieces, false if the failure ends the process, and null if it ended
   one of the program's threads, which may or may not end the program. Written at once, in programs
-  of any kind.
+  of any kind. If it was a GPU's memory and did not survive, `rank-R-memory.pickle` follows
+  (`snapshot.py`).
 * `settings`: {update, changes: {field: value}, reason, total_updates}: the trainer uses these
   values from this update on. `reason` is "allocation failure" | "pressure" | "asked" | "grown
   back" | "batch search"; `total_updates` is the run's new number of updates.
@@ -93,6 +94,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from types import ModuleType
 from typing import Any, Sequence
 
@@ -294,6 +296,20 @@ class Agent:
             described = failures.describe(error)
             held = memory.at_failure(failures.device_named(described["message"]))
             self.report("oom", **dict(described, **held), **values)
+            self.flush()
+            # Afterwards: other ranks may end this process meanwhile.
+            keeps = values.get("survived") is not True and not failures.is_of_host(error)
+            if keeps and self._journal is not None and self._folder is not None:
+                self._keep_snapshot(self._folder, self._journal.number, dict(described, **held, **values))
+
+    def _keep_snapshot(self, folder: str, number: int, report: dict[str, Any]) -> None:
+        # Only a failure loads this file.
+        from . import snapshot
+
+        record = dict(report, rank=number, time=time.time())
+        problem = snapshot.keep(snapshot.path_of(folder, number), record)
+        if problem is not None:
+            self.report("warning", message="no snapshot of the GPU's memory is kept: %s" % problem)
             self.flush()
 
     def flush(self) -> None:

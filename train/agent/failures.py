@@ -72,6 +72,11 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return _COMMUNICATION.search(text) is not None or _SYSTEM.search(text) is not None
 
 
+def is_of_host(error: BaseException) -> bool:
+    """Whether it was the host's memory that ran out, as far as the error says."""
+    return isinstance(error, (MemoryError, OSError)) or "CPUAllocator" in _text(error) or "bad_alloc" in _text(error)
+
+
 def device_named(message: str) -> int | None:
     """The device index in an allocator's message, as torch counts; None if it names none."""
     found = _DEVICE.search(message)

@@ -35,7 +35,7 @@ def _resident() -> tuple[int | None, int | None]:
     return resident, resident - shared
 
 
-def _cuda() -> Any:
+def cuda_in_use() -> Any:
     """torch.cuda if this process already uses it. This must not create a context."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
@@ -118,7 +118,7 @@ def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
     """
     found: dict[str, int | None] = dict.fromkeys(NAMES)
     found["rss_bytes"], found["anonymous_bytes"] = _host.resident()
-    cuda = _cuda()
+    cuda = cuda_in_use()
     if cuda is not None:
         index = _device.index(cuda)
         statistics = _statistics(cuda, index)
@@ -134,7 +134,7 @@ def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
 
 def device_uuid() -> str | None:
     """The UUID of the GPU of the last `readings`; None without one."""
-    cuda = _cuda()
+    cuda = cuda_in_use()
     return None if cuda is None or _device.chosen is None else _device.uuid(cuda, _device.chosen)
 
 
@@ -147,7 +147,7 @@ def at_failure(named: int | None = None) -> dict[str, Any]:
     names = ("allocated_bytes", "reserved_bytes", "rss_bytes", "free_bytes", "total_bytes", "device_uuid")
     found: dict[str, Any] = dict.fromkeys(names)
     found["rss_bytes"] = rss_bytes()
-    cuda = _cuda()
+    cuda = cuda_in_use()
     if cuda is None:
         return found
     # A device that has just failed may fail here, too.
@@ -167,7 +167,7 @@ def free_cache() -> dict[str, Any]:
     """Collect garbage, empty torch's cache, trim the heap; return bytes before, after and freed."""
     before = _held()
     gc.collect()
-    cuda = _cuda()
+    cuda = cuda_in_use()
     if cuda is not None:
         cuda.empty_cache()
     _trim_heap()
@@ -181,7 +181,7 @@ def free_cache() -> dict[str, Any]:
 
 def _held() -> dict[str, Any]:
     """The sums over all devices, because each of them frees its cache."""
-    cuda = _cuda()
+    cuda = cuda_in_use()
     statistics = [] if cuda is None else [_statistics(cuda, index) for index in range(cuda.device_count())]
     return {
         "allocated_bytes": _sum(statistics, "allocated_bytes"),

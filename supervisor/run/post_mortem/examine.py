@@ -92,7 +92,18 @@ def _examine(end: AttemptEnd, seen: AttemptEvidence) -> Diagnosis:
     if found.of_memory and found.rank is None and first is not None:
         # The kernel log has the pid, and torchrun's error files have its rank.
         found = msgspec.structs.replace(found, rank=first[0])
-    return found
+    return msgspec.structs.replace(found, snapshot_file=_snapshot(end, found)) if found.kind.of_gpu else found
+
+
+def _snapshot(end: AttemptEnd, found: Diagnosis) -> str | None:
+    """The file that the agent of the failed rank has kept (`train/agent/snapshot.py`). It is whole
+    if it is there."""
+    ranks = [rank for rank, report in end.reports if not report.survived]
+    for rank in ([found.rank] if found.rank in ranks else []) + ranks:
+        path = end.folder / f"rank-{rank}-memory.pickle"
+        if path.is_file():
+            return str(path.absolute())
+    return None
 
 
 def _silenced(folder: Path, free: int) -> Diagnosis:

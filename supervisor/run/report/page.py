@@ -10,6 +10,7 @@ from html import escape
 
 from memtop.supervisor import language, units
 from memtop.supervisor.clean import clean
+from memtop.supervisor.diagnosis.values import layers_command
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run.record.folder import RunFolder
@@ -144,7 +145,11 @@ def _diagnosis(facts: Facts) -> tuple[str, Sequence[str]] | None:
     """Of the newest attempt that failed, if the run has failed."""
     newest = facts.attempts[-1] if facts.attempts else None
     found = newest.diagnosis if newest is not None and newest.outcome == "failed" else None
-    return None if not found else (str(found.get("summary", "")), [str(line) for line in found.get("evidence", ())])
+    if not found:
+        return None
+    command = layers_command(found.get("snapshot_file"))
+    more = [] if command is None else [tr(command)]
+    return str(found.get("summary", "")), [*map(str, found.get("evidence", ())), *more]
 
 
 def _attempts(facts: Facts) -> Iterable[tuple[str, ...]]:
