@@ -193,11 +193,7 @@ class Coordinator:
 
     def local(self, one: Weight) -> torch.Tensor:
         """This process's part, on the GPU."""
-        if self._keeps:
-            return one.part
-        found = self._memory.to_gpu(one.part)
-        self._memory.trace.count(found, "gathered weights")
-        return found
+        return one.part if self._keeps else self._memory.to_gpu(one.part, "gathered weights")
 
     def release(self, module: torch.nn.Module, *, forward: bool) -> None:
         own = self.of(module)

@@ -34,8 +34,9 @@ from memtop.train.dry_run.build import (
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
 from memtop.train.dry_run.trace import Component, Phase, Recorded, Trace
-from memtop.train.dry_run.zero import Memory, ZeroStages1And2
+from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
 from memtop.train.dry_run.zero3 import ZeroStage3
+from memtop.train.dry_run.zero12 import ZeroStages1And2
 from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
 from memtop.train.model import brief
 from memtop.train.objective import Objective
@@ -152,12 +153,14 @@ def recorded(training: Training, config: Any, live: list[int] | None = None) -> 
     try:
         with _without_reports(), torch.random.fork_rng(devices=[]), mode, trace:
             _load(training, model, mode, trace)
-            _train(training, model, mode, trace, free)
+            # What exists at the end is released after the trace.
+            kept = _train(training, model, mode, trace, free)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
         raise _unforeseeable(config, type(error).__name__, error) from error
+    del kept
     return trace.recorded, asked
 
 
@@ -191,7 +194,8 @@ def _load(training: Training, model: Any, mode: FakeTensorMode, trace: Trace) ->
     del on_host
 
 
-def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes) -> None:
+def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes) -> Any:
+    """Do the updates; return what holds memory after them."""
     # What they look at in the beginning has numbers.
     with _disable_current_modes():
         step = _WholeLoss(training, model) if training.loss == "whole" else _LossInPieces(training, model, free)
@@ -214,6 +218,7 @@ def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, f
             with trace.phase("optimizer"):
                 engine.step()
                 del loss, outputs
+    return engine
 
 
 class _Plain:
@@ -253,7 +258,7 @@ class _Plain:
 
 def _engine(
     training: Training, step: Any, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes
-) -> _Plain | ZeroStages1And2 | ZeroStage3:
+) -> _Plain | ZeroStage1InBf16 | ZeroStages1And2 | ZeroStage3:
     if not training.zero.stage:
         return _Plain(training, model, mode, trace)
     memory = Memory(mode, trace, pins=training.pin_memory)
@@ -264,6 +269,8 @@ def _engine(
 
     if training.zero.stage == 3:
         return ZeroStage3(training, step.root, model, memory, optimizer_of)
+    if training.zero.stage == 1 and training.weights == "bf16" and not training.zero.offload_optimizer:
+        return ZeroStage1InBf16(training, model, memory, optimizer_of)
     return ZeroStages1And2(training, model, memory, optimizer_of, lambda: free(torch.device("cpu")))
 
 

@@ -74,6 +74,7 @@ class ZeroStage3:
         self._in_bucket: list[Weight] = []
         self._elements = self._micro_batch = 0
         self._is_last = self._reduced = False
+        self._norms: dict[Weight, torch.Tensor] = {}
         with torch.no_grad():
             self._partition(arrive=training.sharded_when_read)
             threshold: int = zero["stage3_param_persistence_threshold"]
@@ -127,8 +128,7 @@ class ZeroStage3:
         else:
             for one in self._trained:
                 one.part = torch.empty(0, dtype=self._dtype)
-            flat = memory.to_gpu(flat)
-            memory.trace.count(flat, "weights")
+            flat = memory.to_gpu(flat, "weights")
         start, found = 0, []
         for group in self._groups:
             begin = start
@@ -165,7 +165,7 @@ class ZeroStage3:
             return self._memory.to_host(flat, FP32)
         with self._memory.trace.placed("host"):
             on_host = flat.to(FP32)
-        return self._memory.to_gpu(on_host)
+        return self._memory.to_gpu(on_host, "master weights")
 
     def _gradient_sums(self) -> dict[Weight, torch.Tensor]:
         make = self._memory.on_host if self._offloads else self._memory.empty
@@ -254,13 +254,13 @@ class ZeroStage3:
             return
         if self._micro_batch == 0:
             sums.copy_(part)
-        on_gpu = self._memory.to_gpu(sums)
+        on_gpu = self._memory.to_gpu(sums, "temporary")
         if self._micro_batch:
             on_gpu.add_(part)
             sums.copy_(on_gpu)
         if self._is_last:
-            for some in torch.split(on_gpu, _NORM_ELEMENTS):
-                some.to(torch.float64).norm(2)
+            parts = torch.split(on_gpu, _NORM_ELEMENTS)
+            self._norms[one] = torch.stack([some.to(torch.float64).norm(2) for some in parts]).sum()
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -277,10 +277,10 @@ class ZeroStage3:
                 torch.isnan(whole).any()
         if not self._offloads:
             for group in self._groups:
-                norms = [self._gradients[one].to(torch.float64).norm(2) for one in group]
-                torch.stack(norms).pow(2).sum()
+                torch.stack([self._gradients[one].to(torch.float64).norm(2) for one in group]).pow(2).sum()
         for group, flat, master in zip(self._groups, self._flats, self._masters, strict=True):
             self._update(group, flat, master, place)
+        self._norms.clear()
         if self._persistent:
             self._coordinator.gather_now(self._persistent)
 
