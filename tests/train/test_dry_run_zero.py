@@ -11,10 +11,12 @@ import msgspec
 import pytest
 import torch
 
-from memtop.presets.schema import Zero
+from memtop.presets.schema import Lora, Zero
+from memtop.train import BadInputError
 from memtop.train import zero as configured
 from memtop.train.dry_run import run, zero
-from memtop.train.dry_run.build import Training, config_of
+from memtop.train.dry_run.build import Training, config_of, training_of
+from memtop.train.dry_run.run import foresee
 from memtop.train.dry_run.trace import Component
 from tests.train.launching import LAUNCHED, ended, environment, two_ranks
 from tests.train.support import TINY, edited
@@ -109,3 +111,74 @@ def test_every_phase_takes_what_deepspeed_takes(
         print(rank, differences, {name: (size, found["parts"][name]) for name, size in measured["parts"].items()})
         assert all(abs(peak) < SMALLEST and abs(end) < SMALLEST for _, peak, end in differences), differences
         assert {name: found["parts"][name] for name in measured["parts"]} == measured["parts"]
+
+
+ZERO_3 = Zero(stage=3, offload_optimizer=True, offload_parameters=True)
+
+
+def of_settings(zero: Zero, **changes: Any) -> Training:
+    settings = edited(zero=zero, batch=2, world_size=4, loss_chunk=0, **changes)
+    return training_of(settings, generation=80, capacity=1 << 34)
+
+
+def test_a_run_under_zero_computes_in_the_precision_of_its_weights() -> None:
+    training = of_settings(Zero(stage=2), precision="auto")
+    assert (training.weights, training.autocast, training.built_in) == ("bf16", None, "fp32")
+    assert (training.zero.stage, training.world_size, training.sharded_when_read) == (2, 4, False)
+    found = foresee(training)
+    assert found.fits
+    assert {"master weights", "weights"} <= found.components.keys()
+    assert sum(found.components.values()) == found.allocated
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_page_locked_memory_is_rounded_up_to_powers_of_two(pins: bool) -> None:
+    """The weights always are, the rest where there is enough host memory."""
+    found = foresee(of_settings(ZERO_3, precision="bf16", pin_memory=pins)).host
+    assert found is not None
+    assert sum(found.components.values()) == found.allocated
+    part = 37280 // 4
+    # Of the weights; with the others, those for the optimizer's weights and two for gradients, too.
+    assert found.pinned >= 1 << (2 * part - 1).bit_length()
+    assert (found.pinned > 3 * 4 * part) is pins
+    assert found.components["optimizer"] == pytest.approx(8 * part, rel=0.02)
+
+
+def test_an_offload_leaves_the_gpu_without_what_it_moves_to_the_host() -> None:
+    kept, offloaded = (foresee(of_settings(Zero(stage=2, offload_optimizer=on), precision="bf16")) for on in (False, True))
+    assert {"optimizer", "master weights"} <= kept.components.keys()
+    assert not {"optimizer", "master weights"} & offloaded.components.keys()
+    assert kept.host is not None
+    assert offloaded.host is not None
+    assert offloaded.host.allocated > kept.host.allocated
+
+
+def test_without_zero_the_host_is_not_foreseen() -> None:
+    assert foresee(of_settings(Zero())).host is None
+
+
+def test_weights_that_are_read_in_parts_never_are_whole_on_the_gpu() -> None:
+    training = of_settings(Zero(stage=3), precision="bf16")
+    whole, parts = (
+        foresee(msgspec.structs.replace(training, sharded_when_read=on)).phases[0].allocated for on in (False, True)
+    )
+    assert parts < whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rank": 4}, "rank 4: there are 4 processes"),
+        ({"zero": Zero(stage=2, offload_parameters=True)}, "zero.offload_parameters true: needs stage 3"),
+        ({"zero": Zero(offload_optimizer=True)}, "zero.offload_optimizer true: needs a ZeRO stage"),
+        ({"method": "qlora", "lora": Lora(r=8, alpha=16), "zero": Zero(stage=3)}, "zero.stage 3: a 4-bit base"),
+        ({"optimizer": "adafactor"}, "optimizer adafactor: its state cannot be sharded by ZeRO-2"),
+        ({"autocast": "bf16"}, "autocast bf16: ZeRO-2 computes"),
+        ({"keep_gradients": True}, "keep_gradients true: ZeRO-2 releases"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        foresee(msgspec.structs.replace(of_settings(Zero(stage=2)), **changes))
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
