@@ -94,6 +94,7 @@ def foreseen(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, precision: 
         (Zero(stage=3), "fp16", {"gradient_checkpointing": True}),
         (Zero(stage=3, offload_optimizer=True), "bf16", {"accumulation": 2}),
         (Zero(stage=3, offload_optimizer=True, offload_parameters=True), "bf16", {"accumulation": 2}),
+        (Zero(stage=3), "bf16", {"method": "lora", "lora": Lora(r=8, alpha=16), "gradient_checkpointing": True}),
     ],
     ids=str,
 )
@@ -169,7 +170,7 @@ def test_weights_that_are_read_in_parts_never_are_whole_on_the_gpu() -> None:
     ("changes", "text"),
     [
         ({"rank": 4}, "rank 4: there are 4 processes"),
-        ({"zero": Zero(stage=2, offload_parameters=True)}, "zero.offload_parameters true: needs stage 3"),
+        ({"zero": Zero(stage=2, offload_parameters=True)}, "zero.offload_parameters true: needs ZeRO-3"),
         ({"zero": Zero(offload_optimizer=True)}, "zero.offload_optimizer true: needs a ZeRO stage"),
         ({"method": "qlora", "lora": Lora(r=8, alpha=16), "zero": Zero(stage=3)}, "zero.stage 3: a 4-bit base"),
         ({"optimizer": "adafactor"}, "optimizer adafactor: its state cannot be sharded by ZeRO-2"),

@@ -120,10 +120,11 @@ def parts(optimizer: Any, model: torch.nn.Module) -> dict[str, int]:
     """Bytes of what DeepSpeed keeps between updates, by the names of a dry run."""
     masters = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
     weights = ("bf16_groups_flat", "bit16_groups_flat", "fp16_partitioned_groups_flat")
+    frozen = [getattr(one, "ds_tensor", one) for one in model.parameters() if not one.requires_grad]
     moments = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values()]
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values() if torch.is_tensor(bucket.buffer)]
     return {
-        "weights": _bytes(model.buffers(), *(getattr(optimizer, name, ()) for name in (*weights, _ON_HOST))),
+        "weights": _bytes(model.buffers(), frozen, *(getattr(optimizer, name, ()) for name in (*weights, _ON_HOST))),
         "master weights": _bytes(*(getattr(optimizer, name, ()) for name in masters)),
         "optimizer": _bytes(moments),
         "buckets": _bytes(buckets),

@@ -175,7 +175,7 @@ def _refuse_contradictions(training: Training) -> None:
     if training.rank >= training.world_size:
         raise BadInputError(f"rank {training.rank}: there are {training.world_size} processes, counted from 0")
     if zero.offload_parameters and stage != 3:
-        raise BadInputError(f"zero.offload_parameters true: needs stage 3, where parameters are sharded; the stage is {stage}")
+        raise BadInputError("zero.offload_parameters true: needs ZeRO-3, where parameters are sharded")
     if zero.offload_optimizer and not stage:
         raise BadInputError("zero.offload_optimizer true: needs a ZeRO stage")
     if not stage:
