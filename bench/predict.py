@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from bench.common import report, versions
-from memtop.presets.schema import ATTENTION_TARGETS, Lora
+from memtop.presets.schema import ATTENTION_TARGETS, Lora, Zero
 from memtop.train.dry_run.build import Training
 from memtop.train.dry_run.run import Foresight, foresee
 
@@ -160,13 +160,22 @@ def t4_rows(only: str) -> list[dict[str, Any]]:
 def speed_rows(only: str) -> list[dict[str, Any]]:
     """How long the built-in trainer's own step takes to foresee."""
     rows = []
-    for model, length in (("Llama-3.2-1B", 2048), ("Llama-3.1-8B", 4096), ("Llama-3.1-70B", 4096)):
-        if only in f"{model} speed":
+    for model, length, zero in (
+        ("Llama-3.2-1B", 2048, Zero()),
+        ("Llama-3.1-8B", 4096, Zero()),
+        ("Llama-3.1-8B", 4096, Zero(stage=2)),
+        ("Llama-3.1-8B", 4096, Zero(stage=3)),
+        ("Llama-3.1-70B", 4096, Zero()),
+    ):
+        name = f"{model} {zero} speed"
+        if only in name:
             training = Training(
                 config=CONFIGS[model],
                 method="full",
-                weights="fp32",
-                autocast="bf16",
+                weights="bf16" if zero.stage else "fp32",
+                autocast=None if zero.stage else "bf16",
+                zero=zero,
+                world_size=8 if zero.stage else 1,
                 batch=1,
                 seq_len=length,
                 loss_chunk=1024,
@@ -174,9 +183,7 @@ def speed_rows(only: str) -> list[dict[str, Any]]:
                 generation=90,
             )
             found = foresee(training)
-            rows.append(
-                {"name": f"{model} speed", "seconds": round(found.seconds, 2), "gib": round(found.allocated / 2**30, 3)}
-            )
+            rows.append({"name": name, "seconds": round(found.seconds, 2), "gib": round(found.allocated / 2**30, 3)})
     return rows
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, masking_utils
 
 from bench.predict import A6000, MIB, T4, a6000_training, t4_training
-from memtop.presets.schema import Lora, Settings, Zero
+from memtop.presets.schema import Lora, Settings
 from memtop.train import BadInputError
 from memtop.train.dry_run.allocator import Allocator
 from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
@@ -403,8 +403,3 @@ def test_several_processes_have_a_ring_of_buckets() -> None:
     alone, together = (foreseen(world_size=count) for count in (1, 4))
     # Two buckets of at most 16 MiB, each a multiple of 512 bytes.
     assert 0 < together.components["workspace"] - alone.components["workspace"] <= 2 * 16 * MIB
-
-
-def test_zero_is_refused() -> None:
-    with pytest.raises(BadInputError, match="ZeRO-2"):
-        training_of(msgspec.structs.replace(SETTINGS, zero=Zero(stage=2)), generation=80, capacity=None)

@@ -186,3 +186,13 @@ def test_after_any_sequence_everything_can_be_given_back(expandable: bool) -> No
         allocator.release(key)
     allocator.empty_cache()
     assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+def test_a_stream_does_not_get_the_unused_memory_of_another() -> None:
+    allocator = Allocator()
+    allocator.allocate(1, 30 * MIB, stream=1)
+    allocator.release(1)
+    allocator.allocate(2, 30 * MIB)
+    assert allocator.reserved == 60 * MIB
+    allocator.allocate(3, 30 * MIB, stream=1)
+    assert allocator.reserved == 60 * MIB

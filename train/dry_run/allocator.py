@@ -1,7 +1,7 @@
 """PyTorch's caching allocator for CUDA, without memory: what it would allocate and reserve.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default options, or with
-`expandable_segments:True`. There is one stream.
+`expandable_segments:True`. Each stream has pools of its own.
 """
 
 from __future__ import annotations
@@ -64,17 +64,20 @@ class Allocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         """How often all unused segments were given back because memory ran out."""
-        self._pools = (_Pool(small=False), _Pool(small=True))
+        self._pools: dict[tuple[int, bool], _Pool] = {}
         self._blocks: dict[int, _Block] = {}
         self._used: dict[int, _Block] = {}
         self._next_address = _ADDRESSES
 
-    def allocate(self, key: int, size: int) -> None:
+    def allocate(self, key: int, size: int, stream: int = 0) -> None:
         """Allocate `size` bytes under this key; CannotFit if the capacity is too small."""
         if size == 0:
             return
         size = rounded(size)
-        pool = self._pools[size <= _SMALL]
+        small = size <= _SMALL
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(small)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block is None:
             self.retries += 1
@@ -112,7 +115,7 @@ class Allocator:
 
     def empty_cache(self) -> None:
         """Give back segments without a used block; of expandable segments, all unused pages."""
-        for pool in self._pools:
+        for pool in self._pools.values():
             for size, address in list(pool.free):
                 block = self._blocks[address]
                 if self.expandable:

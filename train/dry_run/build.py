@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from memtop.presets import Settings
-from memtop.presets.schema import Lora, Method, Positive
+from memtop.presets.host_memory import host_plan
+from memtop.presets.schema import Lora, Method, Positive, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.trace import Trace
@@ -28,7 +29,7 @@ _QUANTIZED_BLOCK, _SCALES_BLOCK = 64, 256
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides the memory of a training on one GPU, without DeepSpeed."""
+    """What decides the memory of a training on one GPU, in one of its processes."""
 
     config: Any
     """A Hugging Face configuration, or its values with a `model_type`."""
@@ -63,7 +64,20 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     keep_gradients: bool = False
     """Gradients are set to zero between updates instead of released."""
     world_size: Positive = 1
-    """Processes that sum their gradients with the built-in trainer's buckets."""
+    """Processes, with a GPU each. Without ZeRO they sum their gradients with the built-in trainer's
+    buckets."""
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Which of these processes. With ZeRO-1 and 2 the first one often needs the most memory, and
+    the last one if the head has weights of its own."""
+    zero: Zero = Zero()
+    """DeepSpeed's strategy, with the built-in trainer's configuration. The precision is that of
+    `weights`, without autocast; the optimizer updates fp32 weights."""
+    pin_memory: bool = False
+    """With an offload: host memory is page-locked."""
+    built_in: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """With ZeRO: the precision of the model in host memory, before DeepSpeed converts it."""
+    sharded_when_read: bool = False
+    """With ZeRO-3: each process reads only its part of the weights."""
     generation: Positive
     """The GPU's compute capability without its point: 75, 80, 90, ..."""
     expandable_segments: bool = False
@@ -87,30 +101,34 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
             gradient_checkpointing=self.gradient_checkpointing,
             bf16_residual=self.bf16_residual,
             loss_chunk=self.loss_chunk,
+            zero=self.zero,
+            world_size=self.world_size,
             model={"config": {"model_type": config.model_type}},
         )
 
 
-def training_of(settings: Settings, *, generation: int, capacity: int | None) -> Training:
-    """A run of the built-in trainer on a GPU; BadInputError if its memory cannot be foreseen.
+def training_of(settings: Settings, *, generation: int, capacity: int | None, host_bytes: int | None = None) -> Training:
+    """A run of the built-in trainer on a GPU.
 
-    `capacity`: the bytes that torch can reserve there.
+    `capacity`: the bytes that torch can reserve there. `host_bytes`: the host memory that is free
+    beside what an offload takes; None if that is not known.
     """
-    if settings.zero.stage:
-        raise BadInputError(f"zero: the GPU memory under {settings.zero} cannot be foreseen; only that without ZeRO can")
     precision = settings.precision
     if precision == "auto":
         precision = "bf16" if generation >= _BF16_FROM else "fp16"
     path = settings.model.get("path")
     # As `train.model` builds the base: see there.
     base_in_16_bits = settings.method == "qlora" or (settings.method == "lora" and path)
+    built_in = precision if base_in_16_bits else "fp32"
+    # DeepSpeed has everything in the compute precision, without autocast.
+    sharded = settings.zero.stage > 0
     return Training(
         config=config_at(str(path)) if path else settings.model.get("config") or {},
         task="seq2seq" if settings.task == "seq2seq" else "causal",
         method=settings.method,
         lora=settings.lora,
-        weights=precision if base_in_16_bits else "fp32",
-        autocast=None if precision == "fp32" else precision,
+        weights=precision if sharded else built_in,
+        autocast=None if sharded or precision == "fp32" else precision,
         bf16_residual=settings.bf16_residual,
         batch=settings.batch,
         seq_len=settings.seq_len,
@@ -120,6 +138,10 @@ def training_of(settings: Settings, *, generation: int, capacity: int | None) ->
         optimizer="adamw" if settings.optimizer == "cpu_adam" else settings.optimizer,
         loss_chunk=settings.loss_chunk,
         world_size=settings.world_size,
+        zero=settings.zero,
+        pin_memory=host_plan(settings, host_bytes, on_gpu=True).pin_memory,
+        built_in=built_in,
+        sharded_when_read=settings.zero.stage == 3 and bool(path),
         generation=generation,
         expandable_segments="expandable_segments:True" in settings.allocator,
         capacity=capacity,
@@ -132,6 +154,7 @@ def config_of(training: Training) -> Any:
         raise BadInputError(f"method {training.method}: needs lora.r and lora.alpha")
     if training.loss == "pieces" and training.loss_chunk < 0 and training.capacity is None:
         raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
+    _refuse_contradictions(training)
     if not isinstance(training.config, dict):
         return training.config
     values = dict(training.config)
@@ -145,6 +168,26 @@ def config_of(training: Training) -> Any:
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
         raise BadInputError(f"model.config: {brief(error)}") from None
+
+
+def _refuse_contradictions(training: Training) -> None:
+    zero, stage = training.zero, training.zero.stage
+    if training.rank >= training.world_size:
+        raise BadInputError(f"rank {training.rank}: there are {training.world_size} processes, counted from 0")
+    if zero.offload_parameters and stage != 3:
+        raise BadInputError("zero.offload_parameters true: needs ZeRO-3, where parameters are sharded")
+    if zero.offload_optimizer and not stage:
+        raise BadInputError("zero.offload_optimizer true: needs a ZeRO stage")
+    if not stage:
+        return
+    if training.method == "qlora" and stage == 3:
+        raise BadInputError("zero.stage 3: a 4-bit base cannot be sharded; take stage 2")
+    if training.optimizer not in ("adamw", "adamw_foreach"):
+        raise BadInputError(f"optimizer {training.optimizer}: its state cannot be sharded by {zero}; take adamw")
+    if training.autocast is not None:
+        raise BadInputError(f"autocast {training.autocast}: {zero} computes in the precision of the weights; leave it out")
+    if training.keep_gradients:
+        raise BadInputError(f"keep_gradients true: {zero} releases gradients in each update; leave it out")
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -181,7 +224,13 @@ def meta_model(training: Training, config: Any) -> Any:
             _in_4_bits(training, model, kind)
         # The built-in trainer alone changes the residual stream.
         mixed = training.autocast if training.loss == "pieces" and training.autocast else "no"
-        return prepared(settings, model, mixed=mixed).train()
+        found = prepared(settings, model, mixed=mixed).train()
+        if training.zero.stage:
+            # Adapters too; packed weights are integers.
+            for parameter in found.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(kind)
+        return found
 
 
 def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
@@ -226,6 +275,20 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode, trace: Trace, loaded
             if id(tensor) not in known:
                 known[id(tensor)] = _fake(tensor, mode, trace, loaded)
             tensors[name] = known[id(tensor)]
+
+
+def build_on_host(model: torch.nn.Module, mode: FakeTensorMode, trace: Trace, built_in: torch.dtype) -> list[torch.Tensor]:
+    """The model in host memory as it is before it comes to the GPU: built in one precision, and
+    converted parameter by parameter to its own. With 4-bit weights, only the rest."""
+    parameters = [one for one in model.parameters() if one.is_floating_point() and not hasattr(one, "quant_type")]
+    with trace.placed("host"):
+        found = [empty(mode, one.shape, built_in) for one in parameters]
+        for tensor in found:
+            trace.count(tensor, "weights")
+        for number, one in enumerate(parameters):
+            found[number] = found[number].to(one.dtype)
+            trace.count(found[number], "weights")
+    return found
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

@@ -212,6 +212,8 @@ def kernels(generation: int) -> Kernels:
     return Kernels(
         before=before,
         after={
+            # It compares absolute values.
+            aten.isinf.default: lambda tensor: [tensor.nbytes],
             aten._softmax_backward_data.default: lambda gradient, *args, **kwargs: [gradient.nbytes],
             aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
             aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,

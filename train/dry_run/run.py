@@ -20,10 +20,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.train import BadInputError
 from memtop.train.dry_run.allocator import MIB, Allocator, CannotFit
-from memtop.train.dry_run.build import DTYPES, Training, config_of, empty, layers_of, make_fake, meta_model, with_layers
+from memtop.train.dry_run.build import (
+    DTYPES,
+    Training,
+    build_on_host,
+    config_of,
+    empty,
+    layers_of,
+    make_fake,
+    meta_model,
+    with_layers,
+)
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
 from memtop.train.dry_run.trace import Component, Phase, Recorded, Trace
+from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
+from memtop.train.dry_run.zero3 import ZeroStage3
+from memtop.train.dry_run.zero12 import ZeroStages1And2
 from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
 from memtop.train.model import brief
 from memtop.train.objective import Objective
@@ -42,8 +55,20 @@ class Peak(msgspec.Struct, frozen=True):
     reserved: int
 
 
+class HostMemory(msgspec.Struct, frozen=True):
+    """The most bytes of tensors in host memory of one process: not of Python and its libraries,
+    nor of data loaders."""
+
+    allocated: int
+    pinned: int
+    """Of these, page-locked. torch rounds each block up to a power of two, and keeps blocks that
+    nothing uses."""
+    components: dict[Component, int]
+    """The sum is `allocated`."""
+
+
 class Foresight(msgspec.Struct, frozen=True, kw_only=True):
-    """In bytes, as torch counts them: without the CUDA context."""
+    """In bytes, as torch counts them: without the CUDA context and NCCL."""
 
     allocated: int
     reserved: int
@@ -59,6 +84,8 @@ class Foresight(msgspec.Struct, frozen=True, kw_only=True):
     """Where it does not fit, as one line."""
     retries: int
     """How often the allocator has to give back unused memory to stay below the capacity: slow."""
+    host: HostMemory | None
+    """None without ZeRO: then only the GPU's memory is foreseen."""
     seconds: float
 
 
@@ -88,6 +115,7 @@ def foresee(training: Training) -> Foresight:
         fits=fits,
         lacking=lacking,
         retries=retries,
+        host=_host(trace) if training.zero.stage else None,
         seconds=time.perf_counter() - began,
     )
 
@@ -95,7 +123,8 @@ def foresee(training: Training) -> Foresight:
 def _traced(training: Training) -> Recorded:
     config = config_of(training)
     layers = layers_of(config)
-    if layers is None or layers <= sum(SHALLOW):
+    # DeepSpeed's buckets and gathered weights do not begin and end with a layer.
+    if training.zero.stage or layers is None or layers <= sum(SHALLOW):
         return recorded(training, config)[0]
     live: list[int] | None = None
     if training.loss == "pieces" and training.loss_chunk < 0:
@@ -123,13 +152,15 @@ def recorded(training: Training, config: Any, live: list[int] | None = None) -> 
 
     try:
         with _without_reports(), torch.random.fork_rng(devices=[]), mode, trace:
-            make_fake(model, mode, trace, DTYPES[training.weights])
-            _train(training, model, mode, trace, free)
+            _load(training, model, mode, trace)
+            # What exists at the end is released after the trace.
+            kept = _train(training, model, mode, trace, free)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
         raise _unforeseeable(config, type(error).__name__, error) from error
+    del kept
     return trace.recorded, asked
 
 
@@ -151,32 +182,96 @@ def _without_reports() -> Iterator[None]:
         log.disabled = was
 
 
-def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes) -> None:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
-    ring = _ring(training, parameters, mode, trace)
+def _load(training: Training, model: Any, mode: FakeTensorMode, trace: Trace) -> None:
+    """The model comes to the GPU."""
+    if training.sharded_when_read:
+        # Only its parts do.
+        with trace.elsewhere():
+            make_fake(model, mode, trace, DTYPES[training.weights])
+        return
+    on_host = build_on_host(model, mode, trace, DTYPES[training.built_in]) if training.zero.stage else []
+    make_fake(model, mode, trace, DTYPES[training.weights])
+    del on_host
+
+
+def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes) -> Any:
+    """Do the updates; return what holds memory after them."""
     # What they look at in the beginning has numbers.
     with _disable_current_modes():
-        optimizer = _optimizer(training, model, trace)
         step = _WholeLoss(training, model) if training.loss == "whole" else _LossInPieces(training, model, free)
-    with allocating_like_cuda(training.generation, training.attention):
+    engine = _engine(training, step, model, mode, trace, free)
+    with allocating_like_cuda(training.generation, training.attention), engine.functions():
         for update in range(_UPDATES):
             # In later micro-batches than the first, gradients exist.
-            for _ in range(min(training.accumulation, 1 + update)):
+            micro_batches = min(training.accumulation, 1 + update)
+            for number in range(micro_batches):
                 with trace.phase("forward"), _autocast(training):
+                    engine.before_forward()
                     loss, outputs = step(_batch(training, mode, trace))
                 with trace.phase("backward"):
+                    loss = engine.scaled(loss)
+                    engine.before_backward(last=number + 1 == micro_batches)
                     backward(loss)
+                    engine.after_backward()
                     if training.outputs_until == "backward":
                         outputs = None
             with trace.phase("optimizer"):
-                if training.loss == "pieces":
-                    torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=not training.keep_gradients)
+                engine.step()
                 del loss, outputs
-    del ring
+    return engine
+
+
+class _Plain:
+    """One process, or several with a whole model each that sum their gradients before the step."""
+
+    def __init__(self, training: Training, model: Any, mode: FakeTensorMode, trace: Trace) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
+        self._ring = _ring(training, self._parameters, mode, trace)
+        with _disable_current_modes():
+            self._optimizer = _optimizer(training, self._parameters, model.config, trace)
+        self._takes_norm = training.loss == "pieces"
+        self._keeps = training.keep_gradients
+
+    def functions(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def before_forward(self) -> None:
+        """Do nothing."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def before_backward(self, *, last: bool) -> None:
+        """Do nothing."""
+
+    def after_backward(self) -> None:
+        """Do nothing."""
+
+    def step(self) -> None:
+        if self._takes_norm:
+            torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=not self._keeps)
+
+
+def _engine(
+    training: Training, step: Any, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes
+) -> _Plain | ZeroStage1InBf16 | ZeroStages1And2 | ZeroStage3:
+    if not training.zero.stage:
+        return _Plain(training, model, mode, trace)
+    memory = Memory(mode, trace, pins=training.pin_memory)
+
+    def optimizer_of(parameters: list[torch.Tensor]) -> Any:
+        with _disable_current_modes():
+            return _optimizer(training, parameters, model.config, trace)
+
+    if training.zero.stage == 3:
+        return ZeroStage3(training, step.root, model, memory, optimizer_of)
+    if training.zero.stage == 1 and training.weights == "bf16" and not training.zero.offload_optimizer:
+        return ZeroStage1InBf16(training, model, memory, optimizer_of)
+    return ZeroStages1And2(training, model, memory, optimizer_of, lambda: free(torch.device("cpu")))
 
 
 def _ring(training: Training, parameters: Sequence[torch.Tensor], mode: FakeTensorMode, trace: Trace) -> torch.Tensor | None:
@@ -209,7 +304,7 @@ class _LossInPieces:
     """The forward pass of the built-in trainer."""
 
     def __init__(self, training: Training, model: Any, free: FreeBytes) -> None:
-        self._objective = Objective(
+        self.root = Objective(
             model,
             seq2seq=training.task == "seq2seq",
             chunk=training.loss_chunk,
@@ -217,29 +312,29 @@ class _LossInPieces:
         )
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
-        return self._objective(**batch) / batch["labels"].numel(), None
+        return self.root(**batch) / batch["labels"].numel(), None
 
 
 class _WholeLoss:
     """The forward pass of Hugging Face's Trainer, or of a loop that keeps the model's outputs."""
 
     def __init__(self, training: Training, model: Any) -> None:
-        self._model = model
+        self.root = model
         self._keeps = training.outputs_until != "loss"
         self._widens = training.autocast is not None and not self._keeps
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        outputs = self._model(**batch, use_cache=False)
+        outputs = self.root(**batch, use_cache=False)
         if self._widens:
             # accelerate's mixed precision gives outputs in fp32.
             outputs["logits"] = outputs["logits"].float()
         return outputs["loss"], outputs if self._keeps else None
 
 
-def _optimizer(training: Training, model: Any, trace: Trace) -> Any:
+def _optimizer(training: Training, parameters: list[Any], config: Any, trace: Trace) -> Any:
     if training.optimizer == "adamw_foreach":
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, foreach=True)
-    optimizer: Any = build_optimizer(training.settings(model.config), model.parameters())
+        return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+    optimizer: Any = build_optimizer(training.settings(config), parameters)
     if hasattr(optimizer, "get_state_buffer"):
         optimizer.fill_qmap()
     if getattr(optimizer, "is_paged", False):
@@ -269,7 +364,10 @@ def _replayed(trace: Recorded, allocator: Allocator) -> tuple[tuple[Peak, ...], 
             if event < 0:
                 allocator.release(~event)
                 continue
-            allocator.allocate(event, trace.allocations[event].size)
+            found = trace.allocations[event]
+            if found.place != "gpu":
+                continue
+            allocator.allocate(event, found.size, found.stream)
             if allocator.allocated > highest:
                 highest, at = allocator.allocated, place
         before = peaks.get(phase, Peak(phase, 0, 0))
@@ -284,14 +382,40 @@ def _components(trace: Recorded, peak: int, allocator: Allocator) -> dict[Compon
     for event in trace.events[: peak + 1]:
         if event < 0:
             allocator.release(~event)
-            del alive[~event]
-        else:
-            allocator.allocate(event, trace.allocations[event].size)
+            alive.pop(~event, None)
+        elif trace.allocations[event].place == "gpu":
+            allocator.allocate(event, trace.allocations[event].size, trace.allocations[event].stream)
             alive[event] = None
     found: Counter[Component] = Counter()
     for number in alive:
         found[trace.allocations[number].component] += allocator.block_bytes(number)
     return dict(found.most_common())
+
+
+def _host(trace: Recorded) -> HostMemory:
+    """The most that exists in host memory at one time."""
+    live: Counter[Component] = Counter()
+    unused: Counter[int] = Counter()
+    pinned = 0
+    highest = HostMemory(0, 0, {})
+    for event in trace.events:
+        found = trace.allocations[event if event >= 0 else ~event]
+        if found.place == "gpu" or not found.size:
+            continue
+        size = found.size if found.place == "host" else 1 << (found.size - 1).bit_length()
+        if event < 0:
+            live[found.component] -= size
+        else:
+            live[found.component] += size
+        if found.place == "pinned":
+            if event < 0 or unused[size]:
+                unused[size] += 1 if event < 0 else -1
+                live["cached"] += size if event < 0 else -size
+            else:
+                pinned += size
+        if live.total() > highest.allocated:
+            highest = HostMemory(live.total(), pinned, dict((+live).most_common()))
+    return highest
 
 
 def _lacking(trace: Recorded, error: CannotFit, capacity: int) -> str:

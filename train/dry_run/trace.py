@@ -13,7 +13,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
-Component = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "temporary"]
+Component = Literal[
+    "weights",
+    "gathered weights",
+    "master weights",
+    "gradients",
+    "buckets",
+    "optimizer",
+    "activations",
+    "logits",
+    "workspace",
+    "temporary",
+    "cached",
+]
+"""With ZeRO: weights gathered from all processes, fp32 weights that the optimizer updates, and the
+buckets of gradients that are reduced together. Cached: page-locked memory that nothing uses."""
+Place = Literal["gpu", "host", "pinned"]
+"""Where memory is; pinned: page-locked host memory."""
 Hidden = Callable[..., list[int]]
 """Maps an operation's arguments to the bytes of what its CUDA kernel allocates and releases."""
 _KEPT_BY: dict[Phase, Component] = {"forward": "activations", "optimizer": "optimizer"}
@@ -24,6 +40,9 @@ class Allocation(msgspec.Struct):
     size: int
     operation: str
     component: Component
+    place: Place = "gpu"
+    stream: int = 0
+    """Of CUDA. Each stream has unused blocks of its own."""
 
 
 class Recorded(NamedTuple):
@@ -77,6 +96,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _Death] = {}
         self._with_workspace: set[Phase] = set()
         self._counts = True
+        self._place: Place = "gpu"
+        self._stream = 0
         self._collects = False
 
     def __enter__(self) -> Trace:
@@ -108,20 +129,30 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is allocated in here is not in the memory that torch allocates on the GPU."""
+        """What is allocated in here is not counted: it is not in memory that torch allocates."""
         self._counts = False
         try:
             yield
         finally:
             self._counts = True
 
+    @contextmanager
+    def placed(self, place: Place = "gpu", stream: int = 0) -> Iterator[None]:
+        """Where what is allocated in here is, and on which stream."""
+        before = self._place, self._stream
+        self._place, self._stream = place, stream
+        try:
+            yield
+        finally:
+            self._place, self._stream = before
+
     def count(self, tensor: torch.Tensor, component: Component) -> None:
         """Record a tensor that no operation has made, or change what a recorded one is for."""
         storage = tensor.untyped_storage()
         known = self._storages.get(id(storage))
-        if known is None:
+        if known is None and self._counts:
             self._keep(storage, component, "load")
-        else:
+        elif known is not None:
             self.recorded.allocations[known.number].component = component
 
     @classmethod
@@ -176,19 +207,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._release(death.number)
 
     def _open_workspace(self) -> None:
-        if self._phase not in self._with_workspace:
+        if self._phase not in self._with_workspace and self._place == "gpu":
             self._with_workspace.add(self._phase)
             self._allocate(self._kernels.workspace, "cuBLAS", "workspace")
 
     def _allocate(self, size: int, operation: str, component: Component) -> int:
         number = len(self.recorded.allocations)
-        self.recorded.allocations.append(Allocation(size, operation, component))
+        self.recorded.allocations.append(Allocation(size, operation, component, self._place, self._stream))
         self.recorded.events.append(number)
         self._live[number] = None
-        self.live_bytes += size
+        if self._place == "gpu":
+            self.live_bytes += size
         return number
 
     def _release(self, number: int) -> None:
         self.recorded.events.append(~number)
         del self._live[number]
-        self.live_bytes -= self.recorded.allocations[number].size
+        released = self.recorded.allocations[number]
+        if released.place == "gpu":
+            self.live_bytes -= released.size
