@@ -10,7 +10,7 @@ import msgspec
 
 from memtop.presets.layers import Kernel, Layer, Tensor
 
-_BF16_FROM = 80
+BF16_FROM = 80
 """The compute capability from which on a GPU computes in bf16 and has flash attention."""
 
 
@@ -326,15 +326,14 @@ def kernel_of(shape: Shape, generation: int, *, half: str | None, masked: bool) 
     # A consumer card has no backward pass for the widest heads.
     rate = shape.attention_dropout
     too_wide = generation in (86, 89, 120, 121) and (width > 224 or (width > 192 and rate > 0))
-    if half and generation >= _BF16_FROM and not masked and not shape.buckets and width <= 256 and not too_wide:
+    if half and generation >= BF16_FROM and not masked and not shape.buckets and width <= 256 and not too_wide:
         return "flash"
-    supported = width % step == 0 and (half != "bf16" or generation >= _BF16_FROM)
+    supported = width % step == 0 and (half != "bf16" or generation >= BF16_FROM)
     shared = shape.key_heads != shape.heads and not masked and width <= 256
     return "efficient" if supported and not shared else "math"
 
 
 def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: int) -> Tensor:
-    numbers = layer.numbers
     attended = _attend(layer, shape, layer.norm(x, shape.hidden, shape.norm), kernel, mask_bytes)
     if shape.norms_after:
         attended = layer.norm(attended, shape.hidden, shape.norm)
@@ -343,9 +342,7 @@ def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_byt
     inner = _inner(layer, shape, layer.norm(x, shape.hidden, shape.norm))
     if shape.norms_after:
         inner = layer.norm(inner, shape.hidden, shape.norm)
-    found = layer.add(x, layer.dropout(inner, shape.residual_dropout))
-    assert not numbers.quantized or found.node is not None
-    return found
+    return layer.add(x, layer.dropout(inner, shape.residual_dropout))
 
 
 def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: int) -> Tensor:
@@ -436,8 +433,10 @@ def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kern
     key = layer.linear(seen, shape.hidden, inner, "k")
     value = layer.linear(seen, shape.hidden, inner, "v")
     del x, seen
-    scores = heads * layer.length * layer.length
-    added = layer.cast(layer.shares_with(bias, scores * (layer.batch if batched else 1)), layer.numbers.compute)
+    square = layer.length * layer.length
+    # Without a mask, a decoder makes its own in each layer; for all samples it is the same.
+    times, mask = (layer.batch, 0) if batched else (1, square)
+    added = layer.cast(layer.shares_with(bias, heads * square * times, mask), layer.numbers.compute)
     found = layer.attention(query, key, value, kernel, heads, heads, bias=added, rate=shape.attention_dropout)
     del query, key, value, added
     return layer.linear(found, inner, shape.hidden, "o")

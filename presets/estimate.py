@@ -1,28 +1,32 @@
-"""The GPU memory of a training, estimated in less than a millisecond without torch.
+"""The GPU memory of a training, estimated in about a millisecond and without torch.
 
-`train.dry_run` runs the model on tensors without contents and is exact. Here only one layer of each
-kind is run, with sizes alone (`layers.py`), and repeated; everything else is a formula. So this
-serves sliders and machines without torch. It is rather too high than too low.
+`train.dry_run` runs the whole model on tensors without contents. Here one layer of each kind is
+run, with sizes alone (`layers.py`), and counted as often as the model has it. So this serves
+sliders, and machines without torch. It is rather a little too high than too low.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from memtop.presets.architectures import Shape, UnknownMemoryError, causal_layer, kernel_of, shape_of, t5_layer
-from memtop.presets.layers import Layer, Numbers, Tensor, block_bytes
+from memtop.presets.architectures import BF16_FROM, Shape, UnknownMemoryError, causal_layer, kernel_of, shape_of, t5_layer
+from memtop.presets.layers import Kernel, Layer, Numbers, Parameter, Tensor, block_bytes
 from memtop.presets.logits import ROWS, tokens_at_once
+from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 
 Phase = Literal["forward", "backward", "optimizer"]
 Component = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "temporary"]
-MIB = 1 << 20
+_MIB = 1 << 20
 _PLENTY = 1 << 50
-_BUCKET, _RING = 16 << 20, 2
-"""See train/exchange.py."""
+"""Bytes that no GPU has."""
+_MOST_SAMPLES = 1 << 20
+_BUCKET, _BUCKETS = 16 << 20, 2
+"""Through which several processes sum their gradients: see train/exchange.py."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,15 +34,49 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     allocated: int
     reserved: int
+    """With what torch keeps for later, in pieces of other sizes. The surest value of many."""
     peaks: dict[Phase, int]
-    """The most that is allocated in each phase."""
+    """The most that is allocated in each phase of an update."""
     peak_phase: Phase
     components: dict[Component, int]
     """What is allocated at the peak; the sum is `allocated`."""
 
 
+def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None = None) -> Estimate:
+    """The memory of a run of the built-in trainer; UnknownMemoryError, with the reason as one line,
+    if it cannot be estimated.
+
+    `config`: the values of the model's Hugging Face configuration, with `model_type`. `generation`:
+    the GPU's compute capability without its point. `capacity`: the bytes that torch can reserve
+    there, which decide how many logits exist at one time; None: enough for the most.
+    """
+    return _Run(settings, shape_of(config), generation, capacity).estimate()
+
+
+def largest_batch(
+    settings: Settings, config: Mapping[str, Any], limit: int, *, generation: int, capacity: int | None = None
+) -> int | None:
+    """The largest B with which at most `limit` bytes are reserved; None if not even one sample
+    fits."""
+
+    def fits(batch: int) -> bool:
+        tried = replace(settings, batch=batch, rank_splits=())
+        return estimate(tried, config, generation=generation, capacity=capacity).reserved <= limit
+
+    if not fits(1):
+        return None
+    most = 1
+    while most < _MOST_SAMPLES and fits(2 * most):
+        most *= 2
+    low, high = most, 2 * most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 class _Point(msgspec.Struct):
-    """A moment with much memory: bytes in addition to weights, optimizer and workspaces."""
+    """A moment with much memory: bytes in addition to what is there all the time."""
 
     phase: Phase
     gradients: int
@@ -52,93 +90,90 @@ class _Point(msgspec.Struct):
 
 
 class _Stack(msgspec.Struct):
-    """Equal layers, one of which was run."""
+    """Equal layers, one of which was run. Bytes."""
 
     count: int
     saved: int
-    """What a layer adds to what is live."""
+    """What a layer adds to what is live until the backward pass has run it."""
+    copies: int
+    """The same until the forward pass ends: autocast's copies of weights."""
     forward: int
-    """The most above what was live before the layer; so `backward`."""
+    """The most that is live above what was live before the layer; so `backward`."""
     backward: int
     passing: int
     """Of the latter, what no forward pass has made; so `kept`, new gradients of weights."""
     kept: int
     gradients: int
-    """Of its weights."""
-    copies: int
-    """Weights in 16 bits that only autocast keeps, until the forward pass ends."""
-    parameters: list[tuple[int, int, int, bool]]
+    """Of all its weights; 0 if they are added to older ones."""
+    parameters: list[Parameter]
     names: set[str]
 
 
-def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None = None) -> Estimate:
-    """The memory of a run of the built-in trainer with this model; UnknownMemoryError, with a
-    reason, if it cannot be estimated.
+class _Fixed(msgspec.Struct):
+    """What is there all the time, and the gradients."""
 
-    `config`: the values of a Hugging Face configuration, with `model_type`. `generation`: the GPU's
-    compute capability without its point. `capacity`: bytes that torch can reserve there, which
-    decide how many logits exist at one time; None: there is room for the most.
-    """
-    return _Run(settings, shape_of(config), generation, capacity).estimate()
+    weights: int
+    optimizer: int
+    workspace: int
+    gradients: int
+    """Of all weights, when the optimizer runs."""
+    resident: int
+    """Of all weights, during the passes of a later micro-batch."""
+    step: int
+    """What the optimizer allocates and releases."""
+
+    @property
+    def size(self) -> int:
+        return self.weights + self.optimizer + self.workspace
 
 
 class _Run:
     def __init__(self, settings: Settings, shape: Shape, generation: int, capacity: int | None) -> None:
-        self.settings, self.shape, self.generation, self.capacity = settings, shape, generation, capacity
+        self.settings, self.shape, self.capacity = settings, shape, capacity
         precision = settings.precision
         if precision == "auto":
-            precision = "bf16" if generation >= 80 else "fp16"
+            precision = "bf16" if generation >= BF16_FROM else "fp16"
         self.half = None if precision == "fp32" else precision
-        self.numbers = _numbers(settings, self.half, shape)
+        self.generation = generation
+        self.numbers = numbers_of(settings, self.half)
         if (settings.task == "seq2seq") != bool(shape.decoder_layers):
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
         self.tokens = settings.batch * settings.seq_len
-        self.scores = settings.seq_len * settings.seq_len
+        self.square = settings.seq_len * settings.seq_len
 
     def estimate(self) -> Estimate:
-        stacks = self._stacks()
-        self._check_targets(stacks)
-        tail_parameters, tail = self._tail()
-        parameters = [(p, 1) for p in self._outside()] + [(p, 1) for p in tail_parameters]
-        parameters += [(p, stack.count) for stack in stacks for p in stack.parameters]
-        weights = sum(_weight_bytes(*p) * n for p, n in parameters)
-        trained = [
-            (rows * max(columns, 1), item, n)
-            for (rows, columns, item, is_trained), n in parameters
-            if is_trained
-            for rows, columns, item in [(rows, columns, item)]
-        ]
-        gradients = sum(block_bytes(count * item) * n for count, item, n in trained)
-        optimizer = sum(
-            _optimizer_bytes(self.settings.optimizer, rows, columns, item) * n
-            for (rows, columns, item, is_trained), n in parameters
-            if is_trained
+        stacks, tail = self._stacks(), self._tail()
+        targets, names = self.numbers.targets, set[str]().union(*(stack.names for stack in stacks))
+        if targets and targets != ("all-linear",) and names.isdisjoint(targets):
+            known = ", ".join(sorted(names))
+            raise UnknownMemoryError(f"lora.targets {', '.join(targets)}: no such layers (there are {known})")
+        parameters = [(one, 1) for one in (*self._outside(), *tail.parameters)]
+        parameters += [(one, stack.count) for stack in stacks for one in stack.parameters]
+        fixed = _fixed(
+            self.settings, parameters, self.shape.hidden, max(stacks, key=lambda stack: len(stack.parameters)).parameters
         )
-        workspace = 2 * (32 * MIB if self.generation >= 90 else 8_519_680) + self._ring(trained)
-        fixed = weights + optimizer + workspace
-        points = self._points(stacks, tail, gradients, fixed)
-        points.append(_Point("optimizer", gradients, 0, temporary=self._step_bytes(trained)))
+        fixed.workspace += 2 * (32 * _MIB if self.generation >= 90 else 8_519_680)
+        points = self._points(stacks, tail, fixed)
         peaks: dict[Phase, int] = {}
         for point in points:
-            peaks[point.phase] = max(peaks.get(point.phase, 0), fixed + point.size)
+            peaks[point.phase] = max(peaks.get(point.phase, 0), fixed.size + point.size)
         top = max(points, key=lambda point: point.size)
         components: dict[Component, int] = {
-            "weights": weights,
-            "optimizer": optimizer,
-            "workspace": workspace,
+            "weights": fixed.weights,
             "gradients": top.gradients,
+            "optimizer": fixed.optimizer,
             "activations": top.activations,
             "logits": top.logits,
+            "workspace": fixed.workspace,
             "temporary": top.temporary,
         }
-        allocated = fixed + top.size
-        return Estimate(
-            allocated=allocated,
-            reserved=allocated,
-            peaks=peaks,
-            peak_phase=top.phase,
-            components=components,
-        )
+        allocated = sum(components.values())
+        expandable = "expandable_segments:True" in self.settings.allocator
+        reserved = _reserved(allocated, top.temporary, top.logits, expandable=expandable)
+        if self.capacity is not None:
+            # Short of memory, torch gives back what it keeps for later.
+            reserved = max(allocated, min(reserved, self.capacity))
+        return Estimate(allocated=allocated, reserved=reserved, peaks=peaks, peak_phase=top.phase, components=components)
 
     # --- the model's parts
 
@@ -146,279 +181,319 @@ class _Run:
         shape = self.shape
         if shape.decoder_layers:
             kernel = kernel_of(shape, self.generation, half=self.half, masked=True)
-            return [self._t5_stack(kernel, shape.layers, False), self._t5_stack(kernel, shape.decoder_layers, True)]
-        length = self.settings.seq_len
-        masked = sum(0 < window <= length for window in shape.windows)
+            return [
+                self._t5_stack(kernel, shape.layers, decodes=False),
+                self._t5_stack(kernel, shape.decoder_layers, decodes=True),
+            ]
+        masked = sum(0 < window <= self.settings.seq_len for window in shape.windows)
         found = []
         for count, is_masked in ((shape.layers - masked, False), (masked, True)):
             if count:
                 kernel = kernel_of(shape, self.generation, half=self.half, masked=is_masked)
-                mask = self.scores * self.numbers.compute if is_masked else 0
-                found.append(self._causal_stack(count, kernel, mask))
+                mask = self.square * self.numbers.compute if is_masked else 0
+                found.append(self._causal_stack(kernel, count, mask))
         return found
 
-    def _causal_stack(self, count: int, kernel: Any, mask: int) -> _Stack:
-        layer = Layer(self.numbers, self.settings.batch, self.settings.seq_len)
-        x = layer.input(self.tokens * self.shape.hidden, self.numbers.stream)
-        before = layer.live
-        found = causal_layer(layer, self.shape, x, kernel, mask)
-        del x
-        return self._ran(layer, found, before, count)
+    def _causal_stack(self, kernel: Kernel, count: int, mask: int) -> _Stack:
+        def run(layer: Layer) -> tuple[int, Tensor]:
+            x = layer.input(self.tokens * self.shape.hidden, self.numbers.stream)
+            return layer.live, causal_layer(layer, self.shape, x, kernel, mask)
 
-    def _t5_stack(self, kernel: Any, count: int, decodes: bool) -> _Stack:
-        numbers, shape = self.numbers, self.shape
-        layer = Layer(numbers, self.settings.batch, self.settings.seq_len)
-        near = layer.input(shape.heads * self.scores, numbers.weights, trained=numbers.full)
-        far = seen = None
-        if decodes:
-            far = layer.input(shape.heads * self.scores, numbers.compute, trained=self.settings.gradient_checkpointing)
-            seen = layer.input(self.tokens * shape.hidden, numbers.stream)
-        x = layer.input(self.tokens * shape.hidden, numbers.stream)
-        before = layer.live
-        found = t5_layer(layer, shape, x, kernel, (near, far), seen)
-        del x
-        ran = self._ran(layer, found, before, count)
-        del near, far, seen
-        return ran
+        return self._ran(run, count)
 
-    def _ran(self, layer: Layer, found: Tensor, before: int, count: int) -> _Stack:
-        with_copies = layer.live - before
-        forward = layer.peak - before
+    def _t5_stack(self, kernel: Kernel, count: int, *, decodes: bool) -> _Stack:
+        numbers, shape, scores = self.numbers, self.shape, self.shape.heads * self.square
+        given: list[Tensor] = []  # from outside the layer: it lives longer
+
+        def run(layer: Layer) -> tuple[int, Tensor]:
+            near = layer.input(scores, numbers.weights, trained=numbers.full)
+            far = seen = None
+            if decodes:
+                far = layer.input(scores, numbers.compute, trained=self.settings.gradient_checkpointing)
+                seen = layer.input(self.tokens * shape.hidden, numbers.stream)
+                given.extend((far, seen))
+            given.append(near)
+            x = layer.input(self.tokens * shape.hidden, numbers.stream)
+            return layer.live, t5_layer(layer, shape, x, kernel, (near, far), seen)
+
+        return self._ran(run, count)
+
+    def _tail(self) -> _Stack:
+        """The norm after the last layer."""
+        shape = self.shape
+
+        def run(layer: Layer) -> tuple[int, Tensor]:
+            x = layer.input(self.tokens * shape.hidden, self.numbers.stream)
+            before = layer.live
+            found = layer.norm(x, shape.hidden, shape.norm)
+            if shape.decoder_layers:
+                found = layer.dropout(found, shape.residual_dropout)
+                found = layer.changed(found) if shape.scaled_output else found
+            self.head_item = found.item
+            return before, found
+
+        return self._ran(run, 1, may_checkpoint=False)
+
+    def _ran(self, run: Callable[[Layer], tuple[int, Tensor]], count: int, *, may_checkpoint: bool = True) -> _Stack:
+        """`run` gives what was live before the layer, and its result."""
+        layer = self._layer()
+        before, found = run(layer)
+        with_copies, forward = layer.live - before, layer.peak - before
         copied = sum(copy.size for copy in layer.copies)
         layer.copies.clear()
         saved = layer.live - before
-        checkpointed = self.settings.gradient_checkpointing
-        layer.peak = layer.live
         node, size, item = found.node, found.count, found.item
-        assert node is not None
         del found
-        layer.backward(node, size, item)
+        if node is not None:
+            layer.peak = layer.live
+            layer.backward(node, size, item)
         backward, passing, kept = layer.peak - before, layer.passing_at_peak, layer.kept_at_peak
-        if checkpointed:
+        copies = with_copies - saved
+        if may_checkpoint and self.settings.gradient_checkpointing:
+            # Forward, a layer keeps only its result. Backward, it is run again, for the gradient.
             again = forward + size * item
             if again > backward:
                 backward, passing, kept = again, size * item, 0
-            saved = self.tokens * self.shape.hidden * item
-            copies = copied
-        else:
-            copies = with_copies - saved
-        return _Stack(count, saved, forward, backward, passing, kept, layer.kept, copies, layer.parameters, layer.names)
+            saved, copies = size * item, copied
+            only = self._layer(saves=False)
+            before = run(only)[0]
+            forward = only.peak - before
+        return _Stack(count, saved, copies, forward, backward, passing, kept, layer.kept, layer.parameters, layer.names)
 
-    def _tail(self) -> tuple[list[tuple[int, int, int, bool]], _Stack]:
-        """The norm after the last layer."""
-        shape, numbers = self.shape, self.numbers
-        layer = Layer(numbers, self.settings.batch, self.settings.seq_len)
-        x = layer.input(self.tokens * shape.hidden, numbers.stream)
-        before = layer.live
-        found = layer.norm(x, shape.hidden, shape.norm)
-        if shape.decoder_layers:
-            found = layer.dropout(found, shape.residual_dropout)
-            if shape.scaled_output:
-                found = layer.changed(found)
-        del x
-        self.head_item = found.item
-        saved, forward = layer.live - before, layer.peak - before
-        layer.peak = layer.live
-        node, size, item = found.node, found.count, found.item
-        assert node is not None
-        del found
-        layer.backward(node, size, item)
-        ran = _Stack(
-            1, saved, forward, layer.peak - before, layer.passing_at_peak, layer.kept_at_peak, layer.kept, 0, [], set()
-        )
-        return layer.parameters, ran
+    def _layer(self, *, saves: bool = True) -> Layer:
+        return Layer(self.numbers, self.settings.batch, self.settings.seq_len, saves=saves)
 
-    def _outside(self) -> list[tuple[int, int, int, bool]]:
-        """The parameters that are in no layer and not in the last norm."""
+    def _outside(self) -> list[Parameter]:
+        """The parameters that are neither in a layer nor in the last norm."""
         shape, item, full = self.shape, self.numbers.weights, self.numbers.full
-        found = [(shape.vocabulary, shape.hidden, item, full)] * (1 if shape.tied else 2)
+        found = [Parameter(shape.vocabulary, shape.hidden, item, full)] * (1 if shape.tied else 2)
         if shape.positions:
-            found.append((shape.positions, shape.hidden, item, full))
+            found.append(Parameter(shape.positions, shape.hidden, item, full))
         if shape.buckets:
-            found += [(shape.buckets, shape.heads, item, full)] * 2 + [(shape.hidden, 0, self.numbers.vectors, full)]
+            # Of both stacks, and the encoder's last norm.
+            found += [Parameter(shape.buckets, shape.heads, item, full)] * 2
+            found.append(Parameter(shape.hidden, 0, self.numbers.vectors, full))
         return found
-
-    def _check_targets(self, stacks: list[_Stack]) -> None:
-        targets = self.numbers.targets
-        names = set().union(*(stack.names for stack in stacks))
-        if targets and targets != ("all-linear",) and names.isdisjoint(targets):
-            raise UnknownMemoryError(
-                f"lora.targets {', '.join(targets)}: no such layers (there are {', '.join(sorted(names))})"
-            )
 
     # --- what is live when
 
-    def _points(self, stacks: list[_Stack], tail: _Stack, gradients: int, fixed: int) -> list[_Point]:
+    def _points(self, stacks: list[_Stack], tail: _Stack, fixed: _Fixed) -> list[_Point]:
         shape, numbers, settings = self.shape, self.numbers, self.settings
-        item = numbers.stream
-        width = self.tokens * shape.hidden
-        resident = gradients if settings.accumulation > 1 else 0
-        ids = 8 * self.tokens * (4 if shape.decoder_layers else 2)
-        embedded = width * item + self.tokens * (1 if shape.embedding_dropout else 0) * shape.hidden
-        angles = 0 if shape.positions or shape.buckets else 2 * settings.seq_len * shape.width * item
-        start = ids + embedded + angles
-        if shape.decoder_layers:
-            bias = shape.heads * self.scores * numbers.weights + 8 * self.scores
-            # Both stacks, with the encoder's last norm and result, and a mask for each token.
-            start += embedded + 2 * bias + tail.saved + self.scores * settings.batch
-        saved = sum(stack.count * (stack.saved + stack.copies) for stack in stacks)
-        points = []
-        before = start
+        of_stream = self.tokens * shape.hidden * numbers.stream
+        start, before_stack, made, held = self._start(tail)
+        resident = fixed.resident
+        points = [_Point("optimizer", fixed.gradients, held, temporary=fixed.step)]
+        # The forward pass. Copies of weights, and what an earlier micro-batch holds, end with it.
+        live = start + (held if settings.accumulation > 1 else 0)
         for stack in stacks:
-            top = before + (stack.count - 1) * (stack.saved + stack.copies)
-            points.append(_Point("forward", resident, top + stack.forward))
-            before = top + stack.saved + stack.copies
-        head = shape.vocabulary * shape.hidden
-        end = start + saved
-        points.append(_Point("forward", resident, end + tail.forward))
-        end += tail.saved
-        kept = start + sum(stack.count * stack.saved for stack in stacks) + tail.saved
-        of_head, loss_points = self._loss(end, kept, resident, fixed)
-        points += loss_points
+            added = stack.saved + stack.copies
+            points.append(_Point("forward", resident, live + (stack.count - 1) * added + stack.forward + before_stack))
+            live += stack.count * added
+        points.append(_Point("forward", resident, live + tail.forward))
+        below = start + sum(stack.count * stack.saved for stack in stacks)
+        new, of_loss = self._loss(live + tail.saved, below + tail.saved, fixed)
+        points += of_loss
         # The backward pass: the last norm, and each stack from its last layer to its first.
-        new = of_head
-        points.append(
-            _Point("backward", resident + new, kept - tail.saved + tail.backward - tail.passing, temporary=tail.passing)
-        )
+        points.append(_Point("backward", resident + new, below + tail.backward - tail.passing, temporary=tail.passing))
         new += tail.gradients
-        before = start + sum(stack.count * stack.saved for stack in stacks)
         for stack in reversed(stacks):
             for done in (0, stack.count - 1):
-                live = before - (done + 1) * stack.saved
-                made = 0 if resident else done * stack.gradients
-                # Those of the layer that runs are in stack.backward.
-                activations = live + stack.backward - stack.passing - stack.kept
-                points.append(_Point("backward", resident + new + made + stack.kept, activations, temporary=stack.passing))
-            before -= stack.count * stack.saved
-            new += 0 if resident else stack.count * stack.gradients
+                activations = below - (done + 1) * stack.saved + stack.backward - stack.passing - stack.kept
+                gradients = resident + new + done * stack.gradients + stack.kept
+                points.append(_Point("backward", gradients, activations, temporary=stack.passing + made))
+            below -= stack.count * stack.saved
+            new += stack.count * stack.gradients
         if numbers.full:
-            # The embeddings' gradient, and with tied weights that of the head.
-            points.append(_Point("backward", resident + new + head * numbers.weights, start, temporary=width * item))
+            # The gradient of the embeddings is added to that of the head if they are tied: with the
+            # loss in pieces, as a third matrix.
+            matrices = 2 if shape.tied and self._in_pieces else 1
+            embedded = matrices * shape.vocabulary * shape.hidden * numbers.weights
+            points.append(_Point("backward", resident + new, start, temporary=of_stream + embedded))
         return points
 
-    def _loss(self, forward: int, kept: int, resident: int, fixed: int) -> tuple[int, list[_Point]]:
-        """The gradient of the head's weights, and what is live in the loss and at the beginning of
-        the backward pass."""
+    def _start(self, tail: _Stack) -> tuple[int, int, int, int]:
+        """What is live before the first layer; what else is during the layers' forward passes;
+        what the layers' backward passes have made for what was before them; and what the loss
+        of the last micro-batch still holds."""
         shape, numbers, settings = self.shape, self.numbers, self.settings
-        compute, tokens = numbers.compute, self.tokens
-        head = shape.vocabulary * shape.hidden
-        of_hidden = tokens * shape.hidden
+        checkpointed = settings.gradient_checkpointing
+        count = self.tokens * shape.hidden
+        item = numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
+        embedded = count * item + (count if shape.embedding_dropout else 0)
+        stacks = 2 if shape.decoder_layers else 1
+        start = 16 * self.tokens * stacks + embedded * stacks
+        # The gradient of frozen embeddings, which makes checkpoints run backward.
+        held = 2 * count * item * stacks if checkpointed and not numbers.full else 0
+        if not shape.decoder_layers:
+            angles = 0 if shape.positions else 2 * settings.seq_len * shape.width * numbers.stream
+            return start + angles, 0, 0, held
+        scores = shape.heads * self.square
+        bias, zeros = scores * numbers.weights, scores * numbers.compute
+        # With the encoder's last norm and result, and a mask for each sample.
+        start += tail.saved + 2 * self.square * settings.batch
+        made = bias if numbers.full else 0
+        if not checkpointed:
+            return start, bias + zeros, made, held
+        return start + 2 * bias + zeros, 0, made + zeros, held + 2 * zeros
+
+    @property
+    def _in_pieces(self) -> bool:
+        return self.settings.loss_chunk != 0 and not self.shape.logit_cap
+
+    def _loss(self, forward: int, kept: int, fixed: _Fixed) -> tuple[int, list[_Point]]:
+        """The new gradient of the head's weights, and what is live in the loss and at the beginning
+        of the backward pass. `forward` and `kept`: what is live then without the loss."""
+        shape, numbers, tokens, resident = self.shape, self.numbers, self.tokens, fixed.resident
+        compute, head, of_hidden = numbers.compute, shape.vocabulary * shape.hidden, self.tokens * shape.hidden
         copy = head * compute if numbers.weights != compute else 0
-        trained = numbers.full
-        if settings.loss_chunk == 0 or shape.logit_cap:
+        if not self._in_pieces:
             logits = tokens * shape.vocabulary
             capped = logits * compute if shape.logit_cap else 0
-            narrow = of_hidden * compute if self.head_item != compute else 0
-            first = _Point(
-                "forward",
-                resident,
-                forward + narrow + copy,
-                logits=capped + logits * (compute + (4 if compute != 4 else 0) + 4),
-            )
-            second = _Point("backward", resident, kept + narrow + copy, logits=capped + 12 * logits)
-            new = head * numbers.weights if trained else 0
-            third = _Point(
-                "backward",
-                resident + new,
-                kept + narrow + copy,
-                logits=capped + logits * compute,
-                temporary=new // 2 + of_hidden * compute,
-            )
+            more = copy + (of_hidden * compute if self.head_item != compute else 0)
+            wide = 4 * logits if compute != 4 else 0
+            first = _Point("forward", resident, forward + more, capped + logits * compute + wide + 4 * logits)
+            # The log-softmax, its gradient and that of the logits.
+            second = _Point("backward", resident, kept + more, capped + 12 * logits)
+            new = head * numbers.weights if numbers.full else 0
+            made = of_hidden * compute + (head * compute if numbers.full else 0)
+            third = _Point("backward", resident + new, kept + more, capped + logits * compute, made)
             return new, [first, second, third]
-        new = 4 * head if trained else 0
-        chunk = settings.loss_chunk
-        hidden_gradient = 4 * of_hidden
+        new = 4 * head if numbers.full else 0
+        of_hidden_32 = 4 * of_hidden
+        chunk = self.settings.loss_chunk
         if chunk < 0:
-            free = _PLENTY if self.capacity is None else self.capacity - fixed - resident - forward - copy - hidden_gradient
+            free = _PLENTY if self.capacity is None else self.capacity - fixed.size - resident - forward
             chunk = tokens_at_once(max(0, free - new), shape.vocabulary, tokens, compute)
         chunk = min(chunk, tokens)
-        pieces = -(-tokens // chunk)
         logits = block_bytes(chunk * shape.vocabulary * compute)
-        blocks = min(ROWS, chunk) * shape.vocabulary * 4
         # The last rows in 32 bits are there until the next ones are; bf16 also needs them widened.
-        rows = 0 if compute == 4 else blocks * ((1 if self.half == "fp16" else 2) + (1 if chunk > ROWS else 0))
+        rows = min(ROWS, chunk) * shape.vocabulary * 4 * ((1 if self.half == "fp16" else 2) + (chunk > ROWS))
+        rows = 0 if compute == 4 else rows
         products = chunk * shape.hidden * (compute + 8)
-        if pieces == 1:
-            most = [(logits + rows, 0), (logits, products + new)]
-        else:
-            most = [(2 * logits + rows, new), (logits, products + new)]
-        of_pieces = [
-            _Point(
-                "forward",
-                resident + (new if extra else 0),
-                forward + hidden_gradient,
-                logits=of_logits,
-                temporary=copy + extra - (new if extra else 0),
-            )
-            for of_logits, extra in most
-        ]
+        live = forward + of_hidden_32
+        several = chunk < tokens
+        first = _Point("forward", resident + (new if several else 0), live, logits * (2 if several else 1) + rows, copy)
+        second = _Point("forward", resident + new, live, logits, copy + products)
         narrow = of_hidden * self.head_item if self.head_item != 4 else 0
-        second = _Point("backward", resident + new, kept + hidden_gradient, temporary=narrow)
-        return new, [*of_pieces, second]
-
-    # --- what is there all the time
-
-    def _ring(self, trained: list[tuple[int, int, int]]) -> int:
-        if self.settings.world_size == 1:
-            return 0
-        largest = max(count * item for count, item, _ in trained)
-        whole = sum(count * item * n for count, item, n in trained)
-        return _RING * min(_BUCKET, max(largest, whole)) if trained else 0
-
-    def _step_bytes(self, trained: list[tuple[int, int, int]]) -> int:
-        norms = 512 * sum(n for _, _, n in trained)
-        if self.settings.optimizer != "adafactor":
-            return norms
-        return norms + 2 * 4 * max(count for count, _, _ in trained)
+        third = _Point("backward", resident + new, kept + of_hidden_32, temporary=narrow)
+        return new, [first, second, third]
 
 
-def _numbers(settings: Settings, half: str | None, shape: Shape) -> Numbers:
+# --- what is there all the time -------------------------------------------------------------------
+
+
+def numbers_of(settings: Settings, half: str | None) -> Numbers:
+    """As train.model builds the model: see there. `half`: bf16, fp16 or None."""
     full, quantized = settings.method == "full", settings.method == "qlora"
     if not full and settings.lora is None:
         raise UnknownMemoryError(f"method {settings.method}: needs lora.r and lora.alpha")
-    # As train.model builds the base: see there.
-    narrow_base = half is not None and (quantized or (settings.method == "lora" and bool(settings.model.get("path"))))
-    weights = 2 if narrow_base else 4
-    vectors = 4 if quantized else weights
-    narrow_norms = settings.bf16_residual and half == "bf16"
-    stream = weights if half != "fp16" else 4
-    if quantized and not narrow_norms:
-        stream = 4
-    if narrow_norms:
-        stream = 2
     lora = None if full else settings.lora
+    sharded = bool(settings.zero.stage) and half is not None
+    in_16_bits = half is not None and (quantized or (settings.method == "lora" and bool(settings.model.get("path"))))
+    weights = 2 if in_16_bits or sharded else 4
+    vectors = 4 if quantized and not sharded else weights
+    # DeepSpeed has everything in 16 bits, without autocast.
+    autocast = half is not None and not sharded
+    narrow_norms = settings.bf16_residual and half == "bf16" and autocast
+    stream = 2 if narrow_norms or (weights == vectors == 2 and (half == "bf16" or sharded)) else 4
     return Numbers(
         weights=weights,
         vectors=vectors,
         compute=2 if half else 4,
         stream=stream,
-        autocast=half is not None,
+        autocast=autocast,
         narrow_norms=narrow_norms,
         full=full,
         quantized=quantized,
         rank=lora.r if lora else 0,
         dropout=lora.dropout if lora else 0.0,
         targets=lora.targets if lora else (),
-        resident=settings.accumulation > 1,
+        adapters=2 if sharded else 4,
+        resident=settings.accumulation > 1 or bool(settings.zero.stage),
     )
 
 
-def _weight_bytes(rows: int, columns: int, item: int, trained: bool) -> int:
-    count = rows * max(columns, 1)
-    if item:
-        return block_bytes(count * item)
-    blocks = -(-count // 64)
-    return block_bytes(-(-count // 2)) + block_bytes(blocks) + block_bytes(4 * -(-blocks // 256)) + 1024 + 1024
+def _fixed(settings: Settings, parameters: list[tuple[Parameter, int]], width: int, layer: list[Parameter]) -> _Fixed:
+    trained = [(one, times) for one, times in parameters if one.trained]
+    if settings.zero.stage:
+        return _sharded(settings, parameters, trained, width, layer)
+    gradients = sum(block_bytes(one.count * one.item) * times for one, times in trained)
+    largest = max(one.count * one.item for one, _ in trained)
+    ring = _BUCKETS * min(_BUCKET, max(largest, gradients)) if settings.world_size > 1 else 0
+    step = 512 * sum(times for _, times in trained)
+    if settings.optimizer == "adafactor":
+        # The square of a gradient and its sum with a constant; later the change and its negative.
+        step += 2 * 4 * max(one.count for one, _ in trained)
+    return _Fixed(
+        weights=sum(_weight_bytes(one) * times for one, times in parameters),
+        optimizer=sum(_optimizer_bytes(settings.optimizer, one) * times for one, times in trained),
+        workspace=ring,
+        gradients=gradients,
+        resident=gradients if settings.accumulation > 1 else 0,
+        step=step,
+    )
 
 
-def _optimizer_bytes(kind: str, rows: int, columns: int, item: int) -> int:
-    count = rows * max(columns, 1)
+def _sharded(
+    settings: Settings,
+    parameters: list[tuple[Parameter, int]],
+    trained: list[tuple[Parameter, int]],
+    width: int,
+    layer: list[Parameter],
+) -> _Fixed:
+    """With DeepSpeed's ZeRO, with the sizes of train/zero.py. Its parts are whole buffers."""
+    zero, processes = settings.zero, settings.world_size
+    weights = sum(_weight_bytes(one) * times for one, times in parameters)
+    item = max(one.item for one, _ in trained)
+    count = sum(one.count * times for one, times in trained)
+    part = -(-count // processes)
+    bucket = min(max(width * width, 12_500_000), 50_000_000) * item
+    if zero.stage == 3:
+        most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
+        # A layer's weights are gathered, and those that come next.
+        gathered = min(most * item, sum(_weight_bytes(one) for one in layer) + int(0.9 * bucket))
+        weights = gathered + (0 if zero.offload_parameters else weights // processes)
+        step = 4 * min(most, part)
+    else:
+        step = (4 + item) * part
+    # fp32 weights, and Adam's moments of them.
+    optimizer = 12 * part
+    gradients = item * (count if zero.stage == 1 else part)
+    if zero.offload_optimizer:
+        optimizer, step = 0, item * max(one.count for one, _ in trained)
+        gradients = gradients if zero.stage == 1 else 0
+    return _Fixed(weights, optimizer, bucket, gradients, gradients, step)
+
+
+def _weight_bytes(one: Parameter) -> int:
+    if one.item:
+        return block_bytes(one.count * one.item)
+    # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
+    blocks = -(-one.count // 64)
+    return block_bytes(-(-one.count // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
+
+
+def _optimizer_bytes(kind: str, one: Parameter) -> int:
+    count = one.count
     if kind == "adafactor":
-        second = count if not columns else rows + columns
-        return block_bytes(4 * rows) + block_bytes(4 * columns) + 512 if columns else block_bytes(4 * second) + 512
+        if not one.columns:
+            return block_bytes(4 * count) + 512
+        return block_bytes(4 * one.rows) + block_bytes(4 * one.columns) + 512
     if kind in ("adamw_8bit", "paged_adamw_8bit"):
+        # bitsandbytes keeps small moments in 32 bits. What it pages is not in torch's memory.
         if count < 4096:
             return 2 * block_bytes(4 * count)
-        scales = 2 * block_bytes(4 * -(-count // 256))
-        return scales + (0 if kind.startswith("paged") and count >= 100_000 else 2 * block_bytes(count))
-    return 2 * block_bytes(count * item) + 512
+        scales = 2 * block_bytes(-(-count // 256) * 4)
+        return scales + (0 if kind == "paged_adamw_8bit" and count >= 100_000 else 2 * block_bytes(count))
+    return 2 * block_bytes(count * one.item) + 512
+
+
+def _reserved(allocated: int, temporary: int, logits: int, *, expandable: bool) -> int:
+    """Large tensors of several sizes, one after the other, leave gaps that the next ones do not
+    fill. The factors are fitted to the dry run: see docs/performance.md."""
+    share, of_temporary, of_logits = _GAPS_EXPANDABLE if expandable else _GAPS
+    return int(allocated * share + of_temporary * temporary + of_logits * logits)
+
+
+_GAPS = (1.05, 0.3, 0.1)
+_GAPS_EXPANDABLE = (1.02, 0.2, 0.1)

@@ -8,7 +8,7 @@ an operation saves for its gradient stays until the backward pass has run that o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,19 @@ def block_bytes(size: int) -> int:
         left = -size % _ROUND_SEGMENT
         return size + left if left <= 1 << 20 else size
     return -(-size // 512) * 512
+
+
+class Parameter(NamedTuple):
+    """A matrix, or with 0 columns a vector. `item`: bytes of a number; 0: it is in 4 bits."""
+
+    rows: int
+    columns: int
+    item: int
+    trained: bool
+
+    @property
+    def count(self) -> int:
+        return self.rows * (self.columns or 1)
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +59,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """Whether everything is trained; otherwise only the adapters are."""
     quantized: bool = False
     rank: int = 0
+    adapters: int = 4
+    """Bytes of the adapters' numbers."""
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     """The layers with adapters, with ("all-linear",) all."""
@@ -113,13 +128,14 @@ class _Node(msgspec.Struct):
 class Layer:
     """Runs operations forward, then backward, and knows the most bytes that were live."""
 
-    def __init__(self, numbers: Numbers, batch: int, length: int) -> None:
-        self.numbers, self.batch, self.length = numbers, batch, length
+    def __init__(self, numbers: Numbers, batch: int, length: int, *, saves: bool = True) -> None:
+        """`saves`: whether there will be a backward pass; a checkpoint runs a layer without it
+        first."""
+        self.numbers, self.batch, self.length, self.saves = numbers, batch, length, saves
         self.tokens = batch * length
         self.live = self.peak = self.passing = 0
         self.passing_at_peak = self.kept_at_peak = self.kept = 0
-        self.parameters: list[tuple[int, int, int, bool]] = []
-        """Rows, columns (0: a vector), bytes of a number (0: in 4 bits), and whether trained."""
+        self.parameters: list[Parameter] = []
         self.copies: list[Tensor] = []
         """Weights in 16 bits, which autocast keeps until the forward pass ends."""
         self.names: set[str] = set()
@@ -144,7 +160,7 @@ class Layer:
 
     def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
         """What the layer gets from the one before it."""
-        if not trained:
+        if not (trained and self.saves):
             return self.new(count, item)
         self._nodes.append(None)
         return self.new(count, item, len(self._nodes) - 1)
@@ -163,7 +179,7 @@ class Layer:
         """`operands`: each with the bytes that exist only while its gradient is computed, and the
         item of that gradient."""
         parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
-        if not parents and not weights:
+        if not self.saves or not (parents or weights):
             return self.new(count, item)
         node = _Node(parents, saved, weights, hidden, passes)
         self._nodes.append(node)
@@ -270,7 +286,7 @@ class Layer:
     def _vector(self, size: int) -> Sequence[tuple[int, int]]:
         """A norm's or a bias's weights, of which the gradients are small."""
         full = self.numbers.full
-        self.parameters.append((size, 0, self.numbers.vectors, full))
+        self.parameters.append(Parameter(size, 0, self.numbers.vectors, full))
         return ((0, size * self.numbers.vectors),) if full else ()
 
     def _scaled(self, x: Tensor, width: int, item: int) -> Tensor:
@@ -320,7 +336,7 @@ class Layer:
         compute, item, size = numbers.compute, numbers.weights, inputs * outputs
         count = x.count // inputs * outputs
         quantized = numbers.quantized and not whole
-        self.parameters.append((outputs, inputs, 0 if quantized else item, numbers.full))
+        self.parameters.append(Parameter(outputs, inputs, 0 if quantized else item, numbers.full))
         weights = [*self._vector(outputs)] if bias else []
         if quantized:
             unpacked = size * item + size // 8
@@ -344,21 +360,21 @@ class Layer:
 
     def _adapted(self, x: Tensor, found: Tensor, inputs: int, outputs: int, quantized: bool) -> Tensor:
         numbers = self.numbers
-        compute, rank = numbers.compute, numbers.rank
+        rank, own = numbers.rank, numbers.adapters
         rows = x.count // inputs
-        self.parameters += [(rank, inputs, 4, True), (outputs, rank, 4, True)]
+        self.parameters += [Parameter(rank, inputs, own, True), Parameter(outputs, rank, own, True)]
         if quantized:
             found = self.changed(found)
         if not (quantized and numbers.autocast):
-            x = self.cast(x, 4)
-        kind = compute if numbers.autocast else 4
+            x = self.cast(x, own)
+        kind = numbers.compute if numbers.autocast else own
 
         def product(x: Tensor, count: int, size: int) -> Tensor:
             narrow = self.cast(x, kind)
-            copy = self.new(size, kind) if kind != 4 else None
+            copy = self.new(size, kind) if kind != own else None
             if copy is not None:
                 self.copies.append(copy)
-            weights = ((size * kind if kind != 4 else 0, size * 4),)
+            weights = ((size * kind if kind != own else 0, size * own),)
             return self._result(count, kind, ((narrow, 0, kind),), (narrow, copy), weights)
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
@@ -415,6 +431,8 @@ class Layer:
             operands = tuple((one, 0, one.item) for one in (query, key, value))
             sums = self.new(rows, 4)
             return self._result(count, item, operands, (query, key, value, sums), hidden=hidden, saves_itself=True)
+        if kernel == "math":
+            return self._math(query, key, value, scores, times, rate)
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
         if kernel == "efficient":
@@ -423,9 +441,7 @@ class Layer:
             hidden = 4 * rows + (4 * count if item == 2 else 0)
             operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
             return self._result(count, item, operands, (query, key, value, sums, mask), hidden=hidden, saves_itself=True)
-        if kernel == "eager":
-            return self._eager(query, key, value, scores, cap, rate)
-        return self._math(query, key, value, scores, rate)
+        return self._eager(query, key, value, scores, cap, rate)
 
     def _repeated(self, x: Tensor, times: int) -> Tensor:
         """Keys or values for every query head; the gradient is a sum over them."""
@@ -453,15 +469,29 @@ class Layer:
         wide = self.cast(x, 4)
         return self._result(x.count, 4, ((wide, 4 * x.count, 4),), saves_itself=True)
 
-    def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, rate: float) -> Tensor:
-        query, key = self.changed(query), self.changed(key)
-        raw = self._product(query, key, scores)
-        masked = self.changed(raw)
+    def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float) -> Tensor:
+        """It computes in fp32; under autocast only its products are in 16 bits."""
+        item, kind = query.item, self.numbers.compute if self.numbers.autocast else 4
+        query, key, value = (self.cast(one, 4) for one in (query, key, value))
+        query = self.changed(query)
+        if times > 1:
+            key, value = (self._repeated(one, times) for one in (key, value))
+        key = self.changed(key)
+        raw = self._product(self.cast(query, kind), self.cast(key, kind), scores)
+        masked = self.cast(self.changed(raw), 4)
         del raw
         shares = self._softmax(masked)
         del masked
-        return self._product(self.dropout(shares, rate), value, query.count)
+        shares = self.dropout(shares, rate)
+        own = self.new(scores, item) if item != 4 else None  # it also gives the shares
+        narrow, values = self.cast(shares, kind), self.cast(value, kind)
+        del shares
+        found = self.cast(self._product(narrow, values, query.count), item)
+        del own
+        return found
 
-    def shares_with(self, bias: Tensor, count: int) -> Tensor:
-        """What is added to scores that are not masked; the gradient of `bias` is a sum."""
-        return self._result(count, bias.item, ((bias, count * bias.item, bias.item),))
+    def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
+        """What is added to scores that are not masked; the gradient of `bias` is a sum.
+        `mask_bytes`: of a mask that is made for it."""
+        mask = self.new(mask_bytes, 1) if mask_bytes else None
+        return self._result(count, bias.item, ((bias, count * bias.item, bias.item),), (mask,))
