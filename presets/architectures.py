@@ -420,8 +420,8 @@ def t5_layer(
         wide = layer.activation(layer.linear(normed, shape.hidden, shape.inner, "wi"), shape.activation)
     del normed
     wide = layer.dropout(wide, rate)
-    # What leaves the inner layers has the precision of their weights, without 4 bits.
-    wide = layer.cast(wide, layer.numbers.weights)
+    # What leaves the inner layers has the precision of their weights, never in 4 bits.
+    wide = layer.cast(wide, layer.numbers.kept)
     inner = layer.linear(wide, shape.inner, shape.hidden, "wo", whole=True)
     del wide
     return layer.add(x, layer.dropout(inner, rate))

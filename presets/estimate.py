@@ -25,6 +25,8 @@ _MIB = 1 << 20
 _PLENTY = 1 << 50
 """Bytes that no GPU has."""
 _MOST_SAMPLES = 1 << 20
+_LAST = {"down_proj", "c_proj", "wo"}
+"""The linear layer that gives a layer's result, in any architecture."""
 _BUCKET, _BUCKETS = 16 << 20, 2
 """Through which several processes sum their gradients: see train/exchange.py."""
 
@@ -34,7 +36,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     allocated: int
     reserved: int
-    """With what torch keeps for later, in pieces of other sizes. The surest value of many."""
+    """With what torch keeps for later: less sure, because it depends on the order of all sizes."""
     peaks: dict[Phase, int]
     """The most that is allocated in each phase of an update."""
     peak_phase: Phase
@@ -169,7 +171,7 @@ class _Run:
         }
         allocated = sum(components.values())
         expandable = "expandable_segments:True" in self.settings.allocator
-        reserved = _reserved(allocated, top.temporary, top.logits, expandable=expandable)
+        reserved = _reserved(allocated, top.temporary, 0 if self._in_pieces else top.logits, expandable=expandable)
         if self.capacity is not None:
             # Short of memory, torch gives back what it keeps for later.
             reserved = max(allocated, min(reserved, self.capacity))
@@ -250,15 +252,29 @@ class _Run:
         backward, passing, kept = layer.peak - before, layer.passing_at_peak, layer.kept_at_peak
         copies = with_copies - saved
         if may_checkpoint and self.settings.gradient_checkpointing:
-            # Forward, a layer keeps only its result. Backward, it is run again, for the gradient.
-            again = forward + size * item
+            # Forward, a layer keeps only its result. Backward, it is run again at the first
+            # gradient that needs something saved, up to what was saved last. The gradients of sums,
+            # dropout and constant factors come before.
+            early = self._early(size, item)
+            forward = layer.peak_at_last_saved - before
+            again = forward + early
             if again > backward:
-                backward, passing, kept = again, size * item, 0
+                backward, passing, kept = again, early, 0
             saved, copies = size * item, copied
             only = self._layer(saves=False)
             before = run(only)[0]
             forward = only.peak - before
         return _Stack(count, saved, copies, forward, backward, passing, kept, layer.kept, layer.parameters, layer.names)
+
+    def _early(self, size: int, item: int) -> int:
+        """Bytes of the gradients that need nothing saved, from a layer's result on."""
+        numbers = self.numbers
+        found = size * item + size * numbers.compute * ((item != numbers.compute) + (self.shape.residual_dropout > 0))
+        if numbers.targets == ("all-linear",) or _LAST.intersection(numbers.targets):
+            return found + 2 * size * numbers.compute
+        if numbers.quantized and not self.shape.decoder_layers:
+            return found + self.tokens * self.shape.inner * numbers.compute
+        return found
 
     def _layer(self, *, saves: bool = True) -> Layer:
         return Layer(self.numbers, self.settings.batch, self.settings.seq_len, saves=saves)
@@ -280,14 +296,14 @@ class _Run:
     def _points(self, stacks: list[_Stack], tail: _Stack, fixed: _Fixed) -> list[_Point]:
         shape, numbers, settings = self.shape, self.numbers, self.settings
         of_stream = self.tokens * shape.hidden * numbers.stream
-        start, before_stack, made, held = self._start(tail)
+        start, biases, made, again, held = self._start(tail)
         resident = fixed.resident
         points = [_Point("optimizer", fixed.gradients, held, temporary=fixed.step)]
         # The forward pass. Copies of weights, and what an earlier micro-batch holds, end with it.
         live = start + (held if settings.accumulation > 1 else 0)
         for stack in stacks:
             added = stack.saved + stack.copies
-            points.append(_Point("forward", resident, live + (stack.count - 1) * added + stack.forward + before_stack))
+            points.append(_Point("forward", resident, live + (stack.count - 1) * added + stack.forward + biases))
             live += stack.count * added
         points.append(_Point("forward", resident, live + tail.forward))
         below = start + sum(stack.count * stack.saved for stack in stacks)
@@ -300,7 +316,8 @@ class _Run:
             for done in (0, stack.count - 1):
                 activations = below - (done + 1) * stack.saved + stack.backward - stack.passing - stack.kept
                 gradients = resident + new + done * stack.gradients + stack.kept
-                points.append(_Point("backward", gradients, activations, temporary=stack.passing + made))
+                first = again if done == stack.count - 1 else 0
+                points.append(_Point("backward", gradients, activations + first, temporary=stack.passing + made))
             below -= stack.count * stack.saved
             new += stack.count * stack.gradients
         if numbers.full:
@@ -311,10 +328,10 @@ class _Run:
             points.append(_Point("backward", resident + new, start, temporary=of_stream + embedded))
         return points
 
-    def _start(self, tail: _Stack) -> tuple[int, int, int, int]:
+    def _start(self, tail: _Stack) -> tuple[int, int, int, int, int]:
         """What is live before the first layer; what else is during the layers' forward passes;
-        what the layers' backward passes have made for what was before them; and what the loss
-        of the last micro-batch still holds."""
+        what their backward passes have made for what was before them; what the first layer's
+        makes again; and what the loss of an earlier micro-batch still holds."""
         shape, numbers, settings = self.shape, self.numbers, self.settings
         checkpointed = settings.gradient_checkpointing
         count = self.tokens * shape.hidden
@@ -326,15 +343,15 @@ class _Run:
         held = 2 * count * item * stacks if checkpointed and not numbers.full else 0
         if not shape.decoder_layers:
             angles = 0 if shape.positions else 2 * settings.seq_len * shape.width * numbers.stream
-            return start + angles, 0, 0, held
+            return start + angles, 0, 0, 0, held
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * numbers.compute
-        # With the encoder's last norm and result, and a mask for each sample.
-        start += tail.saved + 2 * self.square * settings.batch
+        # With the encoder's last norm and result, a mask for each sample, and the distances.
+        start += tail.saved + self.square * (2 * settings.batch + (16 if numbers.full else 0))
         made = bias if numbers.full else 0
         if not checkpointed:
-            return start, bias + zeros, made, held
-        return start + 2 * bias + zeros, 0, made + zeros, held + 2 * zeros
+            return start, bias + zeros, made, 0, held
+        return start + 2 * bias + zeros, 0, made + zeros, 2 * bias + zeros, held + 2 * zeros
 
     @property
     def _in_pieces(self) -> bool:
@@ -398,6 +415,8 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
     stream = 2 if narrow_norms or (weights == vectors == 2 and (half == "bf16" or sharded)) else 4
     return Numbers(
         weights=weights,
+        # Of T5: transformers keeps it in fp32 rather than in fp16.
+        kept=4 if quantized and half == "fp16" else weights,
         vectors=vectors,
         compute=2 if half else 4,
         stream=stream,
@@ -488,12 +507,13 @@ def _optimizer_bytes(kind: str, one: Parameter) -> int:
     return 2 * block_bytes(count * one.item) + 512
 
 
-def _reserved(allocated: int, temporary: int, logits: int, *, expandable: bool) -> int:
-    """Large tensors of several sizes, one after the other, leave gaps that the next ones do not
-    fill. The factors are fitted to the dry run: see docs/performance.md."""
-    share, of_temporary, of_logits = _GAPS_EXPANDABLE if expandable else _GAPS
-    return int(allocated * share + of_temporary * temporary + of_logits * logits)
+_GAPS, _GAPS_EXPANDABLE = (1.08, 0.42, 0.16), (1.0, 0.46, 0.22)
+"""Of what is allocated, of what is temporary, and of logits that exist whole, the part that is
+reserved: fitted to the dry run, see docs/performance.md."""
 
 
-_GAPS = (1.05, 0.3, 0.1)
-_GAPS_EXPANDABLE = (1.02, 0.2, 0.1)
+def _reserved(allocated: int, temporary: int, whole_logits: int, *, expandable: bool) -> int:
+    """Large tensors of different sizes, one after the other, leave gaps that the next ones do not
+    fill."""
+    of_all, of_temporary, of_logits = _GAPS_EXPANDABLE if expandable else _GAPS
+    return int(of_all * allocated + of_temporary * temporary + of_logits * whole_logits)

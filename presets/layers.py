@@ -45,6 +45,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int
     """Of the base's matrices and embeddings."""
+    kept: int
+    """Of matrices that are never in 4 bits."""
     vectors: int
     """Of its norms and biases."""
     compute: int
@@ -135,6 +137,8 @@ class Layer:
         self.tokens = batch * length
         self.live = self.peak = self.passing = 0
         self.passing_at_peak = self.kept_at_peak = self.kept = 0
+        self.peak_at_last_saved = 0
+        """A checkpoint that runs the layer again ends there."""
         self.parameters: list[Parameter] = []
         self.copies: list[Tensor] = []
         """Weights in 16 bits, which autocast keeps until the forward pass ends."""
@@ -186,6 +190,8 @@ class Layer:
         found = self.new(count, item, len(self._nodes) - 1)
         if saves_itself:
             node.saved = (*saved, found)
+        if node.saved:
+            self.peak_at_last_saved = self.peak
         return found
 
     def backward(self, node: int, count: int, item: int) -> None:
@@ -333,7 +339,7 @@ class Layer:
         """`whole`: never in 4 bits."""
         numbers = self.numbers
         self.names.add(name)
-        compute, item, size = numbers.compute, numbers.weights, inputs * outputs
+        compute, item, size = numbers.compute, numbers.kept if whole else numbers.weights, inputs * outputs
         count = x.count // inputs * outputs
         quantized = numbers.quantized and not whole
         self.parameters.append(Parameter(outputs, inputs, 0 if quantized else item, numbers.full))
