@@ -177,6 +177,9 @@ class _Values:
     def whole_or(self, name: str, other: int) -> int:
         return other if self._values.get(name) is None else self.whole(name)
 
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
     def share(self, name: str) -> float:
         value = self._values.get(name) or 0.0
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -186,12 +189,15 @@ class _Values:
     def is_on(self, name: str) -> bool:
         return bool(self._values.get(name))
 
-    def activation(self, name: str) -> str:
-        value = self._values.get(name)
+    def text(self, name: str) -> str:
+        return str(self._values.get(name))
+
+    def activation(self, name: str, value: str | None = None) -> str:
+        value = self.text(name) if value is None else value
         if value not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             raise UnknownMemoryError(f"model.config.{name} {value}: no estimate for this function; known are {known}")
-        return str(value)
+        return value
 
     def sliding(self, layers: int) -> tuple[int, ...]:
         """How far each layer looks back; empty: all look back to the start."""
@@ -203,7 +209,7 @@ class _Values:
         elif self.kind in ("mistral", "phi3"):
             near = [True] * layers
         elif self.kind in ("qwen2", "qwen3"):
-            from_layer = self._values.get("max_window_layers") or 0
+            from_layer = self.whole("max_window_layers") if self.is_on("max_window_layers") else 0
             near = [self.is_on("use_sliding_window") and number >= from_layer for number in range(layers)]
         else:
             pattern = 2 if self.kind == "gemma2" else self.whole("sliding_window_pattern")
@@ -223,7 +229,7 @@ def _causal_shape(values: _Values) -> Shape:
     gemma = kind.startswith("gemma")
     layers, key_heads = values.whole("num_hidden_layers"), values.whole_or("num_key_value_heads", heads)
     _divides("num_key_value_heads", key_heads, "num_attention_heads", heads)
-    if values._values.get("head_dim") is None:
+    if not values.has("head_dim"):
         _divides("num_attention_heads", heads, "hidden_size", hidden)
     biased = values.is_on("attention_bias") and kind != "mistral"
     return Shape(
@@ -284,8 +290,7 @@ def _gpt2_shape(values: _Values) -> Shape:
 
 def _t5_shape(values: _Values) -> Shape:
     hidden, heads, layers = values.whole("d_model"), values.whole("num_heads"), values.whole("num_layers")
-    gate, _, function = str(values._values["feed_forward_proj"]).rpartition("-")
-    values._values["feed_forward_proj"] = "gelu_new" if gate and function == "gelu" else function
+    gate, _, function = values.text("feed_forward_proj").rpartition("-")
     rate = values.share("dropout_rate")
     return Shape(
         kind="t5",
@@ -298,7 +303,8 @@ def _t5_shape(values: _Values) -> Shape:
         width=values.whole("d_kv"),
         vocabulary=values.whole("vocab_size"),
         tied=True,
-        activation=values.activation("feed_forward_proj"),
+        # As T5Config reads it.
+        activation=values.activation("feed_forward_proj", "gelu_new" if gate and function == "gelu" else function),
         gated=bool(gate),
         norm="t5",
         buckets=values.whole("relative_attention_num_buckets"),
@@ -306,7 +312,7 @@ def _t5_shape(values: _Values) -> Shape:
         embedding_dropout=rate,
         attention_dropout=rate,
         # Only what its file calls untied, version 1.1, does not scale: see T5Config.
-        scaled_output=values._values["tie_word_embeddings"] is not False,
+        scaled_output=values.is_on("tie_word_embeddings"),
     )
 
 
