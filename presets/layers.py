@@ -147,19 +147,24 @@ class Layer:
 
     # --- what operations consist of
 
-    def new(self, count: int, item: int, node: int | None = None) -> Tensor:
-        size = block_bytes(count * item)
+    def _take(self, size: int) -> None:
         self.live += size
         if self.live > self.peak:
             self.peak, self.passing_at_peak, self.kept_at_peak = self.live, self.passing, self.kept
+
+    def new(self, count: int, item: int, node: int | None = None) -> Tensor:
+        size = count * item
+        if size >= _OWN_SEGMENT:
+            size = block_bytes(size)
+        self._take(size)
         return Tensor(self, count, item, size, node)
 
     def _gradient(self, count: int, item: int) -> _Gradient:
-        size = block_bytes(count * item)
+        size = count * item
+        if size >= _OWN_SEGMENT:
+            size = block_bytes(size)
         self.passing += size
-        self.live += size
-        if self.live > self.peak:
-            self.peak, self.passing_at_peak, self.kept_at_peak = self.live, self.passing, self.kept
+        self._take(size)
         return _Gradient(self, count, item, size)
 
     def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
@@ -198,7 +203,6 @@ class Layer:
         """From the gradient of the result of this node."""
         gradients = {node: self._gradient(count, item)}
         nodes = self._nodes
-        resident = self.numbers.resident
         for number in range(len(nodes) - 1, -1, -1):
             step = nodes[number]
             if step is None:
@@ -207,35 +211,36 @@ class Layer:
             gradient = gradients.pop(number, None)
             if gradient is None:
                 continue
-            if step.passes:
-                gradient.shared = gradient.shared or len(step.parents) > 1
-                for parent, _, count, item in step.parents:
-                    own = gradient if gradient.item == item else self._gradient(count, item)
-                    self._accumulate(gradients, parent, own)
-                continue
-            held = [self._gradient(step.hidden, 1)] if step.hidden else []
-            found = []
-            for parent, extra, count, item in step.parents:
-                passing = self._gradient(extra, 1) if extra else None
-                found.append((parent, self._gradient(count, item)))
-                del passing
-            for extra, size in step.weights:
-                passing = self._gradient(extra, 1) if extra else None
-                if resident:
-                    held.append(self._gradient(size, 1))
-                    held.pop()
-                else:
-                    size = block_bytes(size)
-                    self.kept += size
-                    self.live += size
-                    if self.live > self.peak:
-                        self.peak, self.passing_at_peak, self.kept_at_peak = self.live, self.passing, self.kept
-                del passing
-            del held, step, gradient
+            found = self._passed_on(step, gradient) if step.passes else self._computed(step)
+            del gradient, step
             while found:
-                parent, own = found.pop(0)
-                self._accumulate(gradients, parent, own)
-            own = None  # type: ignore[assignment]
+                self._accumulate(gradients, *found.pop(0))
+
+    def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[int, _Gradient]]:
+        gradient.shared = gradient.shared or len(step.parents) > 1
+        return [
+            (parent, gradient if gradient.item == item else self._gradient(count, item))
+            for parent, _, count, item in step.parents
+        ]
+
+    def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
+        held = self._gradient(step.hidden, 1) if step.hidden else None
+        found = []
+        for parent, extra, count, item in step.parents:
+            passing = self._gradient(extra, 1) if extra else None
+            found.append((parent, self._gradient(count, item)))
+            del passing
+        for extra, size in step.weights:
+            passing = self._gradient(extra, 1) if extra else None
+            if self.numbers.resident:
+                self._gradient(size, 1)
+            else:
+                size = block_bytes(size)
+                self.kept += size
+                self._take(size)
+            del passing
+        del held
+        return found
 
     def _accumulate(self, gradients: dict[int, _Gradient], parent: int, own: _Gradient) -> None:
         before = gradients.get(parent)
