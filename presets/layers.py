@@ -95,18 +95,12 @@ class _View(Tensor):
         pass
 
 
-class _Gradient(Tensor):
-    """What the backward pass computes. `shared`: more than one operation holds it."""
+class _Gradient(msgspec.Struct):
+    """What the backward pass computes; `holders`: how many operations hold it."""
 
-    __slots__ = ("shared",)
-
-    def __init__(self, layer: Layer, count: int, item: int, size: int) -> None:
-        super().__init__(layer, count, item, size, None)
-        self.shared = False
-
-    def __del__(self) -> None:
-        self.layer.live -= self.size
-        self.layer.passing -= self.size
+    size: int
+    item: int
+    holders: int = 1
 
 
 class _Node(msgspec.Struct):
@@ -159,13 +153,17 @@ class Layer:
         self._take(size)
         return Tensor(self, count, item, size, node)
 
-    def _gradient(self, count: int, item: int) -> _Gradient:
-        size = count * item
+    def _make(self, size: int) -> int:
+        """Allocate what no forward pass makes; its bytes."""
         if size >= _OWN_SEGMENT:
             size = block_bytes(size)
         self.passing += size
         self._take(size)
-        return _Gradient(self, count, item, size)
+        return size
+
+    def _drop(self, size: int) -> None:
+        self.passing -= size
+        self.live -= size
 
     def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
         """What the layer gets from the one before it."""
@@ -187,8 +185,10 @@ class Layer:
     ) -> Tensor:
         """`operands`: each with the bytes that exist only while its gradient is computed, and the
         item of that gradient."""
+        if not self.saves:
+            return self.new(count, item)
         parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
-        if not self.saves or not (parents or weights):
+        if not (parents or weights):
             return self.new(count, item)
         node = _Node(parents, saved, weights, hidden, passes)
         self._nodes.append(node)
@@ -201,60 +201,71 @@ class Layer:
 
     def backward(self, node: int, count: int, item: int) -> None:
         """From the gradient of the result of this node."""
-        gradients = {node: self._gradient(count, item)}
+        gradients = {node: _Gradient(self._make(count * item), item)}
         nodes = self._nodes
         for number in range(len(nodes) - 1, -1, -1):
-            step = nodes[number]
-            if step is None:
-                continue
-            nodes[number] = None
+            step, nodes[number] = nodes[number], None
             gradient = gradients.pop(number, None)
-            if gradient is None:
+            if step is None or gradient is None:
                 continue
             found = self._passed_on(step, gradient) if step.passes else self._computed(step)
-            del gradient, step
-            while found:
-                self._accumulate(gradients, *found.pop(0))
+            step = None  # with what it has saved
+            self._release(gradient)
+            for parent, own in found:
+                self._accumulate(gradients, parent, own)
 
     def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[int, _Gradient]]:
-        gradient.shared = gradient.shared or len(step.parents) > 1
-        return [
-            (parent, gradient if gradient.item == item else self._gradient(count, item))
-            for parent, _, count, item in step.parents
-        ]
+        found = []
+        for parent, _, count, item in step.parents:
+            own = gradient
+            if gradient.item == item:
+                gradient.holders += 1
+            else:
+                own = _Gradient(self._make(count * item), item)
+            found.append((parent, own))
+        return found
 
     def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
-        held = self._gradient(step.hidden, 1) if step.hidden else None
+        hidden = self._make(step.hidden)
         found = []
         for parent, extra, count, item in step.parents:
-            passing = self._gradient(extra, 1) if extra else None
-            found.append((parent, self._gradient(count, item)))
-            del passing
+            passing = self._make(extra)
+            found.append((parent, _Gradient(self._make(count * item), item)))
+            self._drop(passing)
         for extra, size in step.weights:
-            passing = self._gradient(extra, 1) if extra else None
+            passing = self._make(extra)
             if self.numbers.resident:
-                self._gradient(size, 1)
+                self._drop(self._make(size))
             else:
                 size = block_bytes(size)
                 self.kept += size
                 self._take(size)
-            del passing
-        del held
+            self._drop(passing)
+        self._drop(hidden)
         return found
+
+    def _release(self, gradient: _Gradient) -> None:
+        gradient.holders -= 1
+        if not gradient.holders:
+            self._drop(gradient.size)
 
     def _accumulate(self, gradients: dict[int, _Gradient], parent: int, own: _Gradient) -> None:
         before = gradients.get(parent)
         node = self._nodes[parent]
         if node is not None and node.joins:
-            if own.shared:
-                own = self._gradient(own.count, own.item)
+            if own.holders > 1:
+                own = _Gradient(self._make(own.size), own.item)
             if before is not None:
-                own.size, before.size = own.size + before.size, 0
+                own.size += before.size
             gradients[parent] = own
         elif before is None:
             gradients[parent] = own
-        elif before.shared:
-            gradients[parent] = self._gradient(before.count, max(before.item, own.item))
+        else:
+            if before.holders > 1:
+                # Somebody else needs it: the sum is new.
+                gradients[parent] = _Gradient(self._make(before.size), before.item)
+                self._release(before)
+            self._release(own)
 
     # --- operations
 
