@@ -85,6 +85,8 @@ class _Point(msgspec.Struct):
     activations: int
     logits: int = 0
     temporary: int = 0
+    even: int = 0
+    """Of what is temporary, what leaves no gaps: it is as large as what was there before."""
 
     @property
     def size(self) -> int:
@@ -171,7 +173,7 @@ class _Run:
         }
         allocated = sum(components.values())
         expandable = "expandable_segments:True" in self.settings.allocator
-        reserved = _reserved(allocated, top.temporary, 0 if self._in_pieces else top.logits, expandable=expandable)
+        reserved = _reserved(allocated, top.temporary - top.even, 0 if self._in_pieces else top.logits, expandable=expandable)
         if self.capacity is not None:
             # Short of memory, torch gives back what it keeps for later.
             reserved = max(allocated, min(reserved, self.capacity))
@@ -321,11 +323,10 @@ class _Run:
             below -= stack.count * stack.saved
             new += stack.count * stack.gradients
         if numbers.full:
-            # The gradient of the embeddings is added to that of the head if they are tied: with the
-            # loss in pieces, as a third matrix.
-            matrices = 2 if shape.tied and self._in_pieces else 1
-            embedded = matrices * shape.vocabulary * shape.hidden * numbers.weights
-            points.append(_Point("backward", resident + new, start, temporary=of_stream + embedded))
+            # The gradient of the embeddings. If they are tied, its sum with the head's is a third
+            # matrix.
+            embedded = (2 if shape.tied else 1) * shape.vocabulary * shape.hidden * numbers.weights
+            points.append(_Point("backward", resident + new, start, temporary=of_stream + embedded, even=embedded))
         return points
 
     def _start(self, tail: _Stack) -> tuple[int, int, int, int, int]:
@@ -436,13 +437,13 @@ def _fixed(settings: Settings, parameters: list[tuple[Parameter, int]], width: i
     trained = [(one, times) for one, times in parameters if one.trained]
     if settings.zero.stage:
         return _sharded(settings, parameters, trained, width, layer)
-    gradients = sum(block_bytes(one.count * one.item) * times for one, times in trained)
-    largest = max(one.count * one.item for one, _ in trained)
+    gradients = sum(block_bytes(one.numbers * one.item) * times for one, times in trained)
+    largest = max(one.numbers * one.item for one, _ in trained)
     ring = _BUCKETS * min(_BUCKET, max(largest, gradients)) if settings.world_size > 1 else 0
     step = 512 * sum(times for _, times in trained)
     if settings.optimizer == "adafactor":
         # The square of a gradient and its sum with a constant; later the change and its negative.
-        step += 2 * 4 * max(one.count for one, _ in trained)
+        step += 2 * 4 * max(one.numbers for one, _ in trained)
     return _Fixed(
         weights=sum(_weight_bytes(one) * times for one, times in parameters),
         optimizer=sum(_optimizer_bytes(settings.optimizer, one) * times for one, times in trained),
@@ -464,7 +465,7 @@ def _sharded(
     zero, processes = settings.zero, settings.world_size
     weights = sum(_weight_bytes(one) * times for one, times in parameters)
     item = max(one.item for one, _ in trained)
-    count = sum(one.count * times for one, times in trained)
+    count = sum(one.numbers * times for one, times in trained)
     part = -(-count // processes)
     bucket = min(max(width * width, 12_500_000), 50_000_000) * item
     if zero.stage == 3:
@@ -479,21 +480,21 @@ def _sharded(
     optimizer = 12 * part
     gradients = item * (count if zero.stage == 1 else part)
     if zero.offload_optimizer:
-        optimizer, step = 0, item * max(one.count for one, _ in trained)
+        optimizer, step = 0, item * max(one.numbers for one, _ in trained)
         gradients = gradients if zero.stage == 1 else 0
     return _Fixed(weights, optimizer, bucket, gradients, gradients, step)
 
 
 def _weight_bytes(one: Parameter) -> int:
     if one.item:
-        return block_bytes(one.count * one.item)
+        return block_bytes(one.numbers * one.item)
     # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
-    blocks = -(-one.count // 64)
-    return block_bytes(-(-one.count // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
+    blocks = -(-one.numbers // 64)
+    return block_bytes(-(-one.numbers // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
 
 
 def _optimizer_bytes(kind: str, one: Parameter) -> int:
-    count = one.count
+    count = one.numbers
     if kind == "adafactor":
         if not one.columns:
             return block_bytes(4 * count) + 512

@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
     trained: bool
 
     @property
-    def count(self) -> int:
+    def numbers(self) -> int:
         return self.rows * (self.columns or 1)
 
 
