@@ -213,7 +213,7 @@ class _Run:
             near = layer.input(scores, numbers.weights, trained=numbers.full)
             far = seen = None
             if decodes:
-                far = layer.input(scores, numbers.compute, trained=self.settings.gradient_checkpointing)
+                far = layer.input(scores, self._query_item, trained=self.settings.gradient_checkpointing)
                 seen = layer.input(self.tokens * shape.hidden, numbers.stream)
                 given.extend((far, seen))
             given.append(near)
@@ -221,6 +221,12 @@ class _Run:
             return layer.live, t5_layer(layer, shape, x, kernel, (near, far), seen)
 
         return self._ran(run, count)
+
+    @property
+    def _query_item(self) -> int:
+        """Bytes of a query's numbers: a layer in 4 bits gives what it gets, from a norm."""
+        numbers = self.numbers
+        return numbers.vectors if numbers.quantized and not numbers.narrow_norms else numbers.compute
 
     def _tail(self) -> _Stack:
         """The norm after the last layer."""
@@ -346,7 +352,7 @@ class _Run:
             angles = 0 if shape.positions else 2 * settings.seq_len * shape.width * numbers.stream
             return start + angles, 0, 0, 0, held
         scores = shape.heads * self.square
-        bias, zeros = scores * numbers.weights, scores * numbers.compute
+        bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
         start += tail.saved + self.square * (2 * settings.batch + (16 if numbers.full else 0))
         made = bias if numbers.full else 0
