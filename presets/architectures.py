@@ -9,13 +9,10 @@ from typing import Any
 import msgspec
 
 from memtop.presets.layers import Kernel, Layer, Tensor
+from memtop.presets.states import UnknownMemoryError
 
 BF16_FROM = 80
 """The compute capability from which on a GPU computes in bf16 and has flash attention."""
-
-
-class UnknownMemoryError(ValueError):
-    """The memory cannot be estimated; the text says why, as one line."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

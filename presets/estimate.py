@@ -13,11 +13,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.architectures import BF16_FROM, Shape, UnknownMemoryError, causal_layer, kernel_of, shape_of, t5_layer
-from memtop.presets.layers import Kernel, Layer, Numbers, Parameter, Tensor, block_bytes
+from memtop.presets.architectures import BF16_FROM, Shape, causal_layer, kernel_of, shape_of, t5_layer
+from memtop.presets.layers import Kernel, Layer, Tensor
 from memtop.presets.logits import ROWS, tokens_at_once
-from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
+from memtop.presets.states import Parameter, States, UnknownMemoryError, block_bytes, numbers_of, states_of
 
 Phase = Literal["forward", "backward", "optimizer"]
 Component = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "temporary"]
@@ -27,8 +27,6 @@ _PLENTY = 1 << 50
 _MOST_SAMPLES = 1 << 20
 _LAST = {"down_proj", "c_proj", "wo"}
 """The linear layer that gives a layer's result, in any architecture."""
-_BUCKET, _BUCKETS = 16 << 20, 2
-"""Through which several processes sum their gradients: see train/exchange.py."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,24 +111,6 @@ class _Stack(msgspec.Struct):
     names: set[str]
 
 
-class _Fixed(msgspec.Struct):
-    """What is there all the time, and the gradients."""
-
-    weights: int
-    optimizer: int
-    workspace: int
-    gradients: int
-    """Of all weights, when the optimizer runs."""
-    resident: int
-    """Of all weights, during the passes of a later micro-batch."""
-    step: int
-    """What the optimizer allocates and releases."""
-
-    @property
-    def size(self) -> int:
-        return self.weights + self.optimizer + self.workspace
-
-
 class _Run:
     def __init__(self, settings: Settings, shape: Shape, generation: int, capacity: int | None) -> None:
         self.settings, self.shape, self.capacity = settings, shape, capacity
@@ -153,7 +133,7 @@ class _Run:
             raise UnknownMemoryError(f"lora.targets {', '.join(targets)}: no such layers (there are {known})")
         parameters = [(one, 1) for one in (*self._outside(), *tail.parameters)]
         parameters += [(one, stack.count) for stack in stacks for one in stack.parameters]
-        fixed = _fixed(
+        fixed = states_of(
             self.settings, parameters, self.shape.hidden, max(stacks, key=lambda stack: len(stack.parameters)).parameters
         )
         fixed.workspace += 2 * (32 * _MIB if self.generation >= 90 else 8_519_680)
@@ -301,7 +281,7 @@ class _Run:
 
     # --- what is live when
 
-    def _points(self, stacks: list[_Stack], tail: _Stack, fixed: _Fixed) -> list[_Point]:
+    def _points(self, stacks: list[_Stack], tail: _Stack, fixed: States) -> list[_Point]:
         shape, numbers, settings = self.shape, self.numbers, self.settings
         of_stream = self.tokens * shape.hidden * numbers.stream
         start, biases, made, again, held = self._start(tail)
@@ -364,7 +344,7 @@ class _Run:
     def _in_pieces(self) -> bool:
         return self.settings.loss_chunk != 0 and not self.shape.logit_cap
 
-    def _loss(self, forward: int, kept: int, fixed: _Fixed) -> tuple[int, list[_Point]]:
+    def _loss(self, forward: int, kept: int, fixed: States) -> tuple[int, list[_Point]]:
         """The new gradient of the head's weights, and what is live in the loss and at the beginning
         of the backward pass. `forward` and `kept`: what is live then without the loss."""
         shape, numbers, tokens, resident = self.shape, self.numbers, self.tokens, fixed.resident
@@ -401,117 +381,6 @@ class _Run:
         narrow = of_hidden * self.head_item if self.head_item != 4 else 0
         third = _Point("backward", resident + new, kept + of_hidden_32, temporary=narrow)
         return new, [first, second, third]
-
-
-# --- what is there all the time -------------------------------------------------------------------
-
-
-def numbers_of(settings: Settings, half: str | None) -> Numbers:
-    """As train.model builds the model: see there. `half`: bf16, fp16 or None."""
-    full, quantized = settings.method == "full", settings.method == "qlora"
-    if not full and settings.lora is None:
-        raise UnknownMemoryError(f"method {settings.method}: needs lora.r and lora.alpha")
-    lora = None if full else settings.lora
-    sharded = bool(settings.zero.stage) and half is not None
-    in_16_bits = half is not None and (quantized or (settings.method == "lora" and bool(settings.model.get("path"))))
-    weights = 2 if in_16_bits or sharded else 4
-    vectors = 4 if quantized and not sharded else weights
-    # DeepSpeed has everything in 16 bits, without autocast.
-    autocast = half is not None and not sharded
-    narrow_norms = settings.bf16_residual and half == "bf16" and autocast
-    stream = 2 if narrow_norms or (weights == vectors == 2 and (half == "bf16" or sharded)) else 4
-    return Numbers(
-        weights=weights,
-        # Of T5: transformers keeps it in fp32 rather than in fp16.
-        kept=4 if quantized and half == "fp16" else weights,
-        vectors=vectors,
-        compute=2 if half else 4,
-        stream=stream,
-        autocast=autocast,
-        narrow_norms=narrow_norms,
-        full=full,
-        quantized=quantized,
-        rank=lora.r if lora else 0,
-        dropout=lora.dropout if lora else 0.0,
-        targets=lora.targets if lora else (),
-        adapters=2 if sharded else 4,
-        resident=settings.accumulation > 1 or bool(settings.zero.stage),
-    )
-
-
-def _fixed(settings: Settings, parameters: list[tuple[Parameter, int]], width: int, layer: list[Parameter]) -> _Fixed:
-    trained = [(one, times) for one, times in parameters if one.trained]
-    if settings.zero.stage:
-        return _sharded(settings, parameters, trained, width, layer)
-    gradients = sum(block_bytes(one.numbers * one.item) * times for one, times in trained)
-    largest = max(one.numbers * one.item for one, _ in trained)
-    ring = _BUCKETS * min(_BUCKET, max(largest, gradients)) if settings.world_size > 1 else 0
-    step = 512 * sum(times for _, times in trained)
-    if settings.optimizer == "adafactor":
-        # The square of a gradient and its sum with a constant; later the change and its negative.
-        step += 2 * 4 * max(one.numbers for one, _ in trained)
-    return _Fixed(
-        weights=sum(_weight_bytes(one) * times for one, times in parameters),
-        optimizer=sum(_optimizer_bytes(settings.optimizer, one) * times for one, times in trained),
-        workspace=ring,
-        gradients=gradients,
-        resident=gradients if settings.accumulation > 1 else 0,
-        step=step,
-    )
-
-
-def _sharded(
-    settings: Settings,
-    parameters: list[tuple[Parameter, int]],
-    trained: list[tuple[Parameter, int]],
-    width: int,
-    layer: list[Parameter],
-) -> _Fixed:
-    """With DeepSpeed's ZeRO, with the sizes of train/zero.py. Its parts are whole buffers."""
-    zero, processes = settings.zero, settings.world_size
-    weights = sum(_weight_bytes(one) * times for one, times in parameters)
-    item = max(one.item for one, _ in trained)
-    count = sum(one.numbers * times for one, times in trained)
-    part = -(-count // processes)
-    bucket = min(max(width * width, 12_500_000), 50_000_000) * item
-    if zero.stage == 3:
-        most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
-        # A layer's weights are gathered, and those that come next.
-        gathered = min(most * item, sum(_weight_bytes(one) for one in layer) + int(0.9 * bucket))
-        weights = gathered + (0 if zero.offload_parameters else weights // processes)
-        step = 4 * min(most, part)
-    else:
-        step = (4 + item) * part
-    # fp32 weights, and Adam's moments of them.
-    optimizer = 12 * part
-    gradients = item * (count if zero.stage == 1 else part)
-    if zero.offload_optimizer:
-        optimizer, step = 0, item * max(one.numbers for one, _ in trained)
-        gradients = gradients if zero.stage == 1 else 0
-    return _Fixed(weights, optimizer, bucket, gradients, gradients, step)
-
-
-def _weight_bytes(one: Parameter) -> int:
-    if one.item:
-        return block_bytes(one.numbers * one.item)
-    # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
-    blocks = -(-one.numbers // 64)
-    return block_bytes(-(-one.numbers // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
-
-
-def _optimizer_bytes(kind: str, one: Parameter) -> int:
-    count = one.numbers
-    if kind == "adafactor":
-        if not one.columns:
-            return block_bytes(4 * count) + 512
-        return block_bytes(4 * one.rows) + block_bytes(4 * one.columns) + 512
-    if kind in ("adamw_8bit", "paged_adamw_8bit"):
-        # bitsandbytes keeps small moments in 32 bits. What it pages is not in torch's memory.
-        if count < 4096:
-            return 2 * block_bytes(4 * count)
-        scales = 2 * block_bytes(-(-count // 256) * 4)
-        return scales + (0 if kind == "paged_adamw_8bit" and count >= 100_000 else 2 * block_bytes(count))
-    return 2 * block_bytes(count * one.item) + 512
 
 
 _GAPS, _GAPS_EXPANDABLE = (1.08, 0.42, 0.16), (1.0, 0.46, 0.22)

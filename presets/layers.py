@@ -8,66 +8,13 @@ an operation saves for its gradient stays until the backward pass has run that o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
+from memtop.presets.states import OWN_SEGMENT, Numbers, Parameter, block_bytes
+
 Kernel = Literal["flash", "efficient", "math", "eager"]
-
-
-_OWN_SEGMENT, _ROUND_SEGMENT = 10 << 20, 2 << 20
-
-
-def block_bytes(size: int) -> int:
-    """What torch's allocator takes for a request: at most 1 MiB is left at the end of a segment of
-    its own, of which the size is rounded. See train/dry_run/allocator.py."""
-    if size >= _OWN_SEGMENT:
-        left = -size % _ROUND_SEGMENT
-        return size + left if left <= 1 << 20 else size
-    return -(-size // 512) * 512
-
-
-class Parameter(NamedTuple):
-    """A matrix, or with 0 columns a vector. `item`: bytes of a number; 0: it is in 4 bits."""
-
-    rows: int
-    columns: int
-    item: int
-    trained: bool
-
-    @property
-    def numbers(self) -> int:
-        return self.rows * (self.columns or 1)
-
-
-class Numbers(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes of numbers, 4 or 2, and what is trained."""
-
-    weights: int
-    """Of the base's matrices and embeddings."""
-    kept: int
-    """Of matrices that are never in 4 bits."""
-    vectors: int
-    """Of its norms and biases."""
-    compute: int
-    """Of matrix products."""
-    stream: int
-    """Of the sum to which the layers add their outputs."""
-    autocast: bool = False
-    """Whether products get copies of their operands in 16 bits."""
-    narrow_norms: bool = False
-    """Whether norms give what they compute in fp32 in 16 bits."""
-    full: bool = True
-    """Whether everything is trained; otherwise only the adapters are."""
-    quantized: bool = False
-    rank: int = 0
-    adapters: int = 4
-    """Bytes of the adapters' numbers."""
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-    """The layers with adapters, with ("all-linear",) all."""
-    resident: bool = False
-    """Whether gradients of an earlier micro-batch exist, to which new ones are added."""
 
 
 class Tensor:
@@ -148,14 +95,14 @@ class Layer:
 
     def new(self, count: int, item: int, node: int | None = None) -> Tensor:
         size = count * item
-        if size >= _OWN_SEGMENT:
+        if size >= OWN_SEGMENT:
             size = block_bytes(size)
         self._take(size)
         return Tensor(self, count, item, size, node)
 
     def _make(self, size: int) -> int:
         """Allocate what no forward pass makes; its bytes."""
-        if size >= _OWN_SEGMENT:
+        if size >= OWN_SEGMENT:
             size = block_bytes(size)
         self.passing += size
         self._take(size)

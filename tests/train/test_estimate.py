@@ -12,10 +12,11 @@ from transformers import AutoConfig
 
 from bench.predict import GIB, MIB, drawn
 from memtop.presets import Settings
-from memtop.presets.architectures import UnknownMemoryError, shape_of
+from memtop.presets.architectures import shape_of
 from memtop.presets.estimate import Estimate, estimate, largest_batch
 from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import Lora, Zero
+from memtop.presets.states import UnknownMemoryError
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
