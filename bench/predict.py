@@ -300,6 +300,7 @@ def _config(rng: random.Random, kind: str) -> dict[str, Any]:
             "feed_forward_proj": rng.choice(("relu", "gated-gelu")),
             "tie_word_embeddings": tied,
             "dropout_rate": rng.choice((0.0, 0.1)),
+            "decoder_start_token_id": 0,
         }
     if kind == "gpt2":
         width = rng.choice((768, 1280))
