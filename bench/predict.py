@@ -1,6 +1,7 @@
 """The dry run compared with published measurements on GPUs.
 
     python -m bench.predict [--only TEXT]
+    python -m bench.predict --closed N [--seed N]
 
 `a6000`: the README of vramcalc: RTX A6000, max_memory_allocated in units of 10^9 bytes, one sample
 of 2048 tokens, torch's AdamW (foreach), gradients kept between updates, outputs kept during the
@@ -8,19 +9,31 @@ backward pass, LoRA of rank 16. Their transformers 4.57 made a mask for batches 
 too. `t4`: the archive of fitcheck: Tesla T4, MiB, fp16, LoRA of rank 32 with gradient
 checkpointing; memory-efficient attention with repeated keys and values, or eager; 4-bit weights
 without double quantization, the rest in fp32. Errors are signed, in percent of the measurement.
+
+`--closed`: the estimate of `presets.estimate` compared with the dry run instead, over N trainings
+drawn from a seed. Models have few layers, because both are linear in their number; widths and
+vocabularies are those of real models. A row is printed as soon as it is known.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench.common import report, versions
+from memtop.presets import Settings
+from memtop.presets.estimate import estimate
 from memtop.presets.schema import ATTENTION_TARGETS, Lora, Zero
-from memtop.train.dry_run.build import Training
+from memtop.train.dry_run.build import Training, training_of
 from memtop.train.dry_run.run import Foresight, foresee
 
 MIB = 1 << 20
@@ -200,6 +213,169 @@ def _row(name: str, found: Foresight, **pairs: tuple[float, float]) -> dict[str,
     }
 
 
+# --- the estimate without torch -------------------------------------------------------------------
+
+GIB = 1 << 30
+_TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "t5": (("q", "v"), ("all-linear",)),
+    "gpt2": (("c_attn",), ("all-linear",)),
+    "phi3": (("qkv_proj", "o_proj"), ("all-linear",)),
+}
+_KINDS = ("llama", "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "gpt2", "t5", "t5")
+_SIZES = (
+    (576, 1536, 9, 3),
+    (1024, 2816, 16, 4),
+    (1536, 8960, 12, 2),
+    (2048, 5632, 16, 16),
+    (2048, 8192, 32, 8),
+    (4096, 14336, 32, 8),
+)
+"""Width, width inside a layer, heads, and heads of keys."""
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """A training of which the memory is estimated and foreseen."""
+
+    settings: Settings
+    config: dict[str, Any]
+    generation: int
+    capacity: int
+
+    @property
+    def from_folder(self) -> bool:
+        """Whether its weights would be read, and so be in 16 bits if they are frozen."""
+        return "path" in self.settings.model
+
+    def foreseen(self) -> Foresight:
+        if not self.from_folder:
+            return foresee(training_of(self.settings, generation=self.generation, capacity=self.capacity))
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(self.config))
+            settings = msgspec.structs.replace(self.settings, model={"path": folder})
+            return foresee(training_of(settings, generation=self.generation, capacity=self.capacity))
+
+
+def drawn(rng: random.Random, kind: str | None = None) -> Compared:
+    """A training of any architecture, or of this one."""
+    kind = kind or rng.choice(_KINDS)
+    config = _config(rng, kind)
+    method = rng.choice(("full", "full", "lora", "lora", "qlora"))
+    targets = _TARGETS.get(kind, (ATTENTION_TARGETS, ("q_proj", "v_proj"), ("all-linear",)))
+    lora = Lora(r=rng.choice((8, 16, 64)), alpha=16, dropout=rng.choice((0.0, 0.05)), targets=rng.choice(targets))
+    generation = rng.choice((75, 80, 86, 90))
+    precision = rng.choice(("bf16", "bf16", "bf16", "fp16", "fp32") if generation >= 80 else ("fp16", "fp32"))
+    length, tokens = rng.choice((256, 512, 1024, 2048)), rng.choice((1024, 2048, 4096, 8192, 16384))
+    if kind in ("gpt2", "t5", "gemma2") or generation == 75 or precision == "fp32":
+        length = min(length, 1024)  # matrices of scores
+    reads = method == "lora" and rng.random() < 0.6
+    settings = Settings(
+        recipe="",
+        preset="",
+        save_every=1,
+        learning_rate=1e-4,
+        model={"path": "read"} if reads else {"config": config},
+        task="seq2seq" if kind == "t5" else "causal",
+        method=method,
+        lora=None if method == "full" else lora,
+        precision=precision,
+        batch=max(1, tokens // length),
+        seq_len=length,
+        accumulation=rng.choice((1, 1, 4)),
+        gradient_checkpointing=rng.random() < 0.4,
+        loss_chunk=rng.choice((-1, -1, 0, 512, 1024, 4096)),
+        optimizer=rng.choice(("adamw", "adamw", "adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor")),
+        world_size=rng.choice((1, 1, 2)),
+        bf16_residual=rng.random() < 0.3,
+        allocator=rng.choice(("", "expandable_segments:True")),
+    )
+    return Compared(settings, config, generation, rng.choice((24, 80)) * GIB)
+
+
+def _config(rng: random.Random, kind: str) -> dict[str, Any]:
+    layers, tied = rng.choice((2, 2, 2, 3, 3, 4)), rng.random() < 0.5
+    if kind == "t5":
+        width, inner, heads = rng.choice(((512, 2048, 8), (768, 3072, 12), (1024, 2816, 16)))
+        return {
+            "model_type": kind,
+            "d_model": width,
+            "d_ff": inner,
+            "num_heads": heads,
+            "d_kv": 64,
+            "num_layers": layers,
+            "num_decoder_layers": rng.choice((2, 3, 4)),
+            "vocab_size": rng.choice((29298, 32128)),
+            "feed_forward_proj": rng.choice(("relu", "gated-gelu")),
+            "tie_word_embeddings": tied,
+            "dropout_rate": rng.choice((0.0, 0.1)),
+            "decoder_start_token_id": 0,
+        }
+    if kind == "gpt2":
+        width = rng.choice((768, 1280))
+        return {"model_type": kind, "n_embd": width, "n_head": width // 64, "n_layer": layers}
+    hidden, inner, heads, key_heads = rng.choice(_SIZES)
+    config = llama(hidden, inner, layers, heads, key_heads, rng.choice((32000, 50257, 128256, 151936)))
+    config |= {"model_type": kind, "tie_word_embeddings": tied, "pad_token_id": 0}
+    if kind.startswith("gemma"):
+        config |= {"head_dim": rng.choice((64, 128, 256)), "vocab_size": rng.choice((32000, 256000))}
+    if kind in ("mistral", "gemma3_text"):
+        config["sliding_window"] = rng.choice((512, 4096))
+    return config
+
+
+def closed_row(one: Compared) -> dict[str, Any]:
+    """The signed errors of the estimate, in percent of what the dry run foresees."""
+    began = time.process_time()
+    found = estimate(one.settings, one.config, generation=one.generation, capacity=one.capacity)
+    took = time.process_time() - began
+    foreseen = one.foreseen()
+    phases = {peak.phase: peak.allocated for peak in foreseen.phases}
+    pairs = {"allocated": (found.allocated, foreseen.allocated), "reserved": (found.reserved, foreseen.reserved)}
+    pairs |= {phase: (size, phases[phase]) for phase, size in found.peaks.items()}
+    chosen = ("method", "precision", "batch", "seq_len", "accumulation", "gradient_checkpointing", "loss_chunk", "optimizer")
+    return {
+        "model": one.config,
+        "settings": {name: getattr(one.settings, name) for name in (*chosen, "bf16_residual", "allocator", "lora")},
+        "from_folder": one.from_folder,
+        "generation": one.generation,
+        "capacity_gib": one.capacity // GIB,
+        "errors": {kind: round(100 * (size - exact) / exact, 2) for kind, (size, exact) in pairs.items()},
+        "allocated_mib": round(foreseen.allocated / MIB),
+        "reserved_mib": round(foreseen.reserved / MIB),
+        "peak": f"{foreseen.peak_phase}: {foreseen.peak_operation}",
+        "microseconds": round(1e6 * took),
+    }
+
+
+def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    groups = {"all": rows} | {kind: [row for row in rows if row["model"]["model_type"] == kind] for kind in sorted({*_KINDS})}
+    for name, chosen in groups.items():
+        for kind in ("allocated", "reserved"):
+            errors = [row["errors"][kind] for row in chosen]
+            if errors:
+                found.setdefault(name, {"rows": len(errors)})[kind] = {
+                    "median": round(statistics.median(map(abs, errors)), 2),
+                    "lowest": min(errors),
+                    "highest": max(errors),
+                }
+    times = sorted(row["microseconds"] for row in rows)
+    found["microseconds"] = {"median": times[len(times) // 2], "95 %": times[len(times) * 95 // 100]}
+    return found
+
+
+def closed(count: int, seed: int) -> None:
+    rng, rows = random.Random(seed), list[dict[str, Any]]()
+    try:
+        while len(rows) < count:
+            rows.append(closed_row(drawn(rng)))
+            print(json.dumps(msgspec.to_builtins(rows[-1])), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print(f"{len(rows)} of {count} trainings were compared", file=sys.stderr)
+    packages = versions("torch", "transformers", "peft", "bitsandbytes")
+    results = {"versions": packages, "seed": seed, "summary": closed_summary(rows), "rows": msgspec.to_builtins(rows)}
+    report("estimate", results)
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = {kind for row in rows for kind in row["errors"]}
     found = {}
@@ -212,7 +388,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains this")
-    only = parser.parse_args().only
+    parser.add_argument("--closed", type=int, default=0, metavar="N", help="compare N estimates with the dry run instead")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the trainings that are compared")
+    options = parser.parse_args()
+    if options.closed:
+        closed(options.closed, options.seed)
+        return
+    only = options.only
     a6000, t4 = a6000_rows(only), t4_rows(only)
     results = {"summary": summary(a6000 + t4), "a6000": a6000, "t4": t4, "speed": speed_rows(only)}
     packages = versions("torch", "transformers", "peft", "bitsandbytes")

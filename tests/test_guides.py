@@ -17,11 +17,12 @@ from msgspec.structs import replace
 from memtop.presets import Settings, apply_preset, edit_settings, load_presets, load_recipes, resolve, take_whole
 from memtop.presets.comparison import describe_split, effective_change, outlook
 from memtop.presets.host_memory import HostPlan, host_plan
+from memtop.presets.logits import CHUNK_BYTES
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.train import BadInputError, TrainingError, host_memory, run
 from memtop.train.channel import RECORD_EVERY, MemoryRecorder
 from memtop.train.engine import PlainEngine
-from memtop.train.objective import CHUNK_BYTES, Objective
+from memtop.train.objective import Objective
 from tests.train.support import TINY, Recorder, Training
 
 ROOT = Path(__file__).resolve().parents[1]

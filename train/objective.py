@@ -17,19 +17,12 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
+from memtop.presets.logits import MOST_TOKENS, ROWS, tokens_at_once
 from memtop.train.devices import free_bytes
 
 IGNORED = -100
 """The label of positions that do not count, the default of torch's cross entropy."""
-CHUNK_BYTES = 64 << 20
-"""fp32 logits that exist at one time where free memory is not known (on a CPU)."""
-_STEP, _MOST = 128, 4096
-"""On a GPU a piece has a multiple of _STEP tokens, at most _MOST: more make it no faster."""
-_SHARE = 4
-"""A piece uses at most this part of the free memory: 1 / _SHARE."""
 _16_BITS = (torch.float16, torch.bfloat16)
-_ROWS = 256
-"""Tokens whose logits in 16 bits also exist in 32 bits, twice, at one time."""
 
 
 class Objective(torch.nn.Module):
@@ -66,7 +59,7 @@ class Objective(torch.nn.Module):
     def chunk(self) -> int:
         """The most tokens whose logits exist at one time with the memory that is free now; 0 for
         all."""
-        return self._chunk if self._chunk >= 0 else self._chosen(next(self.model.parameters()), _MOST)
+        return self._chunk if self._chunk >= 0 else self._chosen(next(self.model.parameters()), MOST_TOKENS)
 
     @property
     def _has_own_gradient(self) -> bool:
@@ -80,7 +73,7 @@ class Objective(torch.nn.Module):
             free //= 8
         elif free is not None:
             free = max(0, free - self._gradient_bytes(like))
-        return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like))
+        return tokens_at_once(free, getattr(self.head, "out_features", 1), tokens, _compute_dtype(like).itemsize)
 
     def _gradient_bytes(self, like: torch.Tensor) -> int:
         """What the fp32 gradient of the head's weight takes in addition to the logits."""
@@ -163,24 +156,6 @@ class Objective(torch.nn.Module):
         for rows in _pieces(len(labels), chunk):
             total = total + checkpoint(_piece, head, hidden[rows], labels[rows], use_reentrant=False)
         return total
-
-
-def tokens_at_once(free: int | None, vocabulary: int, tokens: int, dtype: torch.dtype) -> int:
-    """How many of `tokens` tokens get their logits at one time, computed in `dtype`.
-
-    `free`: bytes that are free on the device, or None. On a GPU, few tokens are slow: each piece
-    reads and writes the whole gradient of the head's weight. Pieces of one batch are equally large.
-    """
-    if free is None:
-        return max(1, CHUNK_BYTES // (4 * vocabulary))
-    for_logits = free // _SHARE
-    if dtype in _16_BITS:
-        for_logits = max(0, for_logits - 2 * 4 * _ROWS * vocabulary)
-    most = min(_MOST, max(_STEP, for_logits // (dtype.itemsize * vocabulary)))
-    # A power of two: free memory that differs a little gives the same pieces, and the same sums.
-    most = 1 << (most.bit_length() - 1)
-    pieces = -(-max(1, tokens) // most)
-    return -(-max(1, tokens) // (pieces * _STEP)) * _STEP
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -347,7 +322,7 @@ def _gradient(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
     # Many probabilities are smaller than fp16's smallest number.
     larger = 1024 if logits.dtype == torch.float16 else 1
     losses = torch.empty(wanted.shape, device=logits.device)
-    for rows in _pieces(len(logits), _ROWS):
+    for rows in _pieces(len(logits), ROWS):
         block, index = logits[rows], wanted[rows]
         softmax = torch.log_softmax(block, 1, dtype=torch.float32)
         picked = softmax.gather(1, index)

@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
+from memtop.presets.logits import tokens_at_once
 from memtop.train import objective
 from memtop.train.batches import completed
 from memtop.train.data.samples import collate
 from memtop.train.devices import free_bytes
-from memtop.train.objective import IGNORED, Objective, counted_positions, tokens_at_once
+from memtop.train.objective import IGNORED, Objective, counted_positions
 from tests.train.card import put_in
 
 SMALL = {
@@ -273,7 +274,7 @@ GIB = 1 << 30
 def test_pieces_follow_the_free_memory(
     free: int | None, vocabulary: int, tokens: int, dtype: torch.dtype, expected: int
 ) -> None:
-    assert tokens_at_once(free, vocabulary, tokens, dtype) == expected
+    assert tokens_at_once(free, vocabulary, tokens, dtype.itemsize) == expected
 
 
 def test_free_bytes_are_those_that_torch_may_still_allocate(monkeypatch: pytest.MonkeyPatch) -> None:

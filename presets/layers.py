@@ -1,0 +1,466 @@
+"""What a layer of a known architecture allocates when it is trained: its operations in the order in
+which transformers and peft run them, with sizes only.
+
+A `Layer` runs them like autograd. Each result takes its bytes until nothing refers to it, and what
+an operation saves for its gradient stays until the backward pass has run that operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from memtop.presets.states import OWN_SEGMENT, Numbers, Parameter, block_bytes
+
+Kernel = Literal["flash", "efficient", "math", "eager"]
+
+
+class Tensor:
+    """A result: `count` numbers of `item` bytes. `node` computes its gradient, if it has one."""
+
+    __slots__ = ("count", "item", "layer", "node", "size")
+
+    def __init__(self, layer: Layer, count: int, item: int, size: int, node: int | None) -> None:
+        self.layer, self.count, self.item, self.size, self.node = layer, count, item, size, node
+
+    def __del__(self) -> None:
+        self.layer.live -= self.size
+
+
+class _View(Tensor):
+    """A part of another result, without memory of its own."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, whole: Tensor, count: int, node: int | None) -> None:
+        super().__init__(whole.layer, count, whole.item, 0, node)
+        self.whole = whole
+
+    def __del__(self) -> None:
+        pass
+
+
+class _Gradient(msgspec.Struct):
+    """What the backward pass computes; `holders`: how many operations hold it."""
+
+    size: int
+    item: int
+    holders: int = 1
+
+
+class _Node(msgspec.Struct):
+    """An operation whose result has a gradient."""
+
+    parents: list[tuple[int, int, int, int]]
+    """Of each operand with a gradient: its node, bytes that exist only while the gradient is
+    computed, and the gradient's count and item."""
+    saved: tuple[Tensor | None, ...]
+    weights: Sequence[tuple[int, int]] = ()
+    """Of each trained weight: bytes that exist only while its gradient is computed, and those of
+    the gradient."""
+    hidden: int = 0
+    """Bytes that exist while all gradients do."""
+    passes: bool = False
+    """Whether the operands' gradient is the result's own."""
+    joins: bool = False
+    """Whether the results are parts of the operand."""
+
+
+class Layer:
+    """Runs operations forward, then backward, and knows the most bytes that were live."""
+
+    def __init__(self, numbers: Numbers, batch: int, length: int, *, saves: bool = True) -> None:
+        """`saves`: whether there will be a backward pass; a checkpoint runs a layer without it
+        first."""
+        self.numbers, self.batch, self.length, self.saves = numbers, batch, length, saves
+        self.tokens = batch * length
+        self.live = self.peak = self.passing = 0
+        self.passing_at_peak = self.kept_at_peak = self.kept = 0
+        self.peak_at_last_saved = 0
+        """A checkpoint that runs the layer again ends there."""
+        self.parameters: list[Parameter] = []
+        self.copies: list[Tensor] = []
+        """Weights in 16 bits, which autocast keeps until the forward pass ends."""
+        self.names: set[str] = set()
+        self._nodes: list[_Node | None] = []
+
+    # --- what operations consist of
+
+    def _take(self, size: int) -> None:
+        self.live += size
+        if self.live > self.peak:
+            self.peak, self.passing_at_peak, self.kept_at_peak = self.live, self.passing, self.kept
+
+    def new(self, count: int, item: int, node: int | None = None) -> Tensor:
+        size = count * item
+        if size >= OWN_SEGMENT:
+            size = block_bytes(size)
+        self._take(size)
+        return Tensor(self, count, item, size, node)
+
+    def _make(self, size: int) -> int:
+        """Allocate what no forward pass makes; its bytes."""
+        if size >= OWN_SEGMENT:
+            size = block_bytes(size)
+        self.passing += size
+        self._take(size)
+        return size
+
+    def _drop(self, size: int) -> None:
+        self.passing -= size
+        self.live -= size
+
+    def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
+        """What the layer gets from the one before it."""
+        if not (trained and self.saves):
+            return self.new(count, item)
+        self._nodes.append(None)
+        return self.new(count, item, len(self._nodes) - 1)
+
+    def _result(
+        self,
+        count: int,
+        item: int,
+        operands: Sequence[tuple[Tensor, int, int]],
+        saved: tuple[Tensor | None, ...] = (),
+        weights: Sequence[tuple[int, int]] = (),
+        hidden: int = 0,
+        passes: bool = False,
+        saves_itself: bool = False,
+    ) -> Tensor:
+        """`operands`: each with the bytes that exist only while its gradient is computed, and the
+        item of that gradient."""
+        if not self.saves:
+            return self.new(count, item)
+        parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
+        if not (parents or weights):
+            return self.new(count, item)
+        node = _Node(parents, saved, weights, hidden, passes)
+        self._nodes.append(node)
+        found = self.new(count, item, len(self._nodes) - 1)
+        if saves_itself:
+            node.saved = (*saved, found)
+        if node.saved:
+            self.peak_at_last_saved = self.peak
+        return found
+
+    def backward(self, node: int, count: int, item: int) -> None:
+        """From the gradient of the result of this node."""
+        gradients = {node: _Gradient(self._make(count * item), item)}
+        nodes = self._nodes
+        for number in range(len(nodes) - 1, -1, -1):
+            step, nodes[number] = nodes[number], None
+            gradient = gradients.pop(number, None)
+            if step is None or gradient is None:
+                continue
+            found = self._passed_on(step, gradient) if step.passes else self._computed(step)
+            step = None  # with what it has saved
+            self._release(gradient)
+            for parent, own in found:
+                self._accumulate(gradients, parent, own)
+
+    def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[int, _Gradient]]:
+        found = []
+        for parent, _, count, item in step.parents:
+            own = gradient
+            if gradient.item == item:
+                gradient.holders += 1
+            else:
+                own = _Gradient(self._make(count * item), item)
+            found.append((parent, own))
+        return found
+
+    def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
+        hidden = self._make(step.hidden)
+        found = []
+        for parent, extra, count, item in step.parents:
+            passing = self._make(extra)
+            found.append((parent, _Gradient(self._make(count * item), item)))
+            self._drop(passing)
+        for extra, size in step.weights:
+            passing = self._make(extra)
+            if self.numbers.resident:
+                self._drop(self._make(size))
+            else:
+                size = block_bytes(size)
+                self.kept += size
+                self._take(size)
+            self._drop(passing)
+        self._drop(hidden)
+        return found
+
+    def _release(self, gradient: _Gradient) -> None:
+        gradient.holders -= 1
+        if not gradient.holders:
+            self._drop(gradient.size)
+
+    def _accumulate(self, gradients: dict[int, _Gradient], parent: int, own: _Gradient) -> None:
+        before = gradients.get(parent)
+        node = self._nodes[parent]
+        if node is not None and node.joins:
+            if own.holders > 1:
+                own = _Gradient(self._make(own.size), own.item)
+            if before is not None:
+                own.size += before.size
+            gradients[parent] = own
+        elif before is None:
+            gradients[parent] = own
+        else:
+            if before.holders > 1:
+                # Somebody else needs it: the sum is new.
+                gradients[parent] = _Gradient(self._make(before.size), before.item)
+                self._release(before)
+            self._release(own)
+
+    # --- operations
+
+    def cast(self, x: Tensor, item: int) -> Tensor:
+        return x if x.item == item else self._result(x.count, item, ((x, 0, x.item),))
+
+    def changed(self, x: Tensor) -> Tensor:
+        """A sum with, or a product with, a constant, or a negation: nothing is saved."""
+        return self._result(x.count, x.item, ((x, 0, x.item),))
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._result(a.count, max(a.item, b.item), ((a, 0, a.item), (b, 0, b.item)), passes=True)
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        item = max(a.item, b.item)
+        extra = a.count * item
+        operands = ((a, extra if a.item != item else 0, a.item), (b, extra if b.item != item else 0, b.item))
+        return self._result(a.count, item, operands, (a if b.node is not None else None, b if a.node is not None else None))
+
+    def dropout(self, x: Tensor, rate: float) -> Tensor:
+        if not rate:
+            return x
+        return self._result(x.count, x.item, ((x, 0, x.item),), (self.new(x.count, 1),))
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        if name == "gelu_new":
+            wide = self.cast(x, 4) if self.numbers.autocast else x
+            cube = self.changed(self._result(x.count, wide.item, ((wide, 3 * x.count * wide.item, wide.item),), (wide,)))
+            del wide
+            inner = self.changed(self.add(x, cube))
+            del cube
+            hyperbolic = self._result(inner.count, inner.item, ((inner, 0, inner.item),), saves_itself=True)
+            del inner
+            half = self.changed(x)
+            return self.multiply(half, self.changed(hyperbolic))
+        if name == "relu":
+            return self._result(x.count, x.item, ((x, 0, x.item),), saves_itself=True)
+        return self._result(x.count, x.item, ((x, 0, x.item),), (x,))
+
+    def _vector(self, size: int) -> Sequence[tuple[int, int]]:
+        """A norm's or a bias's weights, of which the gradients are small."""
+        full = self.numbers.full
+        self.parameters.append(Parameter(size, 0, self.numbers.vectors, full))
+        return ((0, size * self.numbers.vectors),) if full else ()
+
+    def _scaled(self, x: Tensor, width: int, item: int) -> Tensor:
+        """The product with a norm's trained weights."""
+        weights = self._vector(width)
+        extra = x.count * item
+        # The gradient of the weights is a sum over a product of the whole size.
+        weights = [(extra, size) for _, size in weights]
+        return self._result(x.count, item, ((x, extra if x.item != item else 0, x.item),), (x,) if weights else (), weights)
+
+    def norm(self, x: Tensor, width: int, kind: str) -> Tensor:
+        """`llama`, `t5` and `gemma` differ in where they go back to 16 bits."""
+        if kind == "layer":
+            return self._layer_norm(x, width)
+        wide = self.cast(x, 4)
+        rows = x.count // width
+        # The square, its mean and the root. The power's gradient takes three matrices.
+        square = self.new(x.count, 4)
+        root = self._result(rows, 4, ((wide, 3 * 4 * x.count + 4 * x.count, 4),), (wide, self.new(2 * rows, 4)))
+        del square
+        base = x if kind == "t5" else wide
+        # The root's gradient is a sum over a product of the whole size.
+        scaled = self._result(
+            x.count, 4, ((base, 4 * x.count if base.item != 4 else 0, base.item), (root, 4 * x.count, 4)), (base, root)
+        )
+        del wide, base, root
+        vectors = self.numbers.vectors
+        if kind == "gemma":
+            found = self.cast(self._scaled(scaled, width, 4), x.item)
+        else:
+            item = x.item if kind == "llama" else 2 if vectors == 2 else 4
+            narrow = self.cast(scaled, item)
+            del scaled
+            found = self._scaled(narrow, width, max(item, vectors))
+        return self.cast(found, 2) if self.numbers.narrow_norms else found
+
+    def _layer_norm(self, x: Tensor, width: int) -> Tensor:
+        wide = self.cast(x, 4) if self.numbers.autocast else x
+        weights = [*self._vector(width), *self._vector(width)]
+        found = self._result(x.count, wide.item, ((wide, 0, wide.item),), (wide, self.new(2 * x.count // width, 4)), weights)
+        return self.cast(found, 2) if self.numbers.narrow_norms else found
+
+    def linear(self, x: Tensor, inputs: int, outputs: int, name: str, *, bias: bool = False, whole: bool = False) -> Tensor:
+        """`whole`: never in 4 bits."""
+        numbers = self.numbers
+        self.names.add(name)
+        compute, item, size = numbers.compute, numbers.kept if whole else numbers.weights, inputs * outputs
+        count = x.count // inputs * outputs
+        quantized = numbers.quantized and not whole
+        self.parameters.append(Parameter(outputs, inputs, 0 if quantized else item, numbers.full))
+        weights = [*self._vector(outputs)] if bias else []
+        if quantized:
+            unpacked = size * item + size // 8
+            narrow = self.cast(x, compute)
+            passing = self.new(size * compute + size // 8, 1)
+            found = self._result(count, compute, ((narrow, unpacked, compute),))
+            del passing, narrow
+            found = self.cast(found, x.item)
+        else:
+            narrow = self.cast(x, compute)
+            copy = self.new(size, compute) if compute != item else None
+            if copy is not None and numbers.full:
+                self.copies.append(copy)
+            if numbers.full:
+                weights.append((size * compute if compute != item else 0, size * item))
+            found = self._result(count, compute, ((narrow, 0, compute),), (narrow if numbers.full else None, copy), weights)
+            del narrow, copy
+        if not (name in numbers.targets or numbers.targets == ("all-linear",)):
+            return found
+        return self._adapted(x, found, inputs, outputs, quantized)
+
+    def _adapted(self, x: Tensor, found: Tensor, inputs: int, outputs: int, quantized: bool) -> Tensor:
+        numbers = self.numbers
+        rank, own = numbers.rank, numbers.adapters
+        rows = x.count // inputs
+        self.parameters += [Parameter(rank, inputs, own, True), Parameter(outputs, rank, own, True)]
+        if quantized:
+            found = self.changed(found)
+        if not (quantized and numbers.autocast):
+            x = self.cast(x, own)
+        kind = numbers.compute if numbers.autocast else own
+
+        def product(x: Tensor, count: int, size: int) -> Tensor:
+            narrow = self.cast(x, kind)
+            copy = self.new(size, kind) if kind != own else None
+            if copy is not None:
+                self.copies.append(copy)
+            weights = ((size * kind if kind != own else 0, size * own),)
+            return self._result(count, kind, ((narrow, 0, kind),), (narrow, copy), weights)
+
+        low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
+        high = product(low, found.count, rank * outputs)
+        del low
+        return self.cast(self.add(found, self.changed(high)), found.item)
+
+    def rotated(self, x: Tensor, item: int) -> Tensor:
+        """By its position; `item` is that of the cosines and sines."""
+        wide = max(x.item, item)
+        extra = x.count * wide if wide != x.item else 0
+        one = self._result(x.count, wide, ((x, extra, x.item),))
+        half = self.new(x.count // 2, x.item)
+        # The gradients of both halves fill matrices of the whole size.
+        turned = self._result(x.count, x.item, ((x, 2 * x.count * x.item, x.item),))
+        del half
+        two = self._result(x.count, wide, ((turned, extra, x.item),))
+        del turned
+        return self.add(one, two)
+
+    def parts(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Views of a matrix's columns. They keep the matrix, and together their gradients become
+        one of its size."""
+        if x.node is not None:
+            self._nodes.append(_Node([(x.node, 0, x.count, x.item)], (), joins=True))
+        node, rows = None if x.node is None else len(self._nodes) - 1, x.count // sum(sizes)
+        return [_View(x, rows * size, node) for size in sizes]
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kernel: Kernel,
+        heads: int,
+        key_heads: int,
+        bias: Tensor | None = None,
+        mask_bytes: int = 0,
+        cap: bool = False,
+        rate: float = 0.0,
+    ) -> Tensor:
+        """`bias`: what is added to the scores of each head; `mask_bytes`: of a mask that the kernel
+        makes of a boolean one and keeps."""
+        compute = self.numbers.compute
+        if self.numbers.autocast:
+            query, key, value = (self.cast(one, compute) for one in (query, key, value))
+        item = query.item
+        count, times = query.count, heads // key_heads
+        rows = self.batch * heads * self.length
+        scores = rows * self.length
+        if kernel == "flash":
+            padded = self.batch * heads * -(-self.length // 128) * 128
+            hidden = 4 * padded + 4 * padded * -(-(count // rows) // 32) * 32 + (2 * count * item if times > 1 else 0)
+            operands = tuple((one, 0, one.item) for one in (query, key, value))
+            sums = self.new(rows, 4)
+            return self._result(count, item, operands, (query, key, value, sums), hidden=hidden, saves_itself=True)
+        if kernel == "math":
+            return self._math(query, key, value, scores, times, rate)
+        if times > 1:
+            key, value = (self._repeated(one, times) for one in (key, value))
+        if kernel == "efficient":
+            sums = self.new(self.batch * heads * -(-self.length // 32) * 32, 4)
+            mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
+            hidden = 4 * rows + (4 * count if item == 2 else 0)
+            operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
+            return self._result(count, item, operands, (query, key, value, sums, mask), hidden=hidden, saves_itself=True)
+        return self._eager(query, key, value, scores, cap, rate)
+
+    def _repeated(self, x: Tensor, times: int) -> Tensor:
+        """Keys or values for every query head; the gradient is a sum over them."""
+        return self._result(x.count * times, x.item, ((x, 0, x.item),))
+
+    def _product(self, a: Tensor, b: Tensor, count: int) -> Tensor:
+        return self._result(count, a.item, ((a, 0, a.item), (b, 0, b.item)), (a, b))
+
+    def _eager(self, query: Tensor, key: Tensor, value: Tensor, scores: int, cap: bool, rate: float) -> Tensor:
+        raw = self.changed(self._product(query, key, scores))
+        if cap:
+            divided = self.changed(raw)
+            hyperbolic = self._result(scores, divided.item, ((divided, 0, divided.item),), saves_itself=True)
+            del divided
+            raw = self.changed(hyperbolic)
+            del hyperbolic
+        masked = self.changed(raw)
+        del raw
+        shares = self._softmax(masked)
+        del masked
+        shares = self.dropout(self.cast(shares, query.item), rate)
+        return self._product(shares, value, query.count)
+
+    def _softmax(self, x: Tensor) -> Tensor:
+        wide = self.cast(x, 4)
+        return self._result(x.count, 4, ((wide, 4 * x.count, 4),), saves_itself=True)
+
+    def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float) -> Tensor:
+        """It computes in fp32; under autocast only its products are in 16 bits."""
+        item, kind = query.item, self.numbers.compute if self.numbers.autocast else 4
+        query, key, value = (self.cast(one, 4) for one in (query, key, value))
+        query = self.changed(query)
+        if times > 1:
+            key, value = (self._repeated(one, times) for one in (key, value))
+        key = self.changed(key)
+        raw = self._product(self.cast(query, kind), self.cast(key, kind), scores)
+        masked = self.cast(self.changed(raw), 4)
+        del raw
+        shares = self._softmax(masked)
+        del masked
+        shares = self.dropout(shares, rate)
+        own = self.new(scores, item) if item != 4 else None  # it also gives the shares
+        narrow, values = self.cast(shares, kind), self.cast(value, kind)
+        del shares
+        found = self.cast(self._product(narrow, values, query.count), item)
+        del own
+        return found
+
+    def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
+        """What is added to scores that are not masked; the gradient of `bias` is a sum.
+        `mask_bytes`: of a mask that is made for it."""
+        mask = self.new(mask_bytes, 1) if mask_bytes else None
+        return self._result(count, bias.item, ((bias, count * bias.item, bias.item),), (mask,))

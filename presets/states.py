@@ -1,0 +1,200 @@
+"""What is in the GPU's memory during a whole training, and the precision of it: weights, the
+optimizer's moments, gradients between passes and buffers; with DeepSpeed's ZeRO, one process's part
+of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from memtop.presets.parameters import LIVE_PARAMETERS
+from memtop.presets.schema import Settings
+
+_BUCKET, _BUCKETS = 16 << 20, 2
+"""Through which several processes sum their gradients: see train/exchange.py."""
+
+
+class UnknownMemoryError(ValueError):
+    """The memory cannot be estimated; the text says why, as one line."""
+
+
+OWN_SEGMENT, _ROUND_SEGMENT = 10 << 20, 2 << 20
+
+
+def block_bytes(size: int) -> int:
+    """What torch's allocator takes for a request: at most 1 MiB is left at the end of a segment of
+    its own, of which the size is rounded. See train/dry_run/allocator.py."""
+    if size >= OWN_SEGMENT:
+        left = -size % _ROUND_SEGMENT
+        return size + left if left <= 1 << 20 else size
+    return -(-size // 512) * 512
+
+
+class Parameter(NamedTuple):
+    """A matrix, or with 0 columns a vector. `item`: bytes of a number; 0: it is in 4 bits."""
+
+    rows: int
+    columns: int
+    item: int
+    trained: bool
+
+    @property
+    def numbers(self) -> int:
+        return self.rows * (self.columns or 1)
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes of numbers, 4 or 2, and what is trained."""
+
+    weights: int
+    """Of the base's matrices and embeddings."""
+    kept: int
+    """Of matrices that are never in 4 bits."""
+    vectors: int
+    """Of its norms and biases."""
+    compute: int
+    """Of matrix products."""
+    stream: int
+    """Of the sum to which the layers add their outputs."""
+    autocast: bool = False
+    """Whether products get copies of their operands in 16 bits."""
+    narrow_norms: bool = False
+    """Whether norms give what they compute in fp32 in 16 bits."""
+    full: bool = True
+    """Whether everything is trained; otherwise only the adapters are."""
+    quantized: bool = False
+    rank: int = 0
+    adapters: int = 4
+    """Bytes of the adapters' numbers."""
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    """The layers with adapters, with ("all-linear",) all."""
+    resident: bool = False
+    """Whether gradients of an earlier micro-batch exist, to which new ones are added."""
+
+
+class States(msgspec.Struct):
+    """Bytes."""
+
+    weights: int
+    optimizer: int
+    workspace: int
+    gradients: int
+    """Of all weights, when the optimizer runs."""
+    resident: int
+    """Of all weights, during the passes of a later micro-batch."""
+    step: int
+    """What the optimizer allocates and releases."""
+
+    @property
+    def size(self) -> int:
+        return self.weights + self.optimizer + self.workspace
+
+
+def numbers_of(settings: Settings, half: str | None) -> Numbers:
+    """As train.model builds the model: see there. `half`: bf16, fp16 or None."""
+    full, quantized = settings.method == "full", settings.method == "qlora"
+    if not full and settings.lora is None:
+        raise UnknownMemoryError(f"method {settings.method}: needs lora.r and lora.alpha")
+    lora = None if full else settings.lora
+    sharded = bool(settings.zero.stage) and half is not None
+    in_16_bits = half is not None and (quantized or (settings.method == "lora" and bool(settings.model.get("path"))))
+    weights = 2 if in_16_bits or sharded else 4
+    vectors = 4 if quantized and not sharded else weights
+    # DeepSpeed has everything in 16 bits, without autocast.
+    autocast = half is not None and not sharded
+    narrow_norms = settings.bf16_residual and half == "bf16" and autocast
+    stream = 2 if narrow_norms or (weights == vectors == 2 and (half == "bf16" or sharded)) else 4
+    return Numbers(
+        weights=weights,
+        # Of T5: transformers keeps it in fp32 rather than in fp16.
+        kept=4 if quantized and half == "fp16" else weights,
+        vectors=vectors,
+        compute=2 if half else 4,
+        stream=stream,
+        autocast=autocast,
+        narrow_norms=narrow_norms,
+        full=full,
+        quantized=quantized,
+        rank=lora.r if lora else 0,
+        dropout=lora.dropout if lora else 0.0,
+        targets=lora.targets if lora else (),
+        adapters=2 if sharded else 4,
+        resident=settings.accumulation > 1 or bool(settings.zero.stage),
+    )
+
+
+def states_of(settings: Settings, parameters: list[tuple[Parameter, int]], width: int, layer: list[Parameter]) -> States:
+    trained = [(one, times) for one, times in parameters if one.trained]
+    if settings.zero.stage:
+        return _sharded(settings, parameters, trained, width, layer)
+    gradients = sum(block_bytes(one.numbers * one.item) * times for one, times in trained)
+    largest = max(one.numbers * one.item for one, _ in trained)
+    ring = _BUCKETS * min(_BUCKET, max(largest, gradients)) if settings.world_size > 1 else 0
+    step = 512 * sum(times for _, times in trained)
+    if settings.optimizer == "adafactor":
+        # The square of a gradient and its sum with a constant; later the change and its negative.
+        step += 2 * 4 * max(one.numbers for one, _ in trained)
+    return States(
+        weights=sum(_weight_bytes(one) * times for one, times in parameters),
+        optimizer=sum(_optimizer_bytes(settings.optimizer, one) * times for one, times in trained),
+        workspace=ring,
+        gradients=gradients,
+        resident=gradients if settings.accumulation > 1 else 0,
+        step=step,
+    )
+
+
+def _sharded(
+    settings: Settings,
+    parameters: list[tuple[Parameter, int]],
+    trained: list[tuple[Parameter, int]],
+    width: int,
+    layer: list[Parameter],
+) -> States:
+    """With DeepSpeed's ZeRO, with the sizes of train/zero.py. Its parts are whole buffers."""
+    zero, processes = settings.zero, settings.world_size
+    weights = sum(_weight_bytes(one) * times for one, times in parameters)
+    item = max(one.item for one, _ in trained)
+    count = sum(one.numbers * times for one, times in trained)
+    part = -(-count // processes)
+    bucket = min(max(width * width, 12_500_000), 50_000_000) * item
+    if zero.stage == 3:
+        most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
+        # A layer's weights are gathered, and those that come next.
+        gathered = min(most * item, sum(_weight_bytes(one) for one in layer) + int(0.9 * bucket))
+        weights = gathered + (0 if zero.offload_parameters else weights // processes)
+        step = 4 * min(most, part)
+    else:
+        step = (4 + item) * part
+    # fp32 weights, and Adam's moments of them.
+    optimizer = 12 * part
+    gradients = item * (count if zero.stage == 1 else part)
+    if zero.offload_optimizer:
+        optimizer, step = 0, item * max(one.numbers for one, _ in trained)
+        gradients = gradients if zero.stage == 1 else 0
+    return States(weights, optimizer, bucket, gradients, gradients, step)
+
+
+def _weight_bytes(one: Parameter) -> int:
+    if one.item:
+        return block_bytes(one.numbers * one.item)
+    # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
+    blocks = -(-one.numbers // 64)
+    return block_bytes(-(-one.numbers // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
+
+
+def _optimizer_bytes(kind: str, one: Parameter) -> int:
+    count = one.numbers
+    if kind == "adafactor":
+        if not one.columns:
+            return block_bytes(4 * count) + 512
+        return block_bytes(4 * one.rows) + block_bytes(4 * one.columns) + 512
+    if kind in ("adamw_8bit", "paged_adamw_8bit"):
+        # bitsandbytes keeps small moments in 32 bits. What it pages is not in torch's memory.
+        if count < 4096:
+            return 2 * block_bytes(4 * count)
+        scales = 2 * block_bytes(-(-count // 256) * 4)
+        return scales + (0 if kind == "paged_adamw_8bit" and count >= 100_000 else 2 * block_bytes(count))
+    return 2 * block_bytes(count * one.item) + 512

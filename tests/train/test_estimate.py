@@ -1,0 +1,214 @@
+"""The estimate of the GPU memory without torch: what it refuses, how it changes with the settings,
+and how far it is from the dry run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from transformers import AutoConfig
+
+from bench.predict import GIB, MIB, drawn
+from memtop.presets import Settings
+from memtop.presets.architectures import shape_of
+from memtop.presets.estimate import Estimate, estimate, largest_batch
+from memtop.presets.parameters import model_parameters
+from memtop.presets.schema import Lora, Zero
+from memtop.presets.states import UnknownMemoryError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+T5: dict[str, Any] = {"model_type": "t5", "num_layers": 4, "d_model": 512, "num_heads": 8, "d_ff": 2048}
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "gpt2", "t5")
+ALL = Lora(r=16, alpha=16)
+
+
+def settings(**values: Any) -> Settings:
+    given: dict[str, Any] = {"precision": "bf16", "batch": 4, "accumulation": 1, "seq_len": 512, "loss_chunk": 512, **values}
+    return Settings(recipe="", preset="", save_every=1, learning_rate=1e-4, **given)
+
+
+def estimated(config: dict[str, Any] = LLAMA, generation: int = 80, capacity: int | None = None, **values: Any) -> Estimate:
+    return estimate(settings(**values), config, generation=generation, capacity=capacity)
+
+
+# --- against the dry run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_is_near_the_dry_run_and_rather_above_it(kind: str) -> None:
+    """`bench.predict --closed` draws hundreds of trainings."""
+    rng = random.Random(kind)
+    for _ in range(2):
+        one = drawn(rng, kind)
+        found = estimate(one.settings, one.config, generation=one.generation, capacity=one.capacity)
+        exact = one.foreseen().allocated
+        assert -0.03 <= (found.allocated - exact) / exact <= 0.15, one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_configuration_leaves_out_is_as_in_transformers(kind: str) -> None:
+    whole = AutoConfig.for_model(kind).to_dict()
+    if kind == "t5":
+        del whole["tie_word_embeddings"]  # T5Config itself always ties them
+    assert shape_of({"model_type": kind}) == shape_of(whole)
+
+
+def test_the_weights_are_those_that_are_counted_for_the_form() -> None:
+    for config in (LLAMA, LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True}):
+        parameters = model_parameters(config)
+        assert parameters is not None
+        assert estimated(config).components["weights"] == pytest.approx(4 * parameters, rel=0.01, abs=8 * MIB)
+
+
+# --- how it changes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"loss_chunk": 0},
+        {"loss_chunk": -1},
+        {"batch": 1, "seq_len": 8},
+        {"method": "qlora", "lora": ALL},
+        {"optimizer": "adafactor", "batch": 1, "seq_len": 8},
+    ],
+)
+def test_components_sum_to_the_peak_of_the_phase_that_has_it(values: dict[str, Any]) -> None:
+    found = estimated(**values)
+    assert sum(found.components.values()) == found.allocated == found.peaks[found.peak_phase] == max(found.peaks.values())
+    assert found.reserved >= found.allocated
+    assert min(found.components.values()) >= 0
+
+
+def test_few_tokens_peak_where_the_embeddings_get_their_gradient_and_whole_logits_in_the_loss() -> None:
+    assert estimated(batch=1, seq_len=8, optimizer="adafactor", loss_chunk=0).peak_phase == "optimizer"
+    whole, pieces = (estimated(loss_chunk=chunk) for chunk in (0, 128))
+    assert whole.components["logits"] == 12 * 4 * 512 * 32000
+    assert pieces.components["logits"] < whole.components["logits"] / 10
+
+
+@pytest.mark.parametrize("name", ["batch", "seq_len"])
+@pytest.mark.parametrize("config", [LLAMA, T5, {"model_type": "gpt2"}, {"model_type": "gemma2", "num_hidden_layers": 2}])
+def test_more_tokens_never_take_less(config: dict[str, Any], name: str) -> None:
+    task = "seq2seq" if config is T5 else "causal"
+    found = [estimated(config, task=task, **{name: size}).allocated for size in (1, 2, 16, 64, 256)]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"gradient_checkpointing": True}, {}),
+        ({"method": "lora", "lora": ALL}, {}),
+        ({"method": "qlora", "lora": ALL}, {"method": "lora", "lora": ALL}),
+        ({"optimizer": "adamw_8bit"}, {"optimizer": "adamw"}),
+        ({"optimizer": "paged_adamw_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({}, {"accumulation": 2}),
+        ({"bf16_residual": True}, {}),
+        ({"loss_chunk": 128}, {"loss_chunk": 0}),
+        ({}, {"world_size": 2}),
+        ({}, {"precision": "fp32"}),
+        ({"method": "lora", "lora": ALL, "model": {"path": "x"}}, {"method": "lora", "lora": ALL}),
+        ({"method": "lora", "lora": replace(ALL, targets=("q_proj",))}, {"method": "lora", "lora": ALL}),
+    ],
+)
+def test_what_takes_less(less: dict[str, Any], more: dict[str, Any]) -> None:
+    assert estimated(**less).allocated < estimated(**more).allocated
+
+
+def test_the_pieces_of_the_loss_follow_the_capacity() -> None:
+    small, large = (estimated(loss_chunk=-1, batch=16, capacity=size) for size in (3 * GIB, 80 * GIB))
+    assert small.components["logits"] < large.components["logits"]
+    assert estimated(loss_chunk=-1, batch=16) == large
+
+
+def test_the_gpus_generation_decides_precision_attention_and_workspaces() -> None:
+    found = {generation: estimated(generation=generation, precision="auto") for generation in (75, 80, 90)}
+    assert [one.components["workspace"] for one in found.values()] == [17039360, 17039360, 64 * MIB]
+    # Without flash attention for shared keys, a T4 has matrices of scores.
+    assert found[75].allocated > found[80].allocated + 4 * 16 * 512 * 512 * 6
+
+
+# --- ZeRO -----------------------------------------------------------------------------------------
+
+
+def sharded(stage: Any, processes: int = 8, **values: Any) -> Estimate:
+    return estimated(zero=Zero(stage=stage, **values), world_size=processes)
+
+
+def test_zero_shards_what_its_stage_says() -> None:
+    parameters = model_parameters(LLAMA)
+    assert parameters is not None
+    one, two, three = (sharded(stage) for stage in (1, 2, 3))
+    for found in (one, two, three):
+        assert found.components["optimizer"] == pytest.approx(12 * parameters / 8, rel=0.01)
+    assert one.components["gradients"] >= 2 * parameters
+    assert two.allocated < one.allocated
+    assert two.components["weights"] == pytest.approx(2 * parameters, rel=0.01)
+    assert three.components["weights"] < two.components["weights"] / 2
+    fewer, more = (sharded(2, processes).allocated for processes in (2, 8))
+    assert more < fewer
+
+
+def test_an_offload_takes_the_optimizer_and_the_parameters_off_the_gpu() -> None:
+    found = sharded(3, offload_optimizer=True)
+    assert found.components["optimizer"] == 0
+    both = sharded(3, offload_optimizer=True, offload_parameters=True)
+    assert both.components["weights"] < found.components["weights"]
+    assert sharded(2, 1, offload_optimizer=True).allocated < sharded(2, 1).allocated
+
+
+# --- the largest batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [{}, {"gradient_checkpointing": True}, {"loss_chunk": 0}, {"rank_splits": ((2, 2), (1, 4))}])
+def test_the_largest_batch_fits_and_the_next_does_not(values: dict[str, Any]) -> None:
+    limit = 8 * GIB
+    found = largest_batch(settings(**values), LLAMA, limit, generation=80)
+    assert found is not None
+    given = values | {"rank_splits": ()}
+    assert estimated(**given | {"batch": found}).reserved <= limit < estimated(**given | {"batch": found + 1}).reserved
+
+
+def test_no_batch_fits_into_less_than_the_weights() -> None:
+    assert largest_batch(settings(), LLAMA, 100 * MIB, generation=80) is None
+
+
+# --- what cannot be estimated ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "words"),
+    [
+        ({}, {}, "model.config.model_type: missing"),
+        ({"model_type": "mamba"}, {}, "model.config.model_type mamba: no estimate for this architecture; known are gemma"),
+        (LLAMA | {"hidden_size": "wide"}, {}, "model.config.hidden_size wide: must be a whole number from 1 on"),
+        (LLAMA | {"vocab_size": 0}, {}, "model.config.vocab_size 0: must be"),
+        (LLAMA | {"num_hidden_layers": None}, {}, "model.config.num_hidden_layers None: must be"),
+        (LLAMA | {"num_attention_heads": 15}, {}, "model.config.num_key_value_heads 4: does not divide num_attention_heads 15"),
+        (LLAMA | {"hidden_size": 1000}, {}, "model.config.num_attention_heads 16: does not divide hidden_size 1000"),
+        (LLAMA | {"hidden_act": "mish"}, {}, "model.config.hidden_act mish: no estimate for this function"),
+        ({"model_type": "gpt2", "resid_pdrop": "0.1"}, {}, "model.config.resid_pdrop 0.1: must be a number"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, {}, "model.config.add_cross_attention true"),
+        (LLAMA, {"task": "seq2seq"}, "task seq2seq: does not go together with model_type llama"),
+        (T5, {}, "task causal: does not go together with model_type t5"),
+        (LLAMA, {"method": "lora"}, "method lora: needs lora.r and lora.alpha"),
+        (LLAMA, {"method": "lora", "lora": replace(ALL, targets=("query",))}, "lora.targets query: no such layers (there are "),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_or_missing(config: dict[str, Any], values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnknownMemoryError) as refused:
+        estimated(config, **values)
+    assert str(refused.value).startswith(words)
