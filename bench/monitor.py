@@ -316,7 +316,8 @@ def busy(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as runs_dir:
         threads = {"OMP_NUM_THREADS": str(cores), "HF_HUB_OFFLINE": "1"}
         environment = {**user_environment(), **threads, "MEMTOP_RUNS_DIR": runs_dir}
-        subprocess.run([*memtop, "train", "--detach", "--name", "a", *length], env=environment, check=True)
+        quiet = {"env": environment, "check": True, "stdout": subprocess.DEVNULL}
+        subprocess.run([*memtop, "train", "--detach", "--name", "a", *length], **quiet)
         try:
             while not (_document(memtop, environment)["updates"] or 0) > 3:
                 time.sleep(1)
@@ -331,7 +332,7 @@ def busy(options: argparse.Namespace) -> dict[str, Any]:
             used_fraction = psutil.cpu_percent() / 100
             closed = screen.hang_up()
         finally:
-            subprocess.run([*memtop, "stop", "a"], env=environment, check=True)
+            subprocess.run([*memtop, "stop", "a"], **quiet)
             while _document(memtop, environment)["supervisor_pid"] is not None:
                 time.sleep(0.5)
     return {"key_seconds": spread(shown), "used_fraction_of_all_cores": used_fraction, "end_after_hang_up_seconds": closed}
