@@ -11,6 +11,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,6 @@ from memtop.supervisor.run.server import peer_of
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Answer, Message, Outcome, Request, Status
 
-_MESSAGE = msgspec.json.Decoder(Message)
 STATUS = msgspec.json.encode(Status(id=0)) + b"\n"
 _LINE_LIMIT = 64 << 20
 _ANSWER_LIMIT = 1 << 20
@@ -34,6 +34,12 @@ ANSWER_SECONDS = 30.0
 LOOK_SECONDS = 2.0
 """How often a command looks at a supervisor that says nothing."""
 _RETRY_SECONDS = 0.05
+
+
+@cache
+def _decoder() -> msgspec.json.Decoder[Message]:
+    # Made when the first message comes: that takes longer than to load this module.
+    return msgspec.json.Decoder(Message)
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -313,7 +319,7 @@ def _supervisor_pid(folder: RunFolder) -> int:
 
 def _decoded(folder: RunFolder, line: bytes) -> Message:
     try:
-        message: Message = _MESSAGE.decode(line)
+        message: Message = _decoder().decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(folder, " ".join(str(error).split())) from None
     return message
