@@ -443,6 +443,21 @@ def test_the_stages_of_memtops_own_trainer() -> None:
     assert (run_state(brain.model).state, run_state(brain.model).stage) == (Phase.TRAINING, None)
 
 
+@pytest.mark.parametrize(
+    ("phase", "word"), [("evaluation", "evaluating"), ("sampling", "sampling"), ("save", "saving"), ("other", "training")]
+)
+def test_what_the_trainer_does_between_two_updates(phase: str, word: str) -> None:
+    brain = training(20)
+    brain.report({"type": "phase", "phase": phase})
+    seen = run_state(brain.model)
+    assert (seen.word, seen.state) == (word, Phase.TRAINING)
+    brain.report({"type": "phase", "phase": "training"})
+    assert run_state(brain.model).word == "training"
+    brain.report({"type": "phase", "phase": phase})
+    stop(brain)
+    assert run_state(brain.model).word == "stopping"
+
+
 def test_a_program_that_reports_no_stage_is_only_loading() -> None:
     brain = Brain(starting(None))
     assert run_state(brain.model).stage is Stage.STARTING

@@ -44,6 +44,19 @@ def test_evaluating_changes_nothing_in_the_training(tmp_path: Path) -> None:
     assert with_it.losses == without.losses
 
 
+def test_the_reports_tell_when_an_evaluation_and_the_last_save_begin_and_end(tmp_path: Path) -> None:
+    training = trained(tmp_path / "state", edited(eval_every=5, save_every=3))
+    told = [
+        (report["type"], report.get("phase") or report.get("update"))
+        for report in training.channel.reports
+        if report["type"] in ("step", "phase", "evaluation")
+    ]
+    evaluated = [[("phase", "evaluation"), ("phase", "training"), ("evaluation", update)] for update in (5, 10)]
+    updates = [("step", update) for update in range(1, 11)]
+    saved = [("phase", "save"), ("phase", "training")]
+    assert told == [*updates[:5], *evaluated[0], *updates[5:], *evaluated[1], *saved]
+
+
 def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
     # A rate far too high: the model gets worse after a while.
     settings = edited(eval_every=1, learning_rate=0.5, warmup_fraction=0.9, save_every=100)
