@@ -179,7 +179,7 @@ class Trainer:
     def _run(self, control: Control) -> str:
         self._engine.objective.train()
         self._live.begin()
-        self._stopwatch.lap()
+        self._stopwatch.begin()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number) and not self._spikes.suspects
@@ -399,7 +399,8 @@ class Trainer:
     @contextmanager
     def _between_updates(self, phase: str, *, tell: bool = True) -> Iterator[None]:
         """Around an evaluation, a sampling or a save: report that it has begun and that it is over.
-        After an error the phase stays, so that the report of the failure names it.
+        Its time does not count as that of the next update. After an error the phase stays, so that
+        the report of the failure names it.
 
         `tell`: False where it takes a moment only.
         """
@@ -408,6 +409,7 @@ class Trainer:
             self._channel.report("phase", phase=phase)
         with self._sizer.outside_updates():
             yield
+        self._stopwatch.begin()
         self._guard.phase = "unknown"
         if tell:
             self._channel.report("phase", phase="training")
