@@ -47,9 +47,11 @@ def in_words(text: str) -> str:
 _LACKS = {kind.value: words for kind, words in _KINDS.items() if kind is not Kind.NOT_MEMORY}
 
 
-def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | None] | None:
+def lack_of_memory(rows: Sequence[Configuration], *, starting: bool = False) -> tuple[str, Configuration | None] | None:
     """The newest lack of memory among a run's configurations in words, and the configuration with
     which the run went on (None: it has not). None if memory has not run out.
+
+    `starting`: the newest attempt has done no update yet, so it only tries to go on.
     """
     at = next((at for at in range(len(rows) - 1, -1, -1) if rows[at].outcome in _LACKS), None)
     if at is None:
@@ -60,8 +62,11 @@ def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | 
         what = f"{what} at update {units.count(failed.until_update + 1)}"
     if after is None:
         return f"{what}, no remedy is known here", None
+    tries = starting and after is rows[-1]
     if failed.settings is None or after.settings is None or failed.settings.split_text == after.settings.split_text:
-        return f"{what}, the run went on", after
+        return f"{what}, {f'attempt {after.attempt} tries to go on' if tries else 'the run went on'}", after
+    if tries:
+        return f"{what}, attempt {after.attempt} tries {after.settings.split_text}", after
     return f"{what}, the run went on with {after.settings.split_text}", after
 
 
