@@ -209,6 +209,13 @@ def test_a_users_command_is_never_started_again_by_itself(kind: Kind) -> None:
     assert brain.asked(Launch) == []
 
 
+def test_a_restart_names_the_update_that_failed() -> None:
+    brain = training(7)
+    die(brain)
+    assert brain.model.restart is not None
+    assert (brain.model.restart.change.reason or "").startswith("gpu_oom at update 8")
+
+
 def test_a_restart_that_waits_can_be_called_off_and_is_named() -> None:
     brain = training()
     die(brain)

@@ -101,7 +101,7 @@ async def test_enter_applies_the_first_and_the_answer_is_shown() -> None:
     feed.answers = ((wire.Outcome.ACCEPTED, "restarting"), (wire.Outcome.DONE, "attempt 3 trains"))
     async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
         assert feed.requests == [
-            Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 24"))
+            Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 25"))
         ]
         for size in SIZES:
             await resize(pilot, *size)
