@@ -171,6 +171,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run is in this state, if that is not obvious."""
     stage: Stage | None = None
     """While the state is `starting`; else None."""
+    doing: str | None = None
+    """What the built-in trainer does between two updates: evaluating | sampling | saving. None
+    during an update, and in any state but `training`."""
     alive: bool = False
     """A training process of this run exists."""
     observed: bool = False
@@ -254,8 +257,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def word(self) -> str:
-        """The state as people read it: `killed`, or the name of the state."""
-        return state_word(self.state.value, self.ended_by)
+        """The state as people read it: `killed`, `evaluating`, or the name of the state."""
+        return self.doing or state_word(self.state.value, self.ended_by)
 
     @property
     def host_memory(self) -> HostMemory:

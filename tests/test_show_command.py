@@ -277,7 +277,7 @@ def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
     shown = lines[lines.index("what can be done") + 1 :]
     assert shown == [
-        "host_oom_alloc: 14 MiB was refused.",
+        "out of host memory: 14 MiB was refused.",
         "evidence: Error code 12",
         "anonymous memory of rank 0 grew by 5.0 MiB per update",
         "memtop does nothing yet: --on-oom ask",

@@ -136,6 +136,10 @@ class Stopwatch:
             yield
             self._seconds[name] += time.perf_counter() - started
 
+    def begin(self) -> None:
+        """The next update begins now: what was done since the one before does not count."""
+        self._seconds, self._events, self._started = dict.fromkeys(_PARTS, 0.0), [], time.perf_counter()
+
     def lap(self) -> dict[str, float]:
         """Return the seconds of each part, and of the update as `step_seconds`; start the next.
 
@@ -143,9 +147,8 @@ class Stopwatch:
         """
         for name, before, after in self._events:
             self._seconds[name] += before.elapsed_time(after) / 1000.0
-        now = time.perf_counter()
-        found = {**self._seconds, "step_seconds": now - self._started}
-        self._seconds, self._events, self._started = dict.fromkeys(_PARTS, 0.0), [], now
+        found = {**self._seconds, "step_seconds": time.perf_counter() - self._started}
+        self.begin()
         return found
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,7 +179,7 @@ class Trainer:
     def _run(self, control: Control) -> str:
         self._engine.objective.train()
         self._live.begin()
-        self._stopwatch.lap()
+        self._stopwatch.begin()
         while (plan := self._batches.next_update()) is not None:
             self.train_step(plan)
             best = self._evaluate(plan.number) and not self._spikes.suspects
@@ -337,15 +339,14 @@ class Trainer:
         """Evaluate if it is due after this update; return whether the loss is the lowest so far."""
         if self._evaluator is None or update % self.settings.eval_every:
             return False
-        self._guard.phase = "evaluation"
-        with self._sizer.outside_updates():
+        with self._between_updates("evaluation"):
             while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
                 if self._evaluation_batch == 1:
                     self._guard.give_up(f"evaluation after update {update}")
                 free_cache()
                 self._live.change("allocation failure", eval_batch=self._evaluation_batch // 2)
             read = self._channel.readings()
-        self._guard.phase, self._evaluated = "unknown", found
+        self._evaluated = found
         peaks = {name: read.get(name) for name in ("peak_bytes", "peak_reserved_bytes")}
         self._channel.report("evaluation", update=update, **msgspec.to_builtins(found), **peaks)
         self._tracking.evaluation(update, found.loss)
@@ -358,11 +359,9 @@ class Trainer:
         """Write samples if they are due after this update."""
         if self._sampler is None or self._sampler.is_off or update % self.settings.sample.every:
             return
-        self._guard.phase = "sampling"
-        with self._sizer.outside_updates():
+        with self._between_updates("sampling"):
             found = self._sampler(self.settings.sample)
             read = self._channel.readings()
-        self._guard.phase = "unknown"
         if self._accelerator.is_main_process:
             peaks = {name: read.get(name) for name in ("peak_bytes", "peak_reserved_bytes")}
             self._channel.report("sample", update=update, **msgspec.to_builtins(found), **peaks)
@@ -385,8 +384,7 @@ class Trainer:
             target_samples=self.target_samples,
             evaluation_loss=self._evaluated.loss if self._evaluated else None,
         )
-        self._guard.phase = "save"
-        with self._sizer.outside_updates():
+        with self._between_updates("save", tell=not background):
             self._saver.begin(
                 progress,
                 self.settings,
@@ -397,14 +395,32 @@ class Trainer:
             )
             if not background:
                 self._saver.finish()
+
+    @contextmanager
+    def _between_updates(self, phase: str, *, tell: bool = True) -> Iterator[None]:
+        """Around an evaluation, a sampling or a save: report that it has begun and that it is over.
+        Its time does not count as that of the next update. After an error the phase stays, so that
+        the report of the failure names it.
+
+        `tell`: False where it takes a moment only.
+        """
+        self._guard.phase = phase
+        if tell:
+            self._channel.report("phase", phase=phase)
+        with self._sizer.outside_updates():
+            yield
+        self._stopwatch.begin()
         self._guard.phase = "unknown"
+        if tell:
+            self._channel.report("phase", phase="training")
 
     def _finish(self, control: Control) -> str:
         """Save the final state.
 
         If the disk is full, keep it in memory until there is space or a stop is requested.
         """
-        self._saver.finish()
+        with self._between_updates("save"):
+            self._saver.finish()
         if self.unsaved is not None:
             self.save(end=True)
         while self.unsaved is not None and self._wait_for_disk:

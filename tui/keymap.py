@@ -314,7 +314,7 @@ def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
     if action.id == "recovery":
         if store.proposal is not None or run.spike is not None:
             return None
-        lack = lack_of_memory(store.configurations)
+        lack = lack_of_memory(store.configurations, starting=run.state is Phase.STARTING)
         return "the run has not run out of memory, and its loss has had no spike" if lack is None else lack[0]
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"

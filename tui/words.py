@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import SAID, Kind
+from memtop.supervisor.diagnosis.values import KINDS, SAID, Kind
 from memtop.supervisor.wire import Configuration
 from memtop.tui.line import Line, line, width_of, wrap
 
@@ -25,31 +24,15 @@ OUTCOMES = {
     Kind.NOT_MEMORY: "failed",
 }
 """How a configuration of a run failed, for a table column."""
-_KINDS = {
-    Kind.GPU_OOM: "out of GPU memory",
-    Kind.GPU_OOM_FRAGMENTED: "GPU memory fragmented",
-    Kind.GPU_OOM_OTHER_PROCESS: "GPU memory held by others",
-    Kind.HOST_OOM_ALLOC: "out of host memory",
-    Kind.HOST_OOM_KILLED: "killed for lack of host memory",
-    Kind.PINNED_HOST_OOM: "out of page-locked memory",
-    Kind.SHM_EXHAUSTED: "shared memory full",
-    Kind.DISK_FULL: "disk full",
-    Kind.NOT_MEMORY: "failed, memory was not the cause",
-}
-_KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})\b")
+
+_LACKS = {kind.value: words for kind, words in KINDS.items() if kind is not Kind.NOT_MEMORY}
 
 
-def in_words(text: str) -> str:
-    """The text with kinds of failure (`gpu_oom`) written out: `out of GPU memory at update 812`."""
-    return _KIND.sub(lambda found: _KINDS[Kind(found[1])], text)
-
-
-_LACKS = {kind.value: words for kind, words in _KINDS.items() if kind is not Kind.NOT_MEMORY}
-
-
-def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | None] | None:
+def lack_of_memory(rows: Sequence[Configuration], *, starting: bool = False) -> tuple[str, Configuration | None] | None:
     """The newest lack of memory among a run's configurations in words, and the configuration with
     which the run went on (None: it has not). None if memory has not run out.
+
+    `starting`: the newest attempt has done no update yet, so it only tries to go on.
     """
     at = next((at for at in range(len(rows) - 1, -1, -1) if rows[at].outcome in _LACKS), None)
     if at is None:
@@ -60,8 +43,11 @@ def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | 
         what = f"{what} at update {units.count(failed.until_update + 1)}"
     if after is None:
         return f"{what}, no remedy is known here", None
+    tries = starting and after is rows[-1]
     if failed.settings is None or after.settings is None or failed.settings.split_text == after.settings.split_text:
-        return f"{what}, the run went on", after
+        return f"{what}, {f'attempt {after.attempt} tries to go on' if tries else 'the run went on'}", after
+    if tries:
+        return f"{what}, attempt {after.attempt} tries {after.settings.split_text}", after
     return f"{what}, the run went on with {after.settings.split_text}", after
 
 

@@ -17,7 +17,7 @@ import msgspec
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.output import row
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import layers_command
+from memtop.supervisor.diagnosis.values import in_words, layers_command
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.recovery.values import Remedy
@@ -116,7 +116,7 @@ def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]
     Without `resumes` a restart is not known to continue where the run was.
     """
     diagnosis = proposal.diagnosis
-    yield f"{diagnosis.kind.value}: {diagnosis.summary}"
+    yield f"{in_words(diagnosis.kind.value)}: {diagnosis.summary}"
     for line in diagnosis.evidence[:_EVIDENCE_LINES]:
         yield f"  evidence: {line.strip()}"
     if (command := layers_command(diagnosis.snapshot_file)) is not None:

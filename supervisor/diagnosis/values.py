@@ -7,6 +7,7 @@ have fields of their own. At the end, a diagnosis as one sentence for a person.
 
 from __future__ import annotations
 
+import re
 import shlex
 from enum import Enum
 
@@ -124,7 +125,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return self.of_memory and self.source == "words"
 
     def name_at(self, update: int | None) -> str:
-        """The kind of failure, for the history of a run: `gpu_oom at update 812`."""
+        """The kind of failure and the update that failed, for the history of a run: `gpu_oom at
+        update 812`. `in_words` makes it a text for people."""
         return f"{self.kind.value}{'' if update is None else f' at update {update}'}{SAID if self.by_words else ''}"
 
     @property
@@ -230,6 +232,26 @@ def outcome_of(kind: str | None, *, by_words: bool) -> str | None:
     """How an attempt ended, in words; None if not for lack of memory."""
     words = OUTCOMES.get(kind or "")
     return None if words is None else f"{words}{SAID if by_words else ''}"
+
+
+KINDS = {
+    Kind.GPU_OOM: "out of GPU memory",
+    Kind.GPU_OOM_FRAGMENTED: "GPU memory fragmented",
+    Kind.GPU_OOM_OTHER_PROCESS: "GPU memory held by others",
+    Kind.HOST_OOM_ALLOC: "out of host memory",
+    Kind.HOST_OOM_KILLED: "killed for lack of host memory",
+    Kind.PINNED_HOST_OOM: "out of page-locked memory",
+    Kind.SHM_EXHAUSTED: "shared memory full",
+    Kind.DISK_FULL: "disk full",
+    Kind.NOT_MEMORY: "failed, memory was not the cause",
+}
+"""A failure as a clause of a sentence: `out of GPU memory at update 812`."""
+_KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})\b")
+
+
+def in_words(text: str) -> str:
+    """The text with kinds of failure (`gpu_oom`) written out: `out of GPU memory at update 812`."""
+    return _KIND.sub(lambda found: KINDS[Kind(found[1])], text)
 
 
 REASONS = {

@@ -237,7 +237,8 @@ def train_command(settings: Settings, assignments: Mapping[str, str], *extra: st
     own = {name: str(getattr(settings, name)) for name in OPTIONS} | {"batch": settings.batch_text}
     data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
     path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
-    values = {**own, **data, **path, **assignments}
+    device = {} if settings.device == "auto" else {"device": settings.device}
+    values = {**own, **device, **data, **path, **assignments}
     # One process may have another GPU next time.
     gpus = ("--gpus", settings.gpus) if settings.gpus and settings.world_size > 1 else ()
     words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *gpus, *extra]

@@ -134,7 +134,7 @@ class TrainerFound(Timed, frozen=True, kw_only=True, tag="trainer"):
 
 
 class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):
-    """loading | compiling | data | training"""
+    """What begins: loading | compiling | data | training | evaluation | sampling | save"""
 
     phase: Word
 

@@ -40,6 +40,7 @@ def _reported(model: Model) -> RunState:
         state=model.phase,
         reason=model.reason,
         stage=_stage(model) if model.phase is Phase.STARTING else None,
+        doing=_DOING.get(progress.phase or "") if model.phase is Phase.TRAINING and model.alive else None,
         alive=model.alive,
         adopted=model.adopted,
         supervisor_pid=model.supervisor_pid,
@@ -100,6 +101,8 @@ _STAGES = {
     "data": Stage.READING_DATA,
     "training": Stage.FIRST_UPDATE,
 }
+
+_DOING = {"evaluation": "evaluating", "sampling": "sampling", "save": "saving"}
 
 
 def _stage(model: Model) -> Stage:

@@ -60,7 +60,7 @@ def read_state(folder: RunFolder) -> RunState:
         trainer = RunningAttempt(folder, state.attempt, shim_pid=None).trainer
         changes["trainer_pid"] = trainer.pid if trainer is not None else None
     if not (supervised and training):
-        changes |= _after_the_end(state, supervised)
+        changes |= _after_the_end(state, supervised) | {"doing": None}
     if not supervised and state.proposal is not None:
         # There is no supervisor that would do it.
         changes["proposal"] = msgspec.structs.replace(state.proposal, begins=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from msgspec.structs import replace
 
@@ -35,6 +37,11 @@ def test_a_smaller_batch_leaves_each_process_its_share() -> None:
     assert found.command == "memtop restart RUN --batch 3x8,2x4 --accum 8"
     assert applied(uneven, found).splits == ((3, 8), (2, 4))
     assert "--batch 6,2 --accum 4" in train_command(uneven, {})
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", True), ("auto", False)])
+def test_the_command_of_a_new_run_keeps_the_device(device: Literal["auto", "cpu", "cuda"], kept: bool) -> None:
+    assert (f"--set device={device}" in train_command(replace(T5, device=device), {})) is kept
 
 
 def test_effective_batch_192_on_three_gpus_is_kept_as_16_x_4() -> None:

@@ -345,6 +345,14 @@ def test_a_run_writes_its_report_at_each_end(runs: Runs) -> None:
     assert "3 of 3" in report("finished")
 
 
+def test_a_kind_of_failure_is_written_out() -> None:
+    again = replace(ATTEMPTS[1], reason="host_oom_alloc at update 2: restart with batch 4")
+    facts = replace(FACTS, attempts=(*ATTEMPTS[:1], again))
+    for text in (html(facts), markdown(facts), "\n".join(_attempt_lines(asdict(again), STATE))):
+        assert "out of host memory at update 2: restart with batch 4" in text
+        assert "host_oom_alloc" not in text
+
+
 def test_the_snapshot_of_the_memory_is_named() -> None:
     failed = replace(ATTEMPTS[1], diagnosis={**DIAGNOSIS, "snapshot_file": "/r/rank-0-memory.pickle"})
     words = "Which layers held the memory: memtop diagnose /r/rank-0-memory.pickle"

@@ -209,6 +209,13 @@ def test_a_users_command_is_never_started_again_by_itself(kind: Kind) -> None:
     assert brain.asked(Launch) == []
 
 
+def test_a_restart_names_the_update_that_failed() -> None:
+    brain = training(7)
+    die(brain)
+    assert brain.model.restart is not None
+    assert (brain.model.restart.change.reason or "").startswith("gpu_oom at update 8")
+
+
 def test_a_restart_that_waits_can_be_called_off_and_is_named() -> None:
     brain = training()
     die(brain)
@@ -441,6 +448,21 @@ def test_the_stages_of_memtops_own_trainer() -> None:
     assert [stage and stage.value for stage in seen] == words
     brain.report(STEP)
     assert (run_state(brain.model).state, run_state(brain.model).stage) == (Phase.TRAINING, None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "word"), [("evaluation", "evaluating"), ("sampling", "sampling"), ("save", "saving"), ("other", "training")]
+)
+def test_what_the_trainer_does_between_two_updates(phase: str, word: str) -> None:
+    brain = training(20)
+    brain.report({"type": "phase", "phase": phase})
+    seen = run_state(brain.model)
+    assert (seen.word, seen.state) == (word, Phase.TRAINING)
+    brain.report({"type": "phase", "phase": "training"})
+    assert run_state(brain.model).word == "training"
+    brain.report({"type": "phase", "phase": phase})
+    stop(brain)
+    assert run_state(brain.model).word == "stopping"
 
 
 def test_a_program_that_reports_no_stage_is_only_loading() -> None:

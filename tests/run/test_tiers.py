@@ -17,11 +17,14 @@ import pytest
 
 from memtop.supervisor.monitor.history import HOST, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.record import tiers
+from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run_memory import HostMemory
-from memtop.supervisor.wire import HistoryRows, Phase, RunState
+from memtop.supervisor.wire import Configuration, HistoryRows, Phase, RunState
 from tests.conftest import no_file_grows
 
 DAY = 86_400
@@ -63,6 +66,23 @@ def test_least_mean_and_most_of_every_stretch(tmp_path: Path) -> None:
     assert {b.mean for b in host["run_rss_bytes"]} == {7}
     assert host["cpu_fraction"] == []
     assert ledger.sources() == {HOST: None, "GPU-a": 0}
+
+
+@pytest.mark.parametrize(("device_bytes", "highest"), [(None, 12), (1, 9)])
+def test_the_highest_host_memory_is_not_below_that_of_a_configuration(
+    tmp_path: Path, device_bytes: int | None, highest: int
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.recorder.add(snapshot(START), 10, 9)
+    ledger.recorder.flush()
+    ledger.add_attempt(1, "start", None, START)
+    ledger.add_reports(1, 0, [Step(update=1, peak_bytes=device_bytes, time=START)], 1)
+    assert ledger.host_peak() == HostMemory(9, "PSS"), "no configuration has a peak"
+    for number, taken in enumerate((5, 12), start=1):
+        peak = Peak(batch=1, bytes=taken, updates=1)
+        shown = Configuration(number=number, attempt=1, started=START, reason="start", peak=peak)
+        ledger.save_configuration(ConfigurationRecord(configuration=shown, starts=(ConfigurationStart(attempt=1),)))
+    assert ledger.host_peak() == HostMemory(highest, "PSS")
 
 
 def test_a_ledger_from_before_the_last_series_is_read_and_goes_on(tmp_path: Path) -> None:

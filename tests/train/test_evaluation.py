@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train.checkpoint import best_loss, best_state
+from memtop.train.evaluation import Evaluation, Evaluator
 from memtop.train.state_files import newest_complete, older_states, previous_of, read_manifest
 from tests.train.support import Training, edited, held_out
 
@@ -42,6 +45,35 @@ def test_evaluating_changes_nothing_in_the_training(tmp_path: Path) -> None:
     with_it = trained(tmp_path / "with", edited(eval_every=2))
     without = trained(tmp_path / "without", edited())
     assert with_it.losses == without.losses
+
+
+def test_the_reports_tell_when_an_evaluation_and_the_last_save_begin_and_end(tmp_path: Path) -> None:
+    training = trained(tmp_path / "state", edited(eval_every=5, save_every=3))
+    told = [
+        (report["type"], report.get("phase") or report.get("update"))
+        for report in training.channel.reports
+        if report["type"] in ("step", "phase", "evaluation")
+    ]
+    evaluated = [[("phase", "evaluation"), ("phase", "training"), ("evaluation", update)] for update in (5, 10)]
+    updates = [("step", update) for update in range(1, 11)]
+    saved = [("phase", "save"), ("phase", "training")]
+    assert told == [*updates[:5], *evaluated[0], *updates[5:], *evaluated[1], *saved]
+
+
+def test_the_time_of_an_evaluation_is_not_that_of_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hour, late = 3600.0, [0.0]
+    real, evaluate = time.perf_counter, Evaluator.__call__
+
+    def slowly(self: Evaluator, *arguments: Any) -> Evaluation | None:
+        found = evaluate(self, *arguments)
+        late[0] += hour
+        return found
+
+    monkeypatch.setattr(Evaluator, "__call__", slowly)
+    monkeypatch.setattr("memtop.train.channel.time.perf_counter", lambda: real() + late[0])
+    training = trained(tmp_path / "state", edited(eval_every=5))
+    assert late[0] == 2 * hour
+    assert all(step["step_seconds"] < hour for step in training.channel.of("step"))
 
 
 def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:

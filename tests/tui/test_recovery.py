@@ -101,7 +101,7 @@ async def test_enter_applies_the_first_and_the_answer_is_shown() -> None:
     feed.answers = ((wire.Outcome.ACCEPTED, "restarting"), (wire.Outcome.DONE, "attempt 3 trains"))
     async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
         assert feed.requests == [
-            Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 24"))
+            Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 25"))
         ]
         for size in SIZES:
             await resize(pilot, *size)
@@ -298,6 +298,22 @@ async def test_a_lack_of_memory_that_the_run_has_survived_is_named_below_the_hea
         await press(pilot, "w")
         assert "✓" not in screen_text(app).splitlines()[1]
         assert f"· Recovery: {SURVIVED}" in screen_text(app)
+
+
+async def test_until_an_update_is_done_a_new_attempt_only_tries_to_go_on() -> None:
+    feed = RecordingFeed(running(gpu(), attempt=2, state=wire.Phase.STARTING), wire.ConfigurationRows(rows=LACKED))
+    async with opened(feed, size=(160, 45)) as (app, pilot):
+        second = screen_text(app).splitlines()[1]
+        assert "… out of GPU memory at update 812, attempt 2 tries 8 x 4 x 1 (u: more)" in second
+        assert "✓" not in second
+        await press(pilot, "w")
+        assert "· Recovery: out of GPU memory at update 812, attempt 2 tries 8 x 4 x 1" in screen_text(app)
+        feed.send(running(gpu(), attempt=2))
+        await settle(pilot)
+        assert f"✓ {SURVIVED} (u: more)" in screen_text(app).splitlines()[1]
+    same = (configuration(1, 8, outcome="host_oom_killed"), configuration(2, 8))
+    words = "killed for lack of host memory at update 21, attempt 2 tries to go on"
+    assert lack_of_memory(same, starting=True) == (words, same[1])
 
 
 @pytest.mark.parametrize(

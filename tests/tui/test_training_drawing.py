@@ -282,6 +282,12 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
+def test_a_run_that_evaluates_says_so() -> None:
+    text = plain(draw_header(store_of(running(gpu(), doing="evaluating")), 160, 1)[0])
+    assert f"{PHASE_MARKS[wire.Phase.TRAINING][0]} evaluating" in text
+    assert "training" not in text
+
+
 def test_a_run_that_starts_says_in_which_stage_it_is() -> None:
     starting = {"state": wire.Phase.STARTING, "stage": wire.Stage.LOADING_MODEL, "updates": None}
     store = store_of(running(gpu(), **starting))

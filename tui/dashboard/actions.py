@@ -231,7 +231,8 @@ def _reason(store: Store) -> str:
     """The reason of this restart, for the run's history."""
     if store.run is None or store.proposal is None:
         return ""
-    return store.proposal.diagnosis.name_at(store.run.updates)
+    done = store.run.updates
+    return store.proposal.diagnosis.name_at(None if done is None else done + 1)
 
 
 async def configurations(dashboard: Dashboard, key: str) -> None:

@@ -124,12 +124,13 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
     survived = _survived(store, run)
     if run.warnings:
         return f"! {tr(run.warnings[-1])}{_and_more(len(run.warnings) - 1 + bool(survived))}"
-    return with_key(f"{PHASE_MARKS[Phase.FINISHED][0]} {tr(survived)}", tr(" (u: more)"), width) if survived else ""
+    mark = "…" if run.state is Phase.STARTING else PHASE_MARKS[Phase.FINISHED][0]
+    return with_key(f"{mark} {tr(survived)}", tr(" (u: more)"), width) if survived else ""
 
 
 def _survived(store: Store, run: RunState) -> str:
-    """How this attempt has gone on after a lack of memory; empty if there was none."""
-    lack = lack_of_memory(store.configurations)
+    """How this attempt has gone on after a lack of memory, or tries to; empty if there was none."""
+    lack = lack_of_memory(store.configurations, starting=run.state is Phase.STARTING)
     if lack is None or lack[1] is None or lack[1].attempt != run.attempt:
         return ""
     return lack[0]

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import Configuration
 
 
@@ -80,6 +81,13 @@ def mean_speed(records: Iterable[ConfigurationRecord]) -> float | None:
     for record in records:
         samples, seconds = samples + record.samples, seconds + record.seconds
     return samples / seconds if samples > 0 and seconds > 0 else None
+
+
+def with_peaks(host: HostMemory, on_cpu: Iterable[ConfigurationRecord]) -> HostMemory:
+    """The highest host memory of a run. The peak of a configuration on the CPU may be above every
+    sample: it counts what a process reported when memory ran out."""
+    peaks = [record.configuration.peak.bytes for record in on_cpu if record.configuration.peak is not None]
+    return host if host.size is None else host._replace(size=max([host.size, *peaks]))
 
 
 class Configurations(msgspec.Struct, frozen=True, kw_only=True):

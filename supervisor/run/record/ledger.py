@@ -454,8 +454,8 @@ class Ledger:
 
     def host_peak(self) -> HostMemory:
         """The highest host memory of the run's processes together. Older ledgers have no PSS."""
-        both = ("run_pss_bytes", "run_rss_bytes")
-        return host_memory(*(tiers.highest(self._db, HOST, name, wherever="run_rss_bytes") for name in both))
+        sizes = (tiers.highest(self._db, HOST, name, wherever="run_rss_bytes") for name in ("run_pss_bytes", "run_rss_bytes"))
+        return configurations.with_peaks(host_memory(*sizes), () if metrics.of_gpu(self._db) else self.configurations())
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
         """The newest full snapshot between the two moments.

@@ -222,6 +222,12 @@ def best_loss(db: sqlite3.Connection, before: int | None = None) -> float | None
     return None if loss is None else float(loss)
 
 
+def of_gpu(db: sqlite3.Connection) -> bool:
+    """Whether any update has reported device memory."""
+    (found,) = db.execute(f"SELECT max(peak_bytes) FROM {_INDEX}").fetchone()
+    return found is not None
+
+
 def highest_peak(db: sqlite3.Connection, attempt: int) -> int | None:
     """The highest peak of an attempt's updates."""
     (peak,) = db.execute(f"SELECT max(peak_bytes) FROM {_INDEX} WHERE +attempt = ?", (attempt,)).fetchone()

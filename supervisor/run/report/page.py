@@ -10,7 +10,7 @@ from html import escape
 
 from memtop.supervisor import language, units
 from memtop.supervisor.clean import clean
-from memtop.supervisor.diagnosis.values import layers_command
+from memtop.supervisor.diagnosis.values import in_words, layers_command
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.run.record.folder import RunFolder
@@ -69,7 +69,7 @@ def html(facts: Facts) -> str:
     if facts.configurations:
         parts += [_title("Settings"), _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
     if facts.events:
-        rows = [(_clock(event.time), str(event.attempt), event.word, event.message) for event in facts.events]
+        rows = [(_clock(event.time), str(event.attempt), event.word, in_words(event.message)) for event in facts.events]
         parts += [_title("Events"), _table(("", "attempt", "event", ""), rows)]
     if facts.samples:
         parts += [_title("Samples"), *(_sample(event) for event in facts.samples)]
@@ -104,7 +104,7 @@ def markdown(facts: Facts) -> str:
         lines += ["", f"**{tr('Environment')}**", "", *_markdown_table(("", ""), environment)]
     if facts.events:
         newest: Sequence[Event] = facts.events[-_NEWEST_EVENTS:]
-        rows = [(_clock(event.time), event.word, event.message) for event in newest]
+        rows = [(_clock(event.time), event.word, in_words(event.message)) for event in newest]
         lines += ["", f"**{tr('Newest events')}**", "", *_markdown_table(("", "", ""), rows)]
     return "\n".join(lines) + "\n"
 
@@ -156,13 +156,13 @@ def _attempts(facts: Facts) -> Iterable[tuple[str, ...]]:
     for attempt in facts.attempts:
         lasted = "" if attempt.ended is None else units.duration(attempt.ended - attempt.started)
         used = units.energy(attempt.energy_joules)
-        yield str(attempt.number), _clock(attempt.started), lasted, used, attempt.reason, outcome_words(attempt)
+        yield str(attempt.number), _clock(attempt.started), lasted, used, in_words(attempt.reason), outcome_words(attempt)
 
 
 def _configurations(facts: Facts) -> Iterable[tuple[str, ...]]:
     for row, words in configuration_words(facts.configurations):
         since = units.UNKNOWN if row.since_update is None else units.count(row.since_update)
-        yield str(row.number), since, words, units.UNKNOWN if row.peak is None else row.peak.words, row.reason
+        yield str(row.number), since, words, units.UNKNOWN if row.peak is None else row.peak.words, in_words(row.reason)
 
 
 def _clock(moment: float) -> str:

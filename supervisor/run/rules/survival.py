@@ -86,8 +86,7 @@ def _space_needed(model: Model) -> int:
 
 
 def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: RemedyFacts) -> Model:
-    update = model.update
-    reason = diagnosis.name_at(update)
+    reason = diagnosis.name_at(None if model.update is None else model.update + 1)
     change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
     uuids = set(model.progress.devices.values())
     waiting = Waiting(
