@@ -330,6 +330,13 @@ def test_presets_are_compared_with_the_run_in_progress(runs: Runs) -> None:
     assert [row["key"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert rows[0]["switch_whole"] == "refused"
     assert "beyond the model's 1024 positions" in rows[0]["reason_whole"]
+    table = runs.memtop("presets")
+    refused = next(line for line in table.stdout.splitlines() if "with --fresh: refused: " in line)
+    assert refused.strip() == f"with --fresh: refused: {rows[0]['reason_whole']}"
+    assert len(re.findall("with --fresh: ", table.stdout)) == sum(
+        row["switch_whole"] == "refused" or row["guide_effective_batch"] != row["effective_batch"] for row in rows
+    )
+    assert "(compared with a, the newest run in progress; " in table.stderr
     assert json.loads(runs.memtop("presets", "t5-balanced", "--json").stdout)["recipe"] == "pretrain-t5"
     refused = runs.memtop("restart", "a", "--set", "seed=1", status=2).stderr
     assert "seed 1: makes a new run: memtop train first-run --name NEW --set seed=1, or --fresh" in refused
