@@ -9,6 +9,7 @@ field and the value.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -302,7 +303,7 @@ _EACH = "gives no size for each process; write B,B or BxA,BxA"
 
 def is_for_each(text: str) -> bool:
     """Whether this text of a batch has one size for each process: `3,1` or `2x12,1x8`."""
-    return "," in text or "x" in text
+    return ("," in text or "x" in text) and any(map(str.isdecimal, text))
 
 
 def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
@@ -379,8 +380,16 @@ def typed(key: str, kind: Any, text: str) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        hint = f"; there are {', '.join(choices)}{did_you_mean(text, choices)}" if choices else ""
-        raise SettingsError(key, repr(text), f"{error}{hint}") from None
+        words = f"there are {', '.join(choices)}{did_you_mean(text, choices)}" if choices else _wanted(kind, str(error))
+        raise SettingsError(key, repr(text), words) from None
+
+
+def _wanted(kind: Any, error: str) -> str:
+    """What a value of this type must be. An error that names more than the type stays."""
+    kinds = {kind, *get_args(kind)}
+    words = ((int, "must be a whole number"), (float, "must be a number"), (bool, "must be true or false"))
+    fitting = [text for one, text in words if one in kinds]
+    return fitting[0] if fitting and re.fullmatch(r"Expected `[\w |]+`, got `\w+`", error) else error
 
 
 def assignable() -> list[str]:
@@ -392,9 +401,14 @@ def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
     names = assignable()
     if head not in names:
         listed = ", ".join(f"{name}.…" if name in DOTTED else name for name in names)
-        raise SettingsError("--set", key, f"unknown key; there are {listed}{setting_meant(head, names)}")
+        raise SettingsError("--set", key, _unknown_key(setting_meant(head, names), listed))
     if head in DOTTED and not dotted:
         raise SettingsError("--set", key, f"has parts; there are {', '.join(parts_of(head))}")
+
+
+def _unknown_key(meant: str, listed: str) -> str:
+    """`meant`: `; did you mean batch?`, or empty."""
+    return f"unknown key{meant} There are {listed}" if meant else f"unknown key; there are {listed}"
 
 
 def parts_of(head: str) -> list[str]:
@@ -409,7 +423,7 @@ def parts_of(head: str) -> list[str]:
 def _unknown_part(head: str, rest: str) -> SettingsError:
     known = parts_of(head)
     key = f"{head}.{rest}"
-    return SettingsError("--set", key, f"unknown key; there are {', '.join(known)}{did_you_mean(key, known)}")
+    return SettingsError("--set", key, _unknown_key(did_you_mean(key, known), ", ".join(known)))
 
 
 def _part_value(head: str, rest: str, text: str) -> Any:
@@ -448,7 +462,7 @@ def _data(data: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
         known = [*columns, *(known for known in _COLUMNS if known not in columns)]
         if column not in known:
             listed = ", ".join(f"data.columns.{name}" for name in known)
-            raise SettingsError("--set", f"data.{rest}", f"unknown key; there are {listed}{did_you_mean(column, known)}")
+            raise SettingsError("--set", f"data.{rest}", _unknown_key(did_you_mean(column, known), listed))
         return {**data, "columns": {**columns, column: text}}
     if name not in DATA or column:
         raise _unknown_part("data", rest)
