@@ -14,7 +14,7 @@ from textual.binding import Binding, BindingType
 from memtop.presets.comparison import changes, describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.diagnosis.values import Kind, in_words
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.configuration import edited, kept_length
@@ -28,7 +28,7 @@ from memtop.tui.panel import LinePanel
 from memtop.tui.restart_plan import where_it_goes_on, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
-from memtop.tui.words import OUTCOMES, in_words
+from memtop.tui.words import OUTCOMES
 
 
 class ConfigurationsScreen(FullScreen):

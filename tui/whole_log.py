@@ -25,6 +25,7 @@ from textual.strip import Strip
 from textual.widgets import Input
 
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import in_words
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import tr
 from memtop.supervisor.run.record.folder import RunFolder
@@ -37,7 +38,6 @@ from memtop.tui.line import MUTED, Line, cut, foreign, from_cell, line, plain, w
 from memtop.tui.panel import RoleStyles
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
-from memtop.tui.words import in_words
 
 _POLL_SECONDS = 1.0
 _MOST_COPIED = 64 * 1024

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import SAID, Kind
+from memtop.supervisor.diagnosis.values import IN_WORDS, SAID, Kind
 from memtop.supervisor.wire import Configuration
 from memtop.tui.line import Line, line, width_of, wrap
 
@@ -25,26 +24,7 @@ OUTCOMES = {
     Kind.NOT_MEMORY: "failed",
 }
 """How a configuration of a run failed, for a table column."""
-_KINDS = {
-    Kind.GPU_OOM: "out of GPU memory",
-    Kind.GPU_OOM_FRAGMENTED: "GPU memory fragmented",
-    Kind.GPU_OOM_OTHER_PROCESS: "GPU memory held by others",
-    Kind.HOST_OOM_ALLOC: "out of host memory",
-    Kind.HOST_OOM_KILLED: "killed for lack of host memory",
-    Kind.PINNED_HOST_OOM: "out of page-locked memory",
-    Kind.SHM_EXHAUSTED: "shared memory full",
-    Kind.DISK_FULL: "disk full",
-    Kind.NOT_MEMORY: "failed, memory was not the cause",
-}
-_KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})\b")
-
-
-def in_words(text: str) -> str:
-    """The text with kinds of failure (`gpu_oom`) written out: `out of GPU memory at update 812`."""
-    return _KIND.sub(lambda found: _KINDS[Kind(found[1])], text)
-
-
-_LACKS = {kind.value: words for kind, words in _KINDS.items() if kind is not Kind.NOT_MEMORY}
+_LACKS = {kind.value: words for kind, words in IN_WORDS.items() if kind is not Kind.NOT_MEMORY}
 
 
 def lack_of_memory(rows: Sequence[Configuration]) -> tuple[str, Configuration | None] | None:

@@ -20,7 +20,7 @@ from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import layers_command, outcome_of
+from memtop.supervisor.diagnosis.values import in_words, layers_command, outcome_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
 from memtop.supervisor.language import Verbatim, has_wide, tr, wrapped_anywhere
@@ -239,7 +239,7 @@ def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
     where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
     energy = "" if attempt["energy_joules"] is None else f", {units.energy(attempt['energy_joules'])}"
     # A reason may have several clauses: it is translated before it becomes a part of the line.
-    yield f"  attempt {attempt['number']}   {tr(attempt['reason'])}{where}: {outcome}{status}{energy}"
+    yield f"  attempt {attempt['number']}   {tr(in_words(attempt['reason']))}{where}: {outcome}{status}{energy}"
     if attempt["diagnosis"]:
         yield f"              {attempt['diagnosis']['summary']}"
         if (command := layers_command(attempt["diagnosis"].get("snapshot_file"))) is not None:
@@ -273,7 +273,7 @@ def _configuration_line(row: dict[str, Any]) -> str:
     outcome = row["outcome"]
     ended = outcome_of(outcome, by_words=row["by_words"]) or (outcome and state_word(outcome, row["ended_by"]))
     parts.append(ended or "present")
-    return f"configuration {row['number']}  {', '.join(parts)} ({tr(row['reason'])})"
+    return f"configuration {row['number']}  {', '.join(parts)} ({tr(in_words(row['reason']))})"
 
 
 def _measured(state: RunState) -> dict[str, Any]:

@@ -7,6 +7,7 @@ have fields of their own. At the end, a diagnosis as one sentence for a person.
 
 from __future__ import annotations
 
+import re
 import shlex
 from enum import Enum
 
@@ -230,6 +231,26 @@ def outcome_of(kind: str | None, *, by_words: bool) -> str | None:
     """How an attempt ended, in words; None if not for lack of memory."""
     words = OUTCOMES.get(kind or "")
     return None if words is None else f"{words}{SAID if by_words else ''}"
+
+
+IN_WORDS = {
+    Kind.GPU_OOM: "out of GPU memory",
+    Kind.GPU_OOM_FRAGMENTED: "GPU memory fragmented",
+    Kind.GPU_OOM_OTHER_PROCESS: "GPU memory held by others",
+    Kind.HOST_OOM_ALLOC: "out of host memory",
+    Kind.HOST_OOM_KILLED: "killed for lack of host memory",
+    Kind.PINNED_HOST_OOM: "out of page-locked memory",
+    Kind.SHM_EXHAUSTED: "shared memory full",
+    Kind.DISK_FULL: "disk full",
+    Kind.NOT_MEMORY: "failed, memory was not the cause",
+}
+"""Each kind of failure in words."""
+_KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})\b")
+
+
+def in_words(text: str) -> str:
+    """The text with kinds of failure (`gpu_oom`) written out: `out of GPU memory at update 812`."""
+    return _KIND.sub(lambda found: IN_WORDS[Kind(found[1])], text)
 
 
 REASONS = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
+from memtop.supervisor.diagnosis.values import in_words
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, Line, line, width_of, wrap_within
 from memtop.tui.store import Store
-from memtop.tui.words import in_words
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:
