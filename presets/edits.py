@@ -2,14 +2,12 @@
 
 Three kinds of edits exist: a preset's memory strategy (`apply_preset`), a preset with its guide's
 values (`take_whole`) and single settings as text (`assign`, the `--set KEY=VALUE` of the command
-line). `edit_settings` combines and checks them. Every refusal is a `SettingsError` that names the
-field and the value.
+line). `edit_settings` combines and checks them. Every refusal is a `SettingsError`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -24,6 +22,8 @@ from memtop.presets.checks import (
     did_you_mean,
     preset_meant,
     setting_meant,
+    unknown_key,
+    wanted,
 )
 from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
@@ -380,16 +380,7 @@ def typed(key: str, kind: Any, text: str) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        words = f"there are {', '.join(choices)}{did_you_mean(text, choices)}" if choices else _wanted(kind, str(error))
-        raise SettingsError(key, repr(text), words) from None
-
-
-def _wanted(kind: Any, error: str) -> str:
-    """What a value of this type must be. An error that names more than the type stays."""
-    kinds = {kind, *get_args(kind)}
-    words = ((int, "must be a whole number"), (float, "must be a number"), (bool, "must be true or false"))
-    fitting = [text for one, text in words if one in kinds]
-    return fitting[0] if fitting and re.fullmatch(r"Expected `[\w |]+`, got `\w+`", error) else error
+        raise SettingsError(key, repr(text), wanted(kind, text, choices, str(error))) from None
 
 
 def assignable() -> list[str]:
@@ -401,14 +392,9 @@ def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
     names = assignable()
     if head not in names:
         listed = ", ".join(f"{name}.…" if name in DOTTED else name for name in names)
-        raise SettingsError("--set", key, _unknown_key(setting_meant(head, names), listed))
+        raise SettingsError("--set", key, unknown_key(setting_meant(head, names), listed))
     if head in DOTTED and not dotted:
         raise SettingsError("--set", key, f"has parts; there are {', '.join(parts_of(head))}")
-
-
-def _unknown_key(meant: str, listed: str) -> str:
-    """`meant`: `; did you mean batch?`, or empty."""
-    return f"unknown key{meant} There are {listed}" if meant else f"unknown key; there are {listed}"
 
 
 def parts_of(head: str) -> list[str]:
@@ -423,7 +409,7 @@ def parts_of(head: str) -> list[str]:
 def _unknown_part(head: str, rest: str) -> SettingsError:
     known = parts_of(head)
     key = f"{head}.{rest}"
-    return SettingsError("--set", key, _unknown_key(did_you_mean(key, known), ", ".join(known)))
+    return SettingsError("--set", key, unknown_key(did_you_mean(key, known), ", ".join(known)))
 
 
 def _part_value(head: str, rest: str, text: str) -> Any:
@@ -462,7 +448,7 @@ def _data(data: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
         known = [*columns, *(known for known in _COLUMNS if known not in columns)]
         if column not in known:
             listed = ", ".join(f"data.columns.{name}" for name in known)
-            raise SettingsError("--set", f"data.{rest}", _unknown_key(did_you_mean(column, known), listed))
+            raise SettingsError("--set", f"data.{rest}", unknown_key(did_you_mean(column, known), listed))
         return {**data, "columns": {**columns, column: text}}
     if name not in DATA or column:
         raise _unknown_part("data", rest)
