@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
 from memtop.presets.schema import Lora, Preset, Sampling, Settings
@@ -57,6 +58,21 @@ def preset_meant(name: str, presets: Mapping[str, Preset]) -> str:
         return did_you_mean(name, presets)
     same = [one.name for one in presets.values() if one.zero is not None and one.zero.stage == int(stage[1])]
     return f"; with ZeRO stage {stage[1]}: {', '.join(same)}" if same else ""
+
+
+def wanted(kind: Any, text: str, choices: Sequence[str], error: str) -> str:
+    """What a value of this type must be. An error that names more than the type stays."""
+    if choices:
+        return f"there are {', '.join(choices)}{did_you_mean(text, choices)}"
+    kinds = {kind, *get_args(kind)}
+    words = ((int, "must be a whole number"), (float, "must be a number"), (bool, "must be true or false"))
+    fitting = [said for one, said in words if one in kinds]
+    return fitting[0] if fitting and re.fullmatch(r"Expected `[\w |]+`, got `\w+`", error) else error
+
+
+def unknown_key(meant: str, listed: str) -> str:
+    """`meant`: `; did you mean batch?`, or empty."""
+    return f"unknown key{meant} There are {listed}" if meant else f"unknown key; there are {listed}"
 
 
 def check(settings: Settings) -> Settings:

@@ -204,7 +204,7 @@ def risk(after: Settings, failed: Sequence[Settings]) -> str | None:
     they need less than each of `failed`, the settings with which it ran out."""
     for one in reversed(failed):
         if after.batch >= one.batch and not saves_memory(after, one, much=after.batch > one.batch):
-            split = f"batch {one.batch}{', checkpointing' if one.gradient_checkpointing else ''}"
+            split = f"batch {one.batch}{', gradient checkpointing' if one.gradient_checkpointing else ''}"
             same = "the same" if after.batch == one.batch else f"more than that ({after.batch})"
             return f"the run has died of memory with {split}: this is {same}, and saves nothing more"
     return None

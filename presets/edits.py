@@ -2,8 +2,7 @@
 
 Three kinds of edits exist: a preset's memory strategy (`apply_preset`), a preset with its guide's
 values (`take_whole`) and single settings as text (`assign`, the `--set KEY=VALUE` of the command
-line). `edit_settings` combines and checks them. Every refusal is a `SettingsError` that names the
-field and the value.
+line). `edit_settings` combines and checks them. Every refusal is a `SettingsError`.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from memtop.presets.checks import (
     did_you_mean,
     preset_meant,
     setting_meant,
+    unknown_key,
+    wanted,
 )
 from memtop.presets.fields import FIELDS, MOST_UPDATES, SPLIT, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
@@ -302,7 +303,7 @@ _EACH = "gives no size for each process; write B,B or BxA,BxA"
 
 def is_for_each(text: str) -> bool:
     """Whether this text of a batch has one size for each process: `3,1` or `2x12,1x8`."""
-    return "," in text or "x" in text
+    return ("," in text or "x" in text) and any(map(str.isdecimal, text))
 
 
 def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
@@ -379,8 +380,7 @@ def typed(key: str, kind: Any, text: str) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        hint = f"; there are {', '.join(choices)}{did_you_mean(text, choices)}" if choices else ""
-        raise SettingsError(key, repr(text), f"{error}{hint}") from None
+        raise SettingsError(key, repr(text), wanted(kind, text, choices, str(error))) from None
 
 
 def assignable() -> list[str]:
@@ -392,7 +392,7 @@ def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
     names = assignable()
     if head not in names:
         listed = ", ".join(f"{name}.…" if name in DOTTED else name for name in names)
-        raise SettingsError("--set", key, f"unknown key; there are {listed}{setting_meant(head, names)}")
+        raise SettingsError("--set", key, unknown_key(setting_meant(head, names), listed))
     if head in DOTTED and not dotted:
         raise SettingsError("--set", key, f"has parts; there are {', '.join(parts_of(head))}")
 
@@ -409,7 +409,7 @@ def parts_of(head: str) -> list[str]:
 def _unknown_part(head: str, rest: str) -> SettingsError:
     known = parts_of(head)
     key = f"{head}.{rest}"
-    return SettingsError("--set", key, f"unknown key; there are {', '.join(known)}{did_you_mean(key, known)}")
+    return SettingsError("--set", key, unknown_key(did_you_mean(key, known), ", ".join(known)))
 
 
 def _part_value(head: str, rest: str, text: str) -> Any:
@@ -448,7 +448,7 @@ def _data(data: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
         known = [*columns, *(known for known in _COLUMNS if known not in columns)]
         if column not in known:
             listed = ", ".join(f"data.columns.{name}" for name in known)
-            raise SettingsError("--set", f"data.{rest}", f"unknown key; there are {listed}{did_you_mean(column, known)}")
+            raise SettingsError("--set", f"data.{rest}", unknown_key(did_you_mean(column, known), listed))
         return {**data, "columns": {**columns, column: text}}
     if name not in DATA or column:
         raise _unknown_part("data", rest)

@@ -131,7 +131,7 @@ FIELDS: dict[str, Field] = {
     "zero.offload_optimizer": Field(label="optimizer offload", shapes="peak", saves=_on, saves_much=True),
     "zero.offload_parameters": Field(label="parameter offload", shapes="peak", saves=_on, saves_much=True),
     "gradient_checkpointing": Field(
-        label="checkpointing",
+        label="gradient checkpointing",
         also=("checkpointing", "activation_checkpointing", "use_checkpointing"),
         live="without ZeRO",
         shapes="peak",
@@ -188,7 +188,7 @@ FIELDS: dict[str, Field] = {
         label="epochs", also=("num_epochs", "num_train_epochs"), unit="passes over the data", changes_training=True
     ),
     "target_samples": Field(
-        label="length",
+        label="samples in all",
         also=("max_steps", "max_iters", "num_steps", "max_updates"),
         unit="samples",
         editable=False,

@@ -109,7 +109,7 @@ def command(name: str) -> click.Command:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "No such command 'trian'; did you mean train?"),
         (["train", "no-such-recipe"], "RECIPE 'no-such-recipe': unknown; there are first-run, pretrain-causal"),
         (
             ["train", "--preset", "lwo"],
@@ -131,9 +131,13 @@ def command(name: str) -> click.Command:
         (["train", "sft-qlora", "--preset", "stage3"], "zero.stage 3: a 4-bit base cannot be sharded"),
         (["train", "--batch", "0"], "batch 0: must be at least 1"),
         (["train", "--batch", "9" * 30], "is too large a number"),
+        (["train", "--batch", "x"], "'--batch': 'x' is not a whole number"),
         (["train", "--batch", "two"], "'--batch': 'two' is not a whole number"),
         (["train", "--seq-len", "4096"], "seq_len 4096: beyond the model's 1024 positions"),
         (["train", "--set", "speed=1"], "--set speed: unknown key"),
+        (["train", "--set", "learnin_rate=1"], "learnin_rate: unknown key; did you mean learning_rate? There are batch, "),
+        (["train", "--set", "learning_rate=abc"], "learning_rate 'abc': must be a number\n"),
+        (["train", "--set", "precision=fp17"], "precision 'fp17': there are auto, fp32, bf16, fp16; did you mean fp16?"),
         (["train", "--set", "speed"], "--set 'speed': give KEY=VALUE"),
         (["train", "--gpus", "a"], "--gpus 'a': give different device indices"),
         (["train", "--gpus", "9999"], "--gpus 9999: "),
@@ -278,7 +282,7 @@ def test_the_ladder_shows_the_values_after_a_switch_and_those_of_its_guide(runs:
     assert {row["switch"] for row in ladder} == {"resumes"}
     assert {row["switch_whole"] for row in ladder} == {"new run"}
     assert rows["stage2_offload"]["zero"] == {"stage": 2, "offload_optimizer": True, "offload_parameters": False}
-    assert "checkpointing on" in rows["stage2_offload"]["changes"]
+    assert "gradient checkpointing on" in rows["stage2_offload"]["changes"]
     assert "lora.r 64 -> 48" in rows["stage2_offload"]["reason_whole"]
     assert "with --fresh: effective batch 16 -> 18 (+12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
 
@@ -330,6 +334,13 @@ def test_presets_are_compared_with_the_run_in_progress(runs: Runs) -> None:
     assert [row["key"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert rows[0]["switch_whole"] == "refused"
     assert "beyond the model's 1024 positions" in rows[0]["reason_whole"]
+    table = runs.memtop("presets")
+    refused = next(line for line in table.stdout.splitlines() if "with --fresh: refused: " in line)
+    assert refused.strip() == f"with --fresh: refused: {rows[0]['reason_whole']}"
+    assert len(re.findall("with --fresh: ", table.stdout)) == sum(
+        row["switch_whole"] == "refused" or row["guide_effective_batch"] != row["effective_batch"] for row in rows
+    )
+    assert "(compared with a, the newest run in progress; " in table.stderr
     assert json.loads(runs.memtop("presets", "t5-balanced", "--json").stdout)["recipe"] == "pretrain-t5"
     refused = runs.memtop("restart", "a", "--set", "seed=1", status=2).stderr
     assert "seed 1: makes a new run: memtop train first-run --name NEW --set seed=1, or --fresh" in refused

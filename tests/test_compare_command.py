@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.cli import run
-from memtop.cli.compare import ComparedRun, _table, differences
+from memtop.cli.compare import ComparedRun, _read, _table, differences
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.program import Knob, Knobs, Program
@@ -68,6 +68,19 @@ def test_the_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     expected = sum(1 / n for n in range(11, 21)) / 10
     assert [one["loss_at_common_update"] for one in document["runs"]] == pytest.approx([1 + expected, 2 + expected])
     assert [one["peak_bytes"] for one in document["runs"]] == [20 << 20, 40 << 20]
+
+
+def test_a_long_cell_is_shortened_where_the_terminal_has_no_room(tmp_path: Path) -> None:
+    made(tmp_path, "first", 20, 1.0, data={"source": "stdlib"}, target_samples=100)
+    made(tmp_path, "second", 20, 1.0, data={"train": "/a/long/path/" * 6 + "end.jsonl"}, target_samples=200)
+    compared = [_read(RunFolder(tmp_path / name)) for name in ("first", "second")]
+    lines = list(_table(compared, None, differences(compared), 80))
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "end.jsonl" in "\n".join(_table(compared, None, differences(compared)))
+    assert re.search(r"…\S*end.jsonl", text)
+    assert re.search(r"^updates +20 +20$", text, re.MULTILINE)
+    assert re.search(r"^samples in all +100 +200$", text, re.MULTILINE)
 
 
 def test_the_updates_of_earlier_attempts_count_where_the_newest_had_none(

@@ -161,7 +161,7 @@ def test_an_outlook_distinguishes_a_switch_from_a_new_run() -> None:
     assert look.changes == [
         "split 4 x 4 x 1 -> 2 x 8 x 1",
         "plain -> ZeRO-2 + optimizer offload",
-        "checkpointing on",
+        "gradient checkpointing on",
         "workers 0 -> 2",
     ]
     assert outlook(QLORA, PRESETS["minimal"]).switch == "refused"

@@ -83,7 +83,7 @@ def test_a_preset_that_says_nothing_of_workers_keeps_those_that_a_person_chose()
         ({"preset": "extrem"}, "; did you mean extreme?"),
         ({"max_updates": 0}, "max_updates 0: must be at least 1"),
         *(
-            ({"assignments": {key: "1"}}, f"data.…; did you mean {meant}?")
+            ({"assignments": {key: "1"}}, f"unknown key; did you mean {meant}? There are batch, ")
             for key, meant in {
                 "lerning_rate": "learning_rate",
                 "lr": "learning_rate",
@@ -103,15 +103,15 @@ def test_a_preset_that_says_nothing_of_workers_keeps_those_that_a_person_chose()
         ({"preset": "ZeRO-3"}, "; with ZeRO stage 3: stage3, minimal"),
         ({"preset": "zero1"}, "t5-aggressive, qlora-16g-safe, qlora-16g-min"),
         ({"assignments": {"model": "x"}}, "--set model: has parts; there are model.path, model.config.KEY"),
-        ({"assignments": {"model.pth": "x"}}, "--set model.pth: unknown key; there are model.path"),
+        ({"assignments": {"model.pth": "x"}}, "--set model.pth: unknown key; did you mean model.path? There are model.path"),
         ({"assignments": {"data.trian": "x"}}, "; did you mean data.train?"),
         ({"assignments": {"data.columns.promt": "x"}}, "; did you mean prompt?"),
-        ({"assignments": {"data.max_bytes": "x"}}, "data.max_bytes 'x': Expected `int`"),
+        ({"assignments": {"data.max_bytes": "x"}}, "data.max_bytes 'x': must be a whole number"),
         ({"assignments": {"lora.r": "16"}}, "--set lora.r: Object missing required field `alpha`"),
         ({"assignments": {"lora.rank": "16"}}, "--set lora.rank: unknown key"),
         ({"assignments": {"lora.r": "16", "lora.alpha": "8"}}, "lora.r 16: method full trains no adapters"),
         ({"assignments": {"method": "lora"}}, "method lora: no adapters are described"),
-        ({"assignments": {"zero.stage": "5"}}, "zero.stage '5': Invalid enum value 5; there are 0, 1, 2, 3"),
+        ({"assignments": {"zero.stage": "5"}}, "zero.stage '5': there are 0, 1, 2, 3"),
         ({"assignments": {"zero.stage.x": "5"}}, "--set zero.stage.x: unknown key"),
         ({"assignments": {"zero": "2"}}, "--set zero: has parts; there are zero.stage"),
         ({"assignments": {"batch.x": "5"}}, "--set batch.x: unknown key; batch has no parts"),
@@ -124,7 +124,7 @@ def test_a_preset_that_says_nothing_of_workers_keeps_those_that_a_person_chose()
         ({"assignments": {"load_best_at_end": "true"}}, "load_best_at_end true: nothing is evaluated"),
         ({"assignments": {"epochs": "0"}}, "epochs 0: the run has no end"),
         ({"assignments": {"eval_every": "-1"}}, "eval_every -1: must be 0 or more"),
-        ({"assignments": {"seed": "x"}}, "seed 'x': Expected `int`"),
+        ({"assignments": {"seed": "x"}}, "seed 'x': must be a whole number"),
         ({"assignments": {"seed": "-1"}}, "seed -1: must be 0 or more"),
         ({"assignments": {"seed": "4294967296"}}, "seed 4294967296: must be at most 2147483647"),
         ({"assignments": {"batch": str(10**30)}}, f"batch {10**30}: must be at most 1048576"),

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
 from memtop.cli.requests import before_spike_of, change_to, meant, planned, say_peak
+from memtop.cli.runs import _wrapped
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
@@ -321,6 +322,25 @@ def test_the_speed_of_a_run_is_one_number(dead: RunFolder, capsys: pytest.Captur
     assert "| ≥ 474 MiB |" in shown["report"]
     assert re.search(r"^samples/s +31\.2 +31\.2$", shown["compare"], re.MULTILINE)
     assert re.search(r"^tokens/s +8 200 +8 200$", shown["compare"], re.MULTILINE)
+
+
+def test_show_has_what_the_comparison_has(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Ledger(dead.ledger_path)) as ledger:
+        ledger.add_event(Event(time=3.0, attempt=1, kind="evaluation", message="evaluation", data={"update": 2, "loss": 2.5}))
+        ledger.add_reports(1, 0, [Step(update=900, loss=1.5, peak_bytes=3 * GIB, time=3.0)], 9)
+    assert run(["show", str(dead.path)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^  loss        best 1.5000, evaluation 2.5000$", shown, re.MULTILINE), shown
+    assert re.search(r"^  peak        GPU memory 3\.0 GiB", shown, re.MULTILINE), shown
+
+
+def test_show_wraps_between_words_and_keeps_paths_whole() -> None:
+    path = "/a" * 60
+    rows = list(_wrapped("  warning     " + "some words " * 12 + path, 80))
+    assert {len(row) <= 80 for row in rows[:-1]} == {True}
+    assert rows[1].startswith(" " * 14 + "some") or rows[1].startswith(" " * 14 + "words")
+    assert rows[-1] == " " * 14 + path
+    assert list(_wrapped("  folder      " + path, None)) == ["  folder      " + path]
 
 
 def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from rich.cells import cell_len
+
 from memtop.supervisor.language import tr
 from memtop.tui.keymap import ACTIONS, offered
-from memtop.tui.line import Line, cell, line
+from memtop.tui.line import Line, cell, line, plain, wrap
 from memtop.tui.screen import KeysPage, key_rows
 from memtop.tui.store import Store
 
@@ -17,26 +21,50 @@ _GROUPS = (
     ("replay", "The replay"),
 )
 _MARKS: dict[str, tuple[str, ...]] = {
+    "Numbers": (
+        "B x A x W = effective batch: samples in a micro-batch x accumulation x processes",
+        "T: tokens of a sample",
+        "att: attempt",
+    ),
     "Bars": (
-        "█ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries",
-        "░ others and driver   · page cache, freed when needed",
-        "┆ highest so far   ┊┊ 85 % and 90 %",
+        "█ allocated",
+        "▓ cached by the allocator",
+        "▒ CUDA context and libraries",
+        "░ others and driver",
+        "· page cache, freed when needed",
+        "┆ highest so far",
+        "┊┊ 85 % and 90 %",
         "╍╍▴ and ~ predicted, never measured",
     ),
-    "Bands": ("· safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %",),
-    "Curves": ("┄ 85 % and 90 %   ┊ an attempt begins;  – and ? stand for what is not known",),
-    "Events": ("✗ failed   ✓ survived   ↻ remedy   ▸ settings   ◌ trial   ^ grows   ! warning",),
-    "Lists": ("✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not",),
+    "Bands": ("· safe below 85 %", "^ edge 85 to 90 %", "!! danger above 90 %"),
+    "Curves": ("┄ 85 % and 90 %", "┊ an attempt begins", "– and ? stand for what is not known"),
+    "Events": ("✗ failed", "✓ survived", "↻ remedy", "▸ settings", "◌ trial", "^ grows", "! warning"),
+    "Lists": ("✓ ticked", "= the same process on another GPU", "▸ ▾ a job, folded and not"),
 }
-"""What stands for what, by where it is seen; a line each."""
+"""What stands for what, by where it is seen."""
 _MARK_LABEL = 9
 """Cells of the labels of the marks."""
+_BETWEEN_MARKS = "   "
 
 
-def _marks() -> list[Line]:
-    """The marks and their meaning in the reader's language."""
-    rows = ((title if number == 0 else "", row) for title, lines in _MARKS.items() for number, row in enumerate(lines))
-    return [line(cell(title, _MARK_LABEL), row) for title, row in rows]
+def _marks(width: int) -> list[Line]:
+    """The marks and their meaning in the reader's language: as many on a line as fit."""
+    return [
+        line(cell(title if number == 0 else "", _MARK_LABEL), row)
+        for title, marks in _MARKS.items()
+        for number, row in enumerate(_rows(marks, width - _MARK_LABEL))
+    ]
+
+
+def _rows(marks: Iterable[str], width: int) -> Iterator[str]:
+    row = ""
+    for mark in map(tr, marks):
+        longer = f"{row}{_BETWEEN_MARKS}{mark}" if row else mark
+        if row and cell_len(longer) > width:
+            yield from map(plain, wrap(row, width)) if cell_len(row) > width else [row]
+            longer = mark
+        row = longer
+    yield from map(plain, wrap(row, width)) if cell_len(row) > width else [row]
 
 
 class HelpDialog(KeysPage):
@@ -60,4 +88,4 @@ class HelpDialog(KeysPage):
                 lines += [line((title, "heading")), *(row for one in own for row in drawn[one]), ()]
         if self._store.read_only:
             lines += [line(("Read-only: nothing can be changed from here.", "strong")), ()]
-        return [*lines, *_marks()]
+        return [*lines, *_marks(width)]

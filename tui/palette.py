@@ -46,13 +46,17 @@ class Commands(Provider):
             yield hit
 
     def found(self, query: str) -> Iterator[Hit | DiscoveryHit]:
-        """The entries whose titles match; all of them for an empty query."""
-        matcher = self.matcher(query)
+        """The entries whose titles match, then those whose descriptions do; all for an empty
+        query."""
+        matcher, described = self.matcher(query), list[Hit]()
         for title, words, run in self._entries():
             if not query:
                 yield DiscoveryHit(title, run, help=words)
             elif (score := matcher.match(title)) > 0:
                 yield Hit(score, matcher.highlight(title), run, text=title, help=words)
+            elif query.casefold() in words.casefold():
+                described.append(Hit(0, title, run, text=title, help=words))
+        yield from described
 
     def _entries(self) -> Iterator[Entry]:
         screen = self._read_of

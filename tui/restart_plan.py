@@ -91,6 +91,8 @@ _EXPLAINED = (
 
 def _consequences(before: Settings, base: Settings, after: Settings, run: RunState | None) -> tuple[str, ...]:
     """`base`: the settings after the preset, `after`: after the typed values, too."""
+    if after == before:
+        return ("nothing changed: restarts with the same settings",)
     lines = [*data_consequences(before, after)]
     if run is not None and (moved := explain.length_change(before, after, where_it_goes_on(run), run.total_updates)):
         lines.append(moved)
@@ -108,8 +110,6 @@ def _consequences(before: Settings, base: Settings, after: Settings, run: RunSta
     fit, reason = compatibility(before, after)
     if fit != "resumes":
         lines.append(f"{fit}: {reason}")
-    if after == before:
-        lines.append("nothing changed: restarts with the same settings")
     return tuple(lines)
 
 

@@ -8,6 +8,7 @@ called: `memtop --help` loads none of them.
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib
 import os
@@ -90,6 +91,12 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
         command.context_class = HelpContext
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if near and args[0] not in COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in their groups, without importing them, and then the examples."""

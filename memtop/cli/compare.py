@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +25,13 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import state_word
 from memtop.supervisor.language import Verbatim, tr
+from memtop.supervisor.names import shortened
 from memtop.supervisor.program import Program, known
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.configurations import mean_speed
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
+from memtop.supervisor.run.report.facts import newest_evaluation
 from memtop.supervisor.run.speed import ran_seconds
 from memtop.supervisor.run_memory import Measure
 from memtop.supervisor.wire import Metric
@@ -42,6 +46,8 @@ _OF_RECORD = (
     *("loss", "best_loss", "evaluation_loss", "mean_samples_per_second"),
     *("peak_bytes", "host_peak_bytes", "host_measure"),
 )
+_NARROWEST = 12
+"""Cells of a column that is shortened."""
 _OF_SPLIT = ("batch", "accumulation", "rank_splits", "world_size")
 """The row `split` shows them."""
 
@@ -108,7 +114,8 @@ def compare(run_names: tuple[str, ...], as_json: bool, runs_dir: Path | None) ->
     if as_json:
         print_json({"runs": msgspec.to_builtins(runs), "common_update": common, "differing_settings": differing})
     else:
-        print_lines(*_table(runs, common, differing))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print_lines(*_table(runs, common, differing, width))
     return 0
 
 
@@ -190,12 +197,11 @@ def _of_record(ledger: Ledger) -> dict[str, Any]:
         last = one if one.loss is not None else last
         updates = one.update + one.updates - 1
     host = ledger.host_peak()
-    evaluations = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
     return {
         "updates": updates,
         "loss": None if last is None else last.loss,
         "best_loss": ledger.best_loss(),
-        "evaluation_loss": evaluations[0] if evaluations else None,
+        "evaluation_loss": newest_evaluation(ledger),
         "mean_samples_per_second": mean_speed(ledger.configurations()),
         "peak_bytes": peak,
         "host_peak_bytes": host.size,
@@ -210,7 +216,10 @@ def _loss_at(folder: RunFolder, update: int) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str]) -> Iterator[str]:
+def _table(
+    runs: Sequence[ComparedRun], common: int | None, differing: Sequence[str], width: int | None = None
+) -> Iterator[str]:
+    """`width`: cells of a terminal; what is too long for it has a mark in its middle."""
     # The split says all of these, where it is known.
     in_split = _OF_SPLIT if all(run.split for run in runs) else ()
     differing = [name for name in differing if name not in in_split]
@@ -237,11 +246,21 @@ def _table(runs: Sequence[ComparedRun], common: int | None, differing: Sequence[
         *((_label(name), [Verbatim(_values(run, name)) for run in runs]) for name in listed),
     ]
     first = max(cell_len(tr(label)) for label, _ in rows)
-    widths = [max(cell_len(tr(cells[column])) for _, cells in rows) for column in range(len(runs))]
+    widths = _widths([[cell_len(tr(cells[column])) for _, cells in rows] for column in range(len(runs))], width, first)
     for label, cells in rows:
-        yield row((label, first), *((cell, -width) for cell, width in zip(cells, widths, strict=True)), between="  ")
+        short = (Verbatim(shortened(tr(cell), most)) for cell, most in zip(cells, widths, strict=True))
+        yield row((label, first), *((cell, -most) for cell, most in zip(short, widths, strict=True)), between="  ")
     for owners, names in folded.items():
         yield f"{len(names)} settings only of {', '.join(owners)}: --json lists them"
+
+
+def _widths(columns: Sequence[Sequence[int]], width: int | None, first: int) -> list[int]:
+    """The cells of each column, from the lengths of what stands in it. Without room the widest give
+    way, but no column gets narrower than its numbers need."""
+    widths = [max(lengths) for lengths in columns]
+    while width is not None and first + sum(2 + one for one in widths) > width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _folded(runs: Sequence[ComparedRun], differing: Sequence[str]) -> dict[tuple[str, ...], list[str]]:

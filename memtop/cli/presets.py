@@ -41,7 +41,8 @@ def presets(name: str | None, as_json: bool) -> int:
     shows one preset in full.
     """
     try:
-        groups = _groups(_run_in_progress(default_runs_dir()), name)
+        run = _run_in_progress(default_runs_dir())
+        groups = _groups(run, name)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     if as_json:
@@ -53,6 +54,10 @@ def presets(name: str | None, as_json: bool) -> int:
         print_lines(*(line for _, looks in groups for look in looks for line in _full(look)))
     else:
         print_message(
+            "(no run of a recipe is in progress: each preset is compared with a recipe that it is for)"
+            if run is None
+            else f"(compared with {run.name}, the newest run in progress; "
+            "`memtop presets NAME` compares a preset for another recipe with that recipe)",
             "(switch: what becomes of a run that switches to the preset; it keeps effective batch, T, LoRA and learning rate)",
             "(with --fresh: the same for `memtop train --fresh --preset NAME`, which takes all values of the preset)",
         )
@@ -163,7 +168,12 @@ def _cells(look: Outlook) -> tuple[str, ...]:
 
 def _details(look: Outlook) -> Iterator[str]:
     yield f"     {look.preset.title}. {'; '.join(look.changes) or 'nothing changes'}"
-    if look.whole.effective_batch != look.kept.effective_batch:
+    if look.switch == "refused":
+        yield f"     switch: refused: {look.reason}"
+    if look.switch_whole == "refused":
+        if look.reason_whole != look.reason:
+            yield f"     with --fresh: refused: {look.reason_whole}"
+    elif look.whole.effective_batch != look.kept.effective_batch:
         yield f"     with --fresh: effective batch {effective_change(look.kept.effective_batch, look.whole.effective_batch)}"
     if look.risk is not None:
         yield f"     ! {look.risk}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import click
 import msgspec
+from rich.cells import cell_len
 
 from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_line
 from memtop.cli.configuration import default_runs_dir
@@ -20,13 +23,14 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import in_words, layers_command, outcome_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, has_wide, tr, wrapped_anywhere
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run import speed, view
 from memtop.supervisor.run.queue import revive_queued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
+from memtop.supervisor.run.report.facts import newest_evaluation
 from memtop.supervisor.run.runs import RunRow, row_of, run_folders, table, with_turns
 from memtop.supervisor.wire import Phase, RunState
 
@@ -94,7 +98,8 @@ def show(run_name: str, as_json: bool, metrics: bool, samples: bool, runs_dir: P
     state = view.read_state(folder)  # before the ledger, which gets the end of an attempt first
     with readable_ledger(folder):
         record = view.show(folder)
-    print_lines(*_lines(state, record))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print_lines(*(row for line in _lines(state, record) for row in _wrapped(line, width)))
     return 0
 
 
@@ -106,6 +111,26 @@ def document(folder: RunFolder) -> dict[str, Any]:
     with readable_ledger(folder):
         record = view.show(folder)
     return record | _measured(view.read_state(folder)) | {"then": folder.spec().then}
+
+
+def _wrapped(line: str, width: int | None) -> Iterator[str]:
+    """The line in the reader's language, wrapped at words below what follows its label. A path that
+    is too long stays whole."""
+    shown = tr(line)
+    label = re.match(r" *(?:\S+(?: \d+)?  +)?", shown)
+    start = "" if label is None else label[0]
+    indent = cell_len(start)
+    if width is None or cell_len(shown) <= width or width - indent < _LEAST_WRAPPED:
+        yield Verbatim(shown)
+        return
+    words, room = shown[len(start) :], width - indent
+    rows = wrapped_anywhere(words, room) if has_wide(words) else textwrap.wrap(words, room, **_AT_BLANKS)
+    for number, row in enumerate(rows):
+        yield Verbatim(f"{' ' * indent if number else start}{row}")
+
+
+_AT_BLANKS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+_LEAST_WRAPPED = 20
 
 
 def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
@@ -130,6 +155,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield from _program_lines(state)
     if words := speed.words(state.samples_per_second, state.tokens_per_second):
         yield f"  speed       {words}"
+    yield from _result_lines(state)
     yield f"  checkpoint  {_checkpoint(state)}"
     for warning in state.warnings:
         yield f"  warning     {warning}"
@@ -144,6 +170,26 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield "  what can be done"
         for line in proposal_lines(state.proposal, resumes=state.resumes):
             yield f"    {line}"
+
+
+def _result_lines(state: RunState) -> Iterator[str]:
+    """What `memtop compare` shows, too: losses, the highest memory, the time."""
+    folder = RunFolder(Path(state.folder))
+    with readable_ledger(folder), reading_ledger(folder) as ledger:
+        if ledger is None:
+            return
+        best, evaluation = ledger.best_loss(), newest_evaluation(ledger)
+        seconds = speed.ran_seconds(ledger.attempts(), until=time.time() if state.alive else None)
+    row = row_of(folder)
+    losses = {"best": best, "evaluation": evaluation}
+    if found := [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]:
+        yield f"  loss        {', '.join(found)}"
+    gpu = None if row.peak_bytes is None else f"GPU memory {units.size(row.peak_bytes)}"
+    host = None if row.host_peak.size is None else row.host_peak.words
+    if peaks := [peak for peak in (gpu, host) if peak is not None]:
+        yield f"  peak        {', '.join(peaks)}"
+    if seconds is not None:
+        yield f"  time        {units.duration(seconds)} of all attempts"
 
 
 def _waiting_lines(state: RunState) -> Iterator[str]:

@@ -218,6 +218,7 @@ def test_an_evaluation_and_what_the_model_has_written_are_in_the_report(folder: 
     ledger.add_event(Event(time=NOW + 3, attempt=1, kind="sample", message="samples at update 2", data=written))
     ledger.close()
     page = html(read_facts(folder))
+    assert ("evaluation loss", "1") in read_facts(folder).rows
     assert Curve("evaluation loss", ((1.0, 2.0), (2.0, 1.0))) in read_facts(folder).curves
     assert "<b>Once &lt;b&gt;</b>\nupon\na time &amp; more</pre>" in page
 

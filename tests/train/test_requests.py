@@ -123,7 +123,7 @@ def test_an_invalid_edit_is_refused_and_the_training_continues(tmp_path: Path) -
         (edited(), {}, "change {}: names no setting; choose from batch, accumulation"),
         (edited(), {"batch": None}, "change {}: names no setting"),
         (edited(), {"seq_len": 32}, "seq_len 32: cannot change during a run, only batch, accumulation"),
-        (edited(), {"batch": "many"}, "batch 'many': Expected `int`"),
+        (edited(), {"batch": "many"}, "batch 'many': must be a whole number"),
         (edited(), {"batch": 0}, "batch 0: must be at least 1"),
         (edited(), {"batch": 0, "accumulation": 4}, "batch 0: must be at least 1"),
         (edited(), {"workers": -1}, "workers -1: must be 0 or more"),

@@ -19,6 +19,7 @@ from memtop.tui.dashboard.footer import ActionButton
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
+from memtop.tui.line import plain
 from memtop.tui.line_list import LineList
 from memtop.tui.presets import PresetDialog
 from memtop.tui.processes.kill import KillDialog, TickList
@@ -375,6 +376,18 @@ async def test_help_lists_every_action_and_opens_at_its_beginning_and_scrolls() 
             assert app.screen is app.dashboard
         await press(pilot, "ctrl+c")
         assert "d closes the dashboard, the run continues; s stops the run" in screen_text(app)
+
+
+async def test_no_mark_in_the_help_is_cut() -> None:
+    async with opened(training_feed(), "question_mark", "end", size=(80, 24)) as (app, _):
+        shown = screen_text(app).partition("Bands")[2].partition("Close")[0]
+        assert "…" not in shown
+        assert isinstance(app.screen, HelpDialog)
+        lines = app.screen.draw(app.screen.query_one(LineList).size.width)
+        text = " ".join(" ".join(map(plain, lines)).split())
+        for mark in ("▒ CUDA context and libraries", "? stand for what is not known", "▸ ▾ a job, folded and not"):
+            assert mark in text
+        assert "B x A x W = effective batch: samples in a micro-batch x accumulation x processes T: tokens of a sample" in text
 
 
 async def test_a_message_takes_the_lines_that_it_needs_and_no_toast() -> None:

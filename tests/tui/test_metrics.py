@@ -221,7 +221,7 @@ def ledger_of_two_attempts(path: Path) -> RunFolder:
     """40 updates: the first attempt runs out of memory after update 25 and goes on at update 21."""
     folder = run_folder(path, 25, 2.5)
     ledger = Ledger(folder.ledger_path)
-    ledger.add_event(wire.Event(time=NOW + 9.5, attempt=1, kind="checkpoint", message="update 9 saved"))
+    ledger.add_event(wire.Event(time=NOW + 9.5, attempt=1, kind="checkpoint", message="checkpoint at update 9"))
     ledger.add_event(wire.Event(time=NOW + 25.5, attempt=1, kind="oom", message="out of GPU memory at update 26"))
     ledger.add_event(wire.Event(time=NOW + 26, attempt=2, kind="memory", message="never marked"))
     ledger.add_attempt(2, "out of GPU memory", SETTINGS, NOW + 30)
@@ -245,7 +245,9 @@ async def test_attempts_and_events_are_marked_at_their_updates(tmp_path: Path) -
         assert sum(found == [places[1]] for found in began) > 4, "the new attempt is a line through the chart"
         assert {place for found in began for place in found} == {places[1]}
         await press(pilot, "end", "pageup", "pageup", "pageup", "pageup", "pageup")
-        assert "checkpoint: update 9 saved" in screen_text(app)
+        text = screen_text(app)
+        assert "checkpoint at update 9" in text
+        assert "checkpoint: " not in text
 
 
 def test_an_event_after_the_newest_update_is_marked_at_it() -> None:

@@ -64,6 +64,13 @@ async def test_a_read_only_dashboard_lists_nothing_that_changes_something() -> N
         assert not {title for title in listed(app) if any(title.startswith(label) for label in changing)}
 
 
+async def test_a_word_of_a_description_is_found_below_the_titles() -> None:
+    async with opened(RecordingFeed(running(gpu())), "ctrl+p", *"report") as (app, pilot):
+        assert "All runs" in listed(app)
+        await press(pilot, *["backspace"] * 6, *"history")
+        assert listed(app)[0] == "History"
+
+
 async def test_a_choice_does_what_the_key_does() -> None:
     async with opened(RecordingFeed(running(gpu())), "ctrl+p", *"stop", "enter") as (app, pilot):
         assert isinstance(app.screen, ConfirmDialog)

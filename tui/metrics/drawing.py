@@ -337,4 +337,5 @@ def _event_words(run: RunCurves, view: MetricsView, width: int) -> Line:
     if near is None:
         return ()
     event = near[1]
-    return fit(line((event.word, MUTED), (separator(": "), MUTED), event.message), width)
+    said = event.message.startswith(event.word)
+    return fit(line(*(() if said else ((event.word, MUTED), (separator(": "), MUTED))), event.message), width)

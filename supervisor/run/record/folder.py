@@ -274,7 +274,7 @@ def find_run(reference: str, runs_dir: Path) -> RunFolder:
     names = [folder.name for folder in list_runs(runs_dir)]
     if not names:
         raise UsageError(f"run {reference!r}: not found in {runs_dir}, where no run is; set --runs-dir or MEMTOP_RUNS_DIR")
-    listed = f"`memtop runs` lists all, the newest are {', '.join(names[-5:])}"
+    listed = f"`memtop runs` lists all, the newest are {', '.join(names[:-6:-1])}"
     raise UsageError(f"run {reference!r}: not found in {runs_dir}; {listed}{did_you_mean(reference, names)}")
 
 

@@ -81,6 +81,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the newest attempt, as its first process has reported it."""
     started_with: LaunchCommand | None = None
     """The same attempt's command."""
+    evaluation_loss: float | None = None
+    """The newest."""
     samples: tuple[Event, ...] = ()
     """What the model has written, the newest last; see `Written` in reports.py."""
 
@@ -111,8 +113,15 @@ def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
             host_peak=HostMemory() if ledger is None else ledger.host_peak(),
             environment=_environment(folder, state.attempt),
             started_with=read_derived(folder.attempt(state.attempt) / COMMAND, LaunchCommand),
+            evaluation_loss=None if ledger is None else newest_evaluation(ledger),
             samples=() if ledger is None else tuple(ledger.events(_SAMPLES, kind="sample")),
         )
+
+
+def newest_evaluation(ledger: Ledger) -> float | None:
+    """The loss of the newest evaluation; None if there was none."""
+    found = [event.data.get("loss") for event in ledger.events(1, kind="evaluation")]
+    return found[0] if found else None
 
 
 def _environment(folder: RunFolder, attempt: int) -> Hello | None:
@@ -180,6 +189,8 @@ def _rows(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "samples", "" if state.samples_seen is None else units.count(state.samples_seen)
     best = "" if state.best_loss is None else f" (best {state.best_loss:.4g})"
     yield "loss", "" if state.loss is None else f"{state.loss:.4g}{best}"
+    yield "evaluation loss", "" if facts.evaluation_loss is None else f"{facts.evaluation_loss:.4g}"
+    yield "learning rate", "" if state.settings is None else f"{state.settings.learning_rate:g}"
     yield "speed", speed.words(state.samples_per_second, state.tokens_per_second)
     yield "attempts", str(len(facts.attempts)) if facts.attempts else ""
     ran = speed.ran_seconds(facts.attempts, until=facts.written if state.alive else None)
