@@ -175,7 +175,8 @@ def _program(model: Model) -> Program:
         resumes = plan.resumed or (model.grip.resumes if model.grip is not None else None)
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
     if model.grip is not None and model.grip.profile is not None:
-        return _with_profile(model.grip, model.grip.profile.name, found)
+        known, seen = _with_profile(model.grip, model.grip.profile.name, found), model.progress.loop
+        return known if seen is None else replace(known, knobs=_first_known(known.knobs, seen.knobs))
     if model.progress.step is None:
         return Program(checkpoint=found)
     why, loop = "memtop counts the steps of a torch optimizer", model.progress.loop
