@@ -59,6 +59,12 @@ def known(knobs: Knobs) -> dict[str, int | bool | str] | None:
     return {name: knob.value for name, knob in found if knob is not None and knob.value is not None} or None
 
 
+def first_known(*knobs: Knobs) -> Knobs:
+    """Each setting from the first that knows it."""
+    names = Knobs.__struct_fields__
+    return Knobs(**{name: next((knob for one in knobs if (knob := getattr(one, name)) is not None), None) for name in names})
+
+
 def name_of(command: Sequence[str]) -> str:
     """What a person calls this program: its script, after interpreters and launchers; else what it
     starts first."""

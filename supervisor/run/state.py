@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.presets.program_profiles import KNOB_NAMES
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
+from memtop.supervisor.program import Program, ProgramCheckpoint, first_known
 from memtop.supervisor.run.grip import Grip, of_program, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
@@ -170,13 +169,13 @@ def _program(model: Model) -> Program:
         why = f"{plan.framework} calls memtop's callback"
         if model.grip is not None and model.grip.profile is not None:
             known = _with_profile(model.grip, model.grip.profile.name, found)
-            return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=_first_known(plan.knobs, known.knobs))
+            return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=first_known(plan.knobs, known.knobs))
         # Of a program that has resumed it is known that it does.
         resumes = plan.resumed or (model.grip.resumes if model.grip is not None else None)
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
     if model.grip is not None and model.grip.profile is not None:
         known, seen = _with_profile(model.grip, model.grip.profile.name, found), model.progress.loop
-        return known if seen is None else replace(known, knobs=_first_known(known.knobs, seen.knobs))
+        return known if seen is None else replace(known, knobs=first_known(known.knobs, seen.knobs))
     if model.progress.step is None:
         return Program(checkpoint=found)
     why, loop = "memtop counts the steps of a torch optimizer", model.progress.loop
@@ -184,10 +183,6 @@ def _program(model: Model) -> Program:
         return Program(grip="optimizer", why=why, checkpoint=found)
     why = f"{why}; {loop.framework} knows the settings"
     return Program(grip="optimizer", why=why, knobs=loop.knobs, resumes=loop.resumed or None, checkpoint=found)
-
-
-def _first_known(first: Knobs, other: Knobs) -> Knobs:
-    return replace(first, **{name: getattr(first, name) or getattr(other, name) for name in KNOB_NAMES})
 
 
 def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:

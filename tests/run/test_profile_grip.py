@@ -179,6 +179,17 @@ def test_what_memtop_has_seen_in_the_program_is_known_where_its_profile_says_not
     assert said in ask(brain, batch="16")
 
 
+def test_each_configuration_keeps_the_settings_that_its_program_used() -> None:
+    brain = restarted(grip(knobs=Knobs(batch=Knob(value=4), accumulation=Knob(value=4), seq_len=Knob(value=16))))
+    present = brain.model.configurations.rows[-1]
+    assert (present.knobs, present.uses) == (HALF, {"batch": 4, "accumulation": 4, "seq_len": 16})
+    assert present.since_update == 21, "after the checkpoint"
+    report = {"knobs": {"batch": {"value": 2}, "accumulation": {"value": 8}}}
+    plain = training(settings=None, grip=None)
+    plain.report({"type": "loop", "framework": "torch's DataLoader", "effective_batch": 16, **report})
+    assert plain.model.configurations.rows[-1].uses == {"batch": 2, "accumulation": 8}
+
+
 def test_a_program_that_has_resumed_is_known_to_resume() -> None:
     brain = restarted(grip())
     prints(brain, 20, printed={"tokens": 256})

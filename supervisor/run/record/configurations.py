@@ -6,7 +6,7 @@ The present one changes with every update and is written now and then; the ledge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -187,6 +187,13 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         if last is None or last.configuration.since_update is not None:
             return self
         return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
+
+    def note_uses(self, uses: Mapping[str, int | bool | str]) -> Configurations:
+        """What memtop knows now of the settings of the user's own program."""
+        last = self.present
+        if last is None or last.configuration.uses == uses:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, uses=dict(uses))))
 
     def end(
         self,
