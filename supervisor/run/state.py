@@ -141,7 +141,7 @@ def _position(model: Model) -> dict[str, Any]:
     # Until the program has reported where it stands, it stands where it will resume.
     saved = model.checkpoint if model.checkpoint is not None and model.checkpoint.complete else None
     at, start = step or plan or saved, plan or saved
-    seen = None if at is None else at.samples_seen
+    seen = _of_whole_updates(model) if at is None or at.samples_seen is None else at.samples_seen
     target = (plan.target_samples if plan else None) or (settings.target_samples if settings else None)
     left = None if seen is None or target is None else max(0, target - seen)
     speed = progress.speed(_effective_batch(model))
@@ -153,6 +153,15 @@ def _position(model: Model) -> dict[str, Any]:
         "eta_seconds": _seconds_left(model, left, speed.samples_per_second),
         **{name: getattr(step, name) for name in _OF_STEP if step is not None},
     }
+
+
+def _of_whole_updates(model: Model) -> int | None:
+    """The samples of a loop that does not count them, if memtop has counted its updates from the
+    first and all are of one size, as far as it knows; else None."""
+    step, loop = model.progress.step, model.progress.loop
+    if step is None or loop is None or loop.effective_batch is None or loop.resumed or model.by_output:
+        return None
+    return step.update * loop.effective_batch if model.number == 1 and not model.progress.restarts else None
 
 
 def _seconds_left(model: Model, samples: int | None, rate: float | None) -> float | None:

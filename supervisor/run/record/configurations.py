@@ -215,12 +215,14 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
-    def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None) -> Configurations:
+    def note_step(
+        self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None, each: int | None = None
+    ) -> Configurations:
         """A rank has finished an update.
 
         `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
         settings that affect the peak, except the batch split. `batch`: of one process; None if not
-        known.
+        known. `each`: the samples of an update, for a program that does not count its samples.
         """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
@@ -230,9 +232,9 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             return now
         shown = last.configuration
         # The first update of an attempt is a warm-up, so its time does not count.
-        if self.seen is not None and step.samples_seen is not None and step.step_seconds:
-            samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
-            last = replace(last, samples=samples, seconds=seconds)
+        done = each if step.samples_seen is None else None if self.seen is None else step.samples_seen - self.seen
+        if done is not None and step.step_seconds:
+            last = replace(last, samples=last.samples + done, seconds=last.seconds + step.step_seconds)
             shown = replace(shown, samples_per_second=mean_speed([last]))
         if shown.peak is not None:
             shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))

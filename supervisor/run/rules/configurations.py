@@ -53,7 +53,8 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             uuid = model.progress.ranks[rank].device_uuid
             base = model.sample.gpu_base_bytes.get(uuid) if model.sample is not None and uuid is not None else None
             model = _with_key(model)
-            after = model.configurations.note_step(rank, report, base, model.shape_key[-1], _batch(model))
+            each = None if model.progress.loop is None else model.progress.loop.effective_batch
+            after = model.configurations.note_step(rank, report, base, model.shape_key[-1], _batch(model), each)
             return replace(model, configurations=after)
         case Oom():
             model = _note_failure(model, rank, report)
