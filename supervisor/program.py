@@ -98,3 +98,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the program continues from its checkpoint when it is started again. None if that is
     not known."""
     checkpoint: ProgramCheckpoint | None = None
+
+
+def start_is_known(program: Program | None, recorded: int | None) -> bool:
+    """Whether a later attempt of the program began after this update. A program that may have
+    resumed by itself counts from 0 for memtop, or has printed its first line somewhat later."""
+    grip = None if program is None else program.grip
+    return grip in ("hooks", "profile") or (grip != "output" and recorded != 0)
