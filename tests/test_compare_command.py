@@ -136,6 +136,14 @@ def test_the_speed_and_the_split_of_a_loop_of_the_users_own(tmp_path: Path, caps
     assert "configuration 2  batch 16, accumulation 2, " in shown
     assert run(["report", "first", "--markdown", "-", "--runs-dir", str(tmp_path)]) == 0
     assert "| batch 32, accumulation 2 |" in capsys.readouterr().out
+    # It has ended before memtop knew its accumulation.
+    state = read_state(RunFolder(tmp_path / "first"))
+    state = replace(state, program=Program(knobs=Knobs(batch=Knob(value=16))), effective_batch=None)
+    write_json(tmp_path / "first" / "state.json", StateFile(run=state, socket="no-socket"))
+    assert run(["compare", "first", "first", "--runs-dir", str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "batch 32 -> 16 32 -> 16" in lines
+    assert not any(line.startswith("accumulation") for line in lines), "unknown is no change"
 
 
 def test_the_time_between_attempts_is_not_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

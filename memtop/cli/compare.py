@@ -149,7 +149,7 @@ def _read(folder: RunFolder) -> ComparedRun:
         settings={name: value for name, value in present.items() if name not in _DERIVED},
         split=present.get("split"),
         effective_batch=present.get("effective_batch"),
-        changed=_changed(history),
+        changed=_changed(history, own=state.settings is None),
         **{name: known.get(name) for name in _OF_RECORD},
     )
 
@@ -183,11 +183,12 @@ def _earlier(one: Configuration, present: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _changed(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The settings that changed from one period to the next, with their values."""
+def _changed(history: Sequence[Mapping[str, Any]], *, own: bool) -> dict[str, list[Any]]:
+    """The settings that changed from one period to the next, with their values. `own`: of the
+    user's own program; a period in which one is not known is left out."""
     found = {}
     for name in dict.fromkeys(name for period in history for name in period):
-        values = [value for value, _ in itertools.groupby(period.get(name) for period in history)]
+        values = [value for value, _ in itertools.groupby(one.get(name) for one in history if name in one or not own)]
         if len(values) > 1:
             found[name] = values
     return found
