@@ -59,6 +59,12 @@ def known(knobs: Knobs) -> dict[str, int | bool | str] | None:
     return {name: knob.value for name, knob in found if knob is not None and knob.value is not None} or None
 
 
+def first_known(*knobs: Knobs) -> Knobs:
+    """Each setting from the first that knows it."""
+    names = Knobs.__struct_fields__
+    return Knobs(**{name: next((knob for one in knobs if (knob := getattr(one, name)) is not None), None) for name in names})
+
+
 def name_of(command: Sequence[str]) -> str:
     """What a person calls this program: its script, after interpreters and launchers; else what it
     starts first."""
@@ -92,3 +98,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the program continues from its checkpoint when it is started again. None if that is
     not known."""
     checkpoint: ProgramCheckpoint | None = None
+
+
+def start_is_known(program: Program | None, recorded: int | None) -> bool:
+    """Whether a later attempt of the program began after this update. A program that may have
+    resumed by itself counts from 0 for memtop, or has printed its first line somewhat later."""
+    grip = None if program is None else program.grip
+    return grip in ("hooks", "profile") or (grip != "output" and recorded != 0)

@@ -14,7 +14,7 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of a run's processes of one role. Bytes."""
 
     role: str
-    """launcher | rank | loader worker | other"""
+    """launcher | rank | loader worker | other | memtop"""
     processes: int
     pss_bytes: int | None = None
     """Each shared page is divided among the processes that map it, so the roles add up to the run's

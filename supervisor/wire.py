@@ -3,8 +3,8 @@ run's Unix socket.
 
 A client sends a `Request`. The supervisor replies with `Answer`s: accepted, then done or failed; or
 refused. After `Subscribe` it also streams `HistoryRows`, `StateUpdate`, `MetricRows`, `EventRows`
-and `ConfigurationRows` until the client leaves. Agents use the plain JSON of `train/agent` on the
-same socket. They write their reports to `attempts/NNNN/rank-R.jsonl`.
+and `ConfigurationRows` until the client leaves. Agents use the plain JSON of `train/agent` there.
+They write reports to `attempts/NNNN/rank-R.jsonl`.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None = None
     knobs: dict[str, str] = {}
     """The settings that memtop gave to your own program."""
+    uses: dict[str, int | bool | str] = {}
+    """Those of your own program, by the names of `--set`, as far as memtop knows them."""
     peak: Peak | None = None
     samples_per_second: float | None = None
     outcome: str | None = None
@@ -127,8 +129,7 @@ class Spike(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that was tried for speed, measured over the same number of updates before and after
-    it."""
+    """A change that was tried for speed, measured over as many updates before it as after it."""
 
     title: str
     """`batch 16 -> 20, accumulation 5 -> 4`"""
@@ -419,8 +420,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
-    """GPU details are displayed: also read values that are expensive for the driver (PCIe
-    throughput) for the next 10 s."""
+    """GPU details are displayed: for 10 s, also read what is expensive for the driver (PCIe)."""
 
     id: Whole
 

@@ -42,7 +42,7 @@ def made(runs_dir: Path, name: str, updates: int, loss: float, **changed: object
     ledger.close()
 
 
-def period(number: int, settings: Settings, **measured: Any) -> ConfigurationRecord:
+def period(number: int, settings: Settings | None, **measured: Any) -> ConfigurationRecord:
     shown = Configuration(number=number, attempt=1, started=100.0, reason="start", settings=settings)
     return ConfigurationRecord(configuration=shown, starts=(ConfigurationStart(attempt=1),), **measured)
 
@@ -134,6 +134,29 @@ def test_the_speed_and_the_split_of_a_loop_of_the_users_own(tmp_path: Path, caps
     assert "samples/s 300.9 300.9" in lines
     assert "split 16 x 2 x 2 16 x 2 x 2" in lines
     assert "effective batch 64 64" in lines
+    with closing(Ledger(tmp_path / "first" / "ledger.sqlite")) as ledger:
+        for number, batch in ((1, 32), (2, 16)):
+            one = period(number, None)
+            uses = {"batch": batch, "accumulation": 2}
+            ledger.save_configuration(replace(one, configuration=replace(one.configuration, uses=uses)))
+    assert run(["compare", "first", "second", "--runs-dir", str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "split 32 x 2 x 2 -> 16 x 2 x 2 16 x 2 x 2" in lines
+    assert "effective batch 128 -> 64 64" in lines
+    assert run(["show", "first", "--runs-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "configuration 1  batch 32, accumulation 2, " in shown
+    assert "configuration 2  batch 16, accumulation 2, " in shown
+    assert run(["report", "first", "--markdown", "-", "--runs-dir", str(tmp_path)]) == 0
+    assert "| batch 32, accumulation 2 |" in capsys.readouterr().out
+    # It has ended before memtop knew its accumulation.
+    state = read_state(RunFolder(tmp_path / "first"))
+    state = replace(state, program=Program(knobs=Knobs(batch=Knob(value=16))), effective_batch=None)
+    write_json(tmp_path / "first" / "state.json", StateFile(run=state, socket="no-socket"))
+    assert run(["compare", "first", "first", "--runs-dir", str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "batch 32 -> 16 32 -> 16" in lines
+    assert not any(line.startswith("accumulation") for line in lines), "unknown is no change"
 
 
 def test_the_time_between_attempts_is_not_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -454,3 +454,34 @@ def test_a_batch_that_memtop_finds_is_given_by_a_word() -> None:
 )
 def test_a_program_has_the_name_of_its_script(command: str, name: str) -> None:
     assert name_of(command.split()) == name
+
+
+def test_a_program_that_is_not_there_is_refused_before_the_run_is_created(runs: Runs, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('step 1 loss 1.0')")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    runs.environment["PATH"] = f"{folder}:/bin"
+
+    def refused(*command: str) -> str:
+        said = runs.memtop("train", "--detach", "--", *command, status=2).stderr
+        assert not list(runs.path.glob("*/run.json")), "nothing was created"
+        return said
+
+    assert "COMMAND pyton: no such program on PATH; did you mean python?" in refused("pyton", str(script))
+    assert f"COMMAND {tmp_path}/trian.py: no such file; looked for" in refused(f"{tmp_path}/trian.py")
+    missing = refused("python", "-u", f"{tmp_path}/train.pyy", "--batch", "2")
+    assert f"train.pyy: no such file; looked for {tmp_path}/train.pyy; did you mean {script}?" in missing
+    assert runs.memtop("train", "--detach", "--name", "a", "--", "python", str(script))
+    runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)
+
+
+@pytest.mark.parametrize("command", ["python -m pkg.train", "python -c 1", "python -X dev no.py", "env A=1 no.py", "python"])
+def test_what_may_be_there_is_not_refused(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    train.refuse_not_found(command.split())
+    # A run that waits may find its files when it begins.
+    train.refuse_not_found(["python", "no.py"], waits=True)
+    train.refuse_not_found(["./no"], waits=True)

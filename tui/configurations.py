@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from textual import on, work
@@ -185,8 +185,10 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
         "number": str(of.number),
         "attempt": str(of.attempt),
         "since": units.count(of.since_update),
-        "split": _given_split(of.knobs) if of.knobs else split_words(of.settings),
-        "seq_len": of.knobs.get("seq_len", units.UNKNOWN) if of.settings is None else str(of.settings.seq_len),
+        "split": _own_split({**of.uses, **of.knobs}) if of.uses or of.knobs else split_words(of.settings),
+        "seq_len": str({**of.uses, **of.knobs}.get("seq_len", units.UNKNOWN))
+        if of.settings is None
+        else str(of.settings.seq_len),
         "preset": units.UNKNOWN if of.settings is None else Verbatim(of.settings.preset),
         "peak": peak_words(of.peak),
         "speed": units.UNKNOWN if of.samples_per_second is None else units.rate(of.samples_per_second),
@@ -214,8 +216,8 @@ def split_words(settings: Settings | None) -> str:
     return units.UNKNOWN if settings is None else settings.split_text
 
 
-def _given_split(knobs: dict[str, str]) -> str:
-    """The split that memtop gave to the user's own program, as far as it gave one."""
+def _own_split(knobs: Mapping[str, object]) -> str:
+    """The split of the user's own program, as far as it is known."""
     return f"{knobs.get('batch', units.UNKNOWN)} x {knobs.get('accumulation', units.UNKNOWN)}"
 
 

@@ -100,7 +100,8 @@ class OwnProgramDialog(FormDialog[Change]):
             why = nothing_left(run, resumed)
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
-            words = consequences(self._grip, changed, at, run.updates, run.total_updates, ended=not run.alive)
+            seen = self._grip if run.program is None else self._grip.with_seen(run.program.knobs)
+            words = consequences(seen, changed, at, run.updates, run.total_updates, ended=not run.alive)
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None

@@ -34,7 +34,7 @@ from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
 from memtop.supervisor.run.report.facts import newest_evaluation
 from memtop.supervisor.run.speed import ran_seconds
 from memtop.supervisor.run_memory import Measure
-from memtop.supervisor.wire import Metric
+from memtop.supervisor.wire import Configuration, Metric
 
 _AVERAGED = 10
 """Updates whose mean loss is compared: the loss of one update depends on its samples."""
@@ -141,7 +141,7 @@ def _read(folder: RunFolder) -> ComparedRun:
         periods = [] if ledger is None else [record.configuration for record in ledger.configurations()]
         known = {} if ledger is None else _of_record(ledger)
     present = _period(state.settings, state.program, state.effective_batch)
-    history = [_period(one.settings, None, None) for one in periods if one.settings is not None] + [present]
+    history = [found for one in periods if (found := _earlier(one, present))] + [present]
     return ComparedRun(
         name=state.name,
         state=state.state.value,
@@ -156,7 +156,7 @@ def _read(folder: RunFolder) -> ComparedRun:
         settings={name: value for name, value in present.items() if name not in _DERIVED},
         split=present.get("split"),
         effective_batch=present.get("effective_batch"),
-        changed=_changed(history),
+        changed=_changed(history, own=state.settings is None),
         **{name: known.get(name) for name in _OF_RECORD},
     )
 
@@ -176,11 +176,26 @@ def _period(settings: Settings | None, program: Program | None, effective_batch:
     return found if effective_batch is None else found | {"effective_batch": effective_batch}
 
 
-def _changed(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The settings that changed from one period to the next, with their values."""
+def _earlier(one: Configuration, present: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an earlier period; empty if they are not known."""
+    if one.settings is not None or not one.uses:
+        return _period(one.settings, None, None)
+    # The processes of the user's own program stay.
+    found = dict[str, Any](one.uses)
+    batch, accumulation, whole = (present.get(name) for name in ("batch", "accumulation", "effective_batch"))
+    if batch and accumulation and whole and found.get("batch") and found.get("accumulation"):
+        processes = whole // (batch * accumulation)
+        effective = found["batch"] * found["accumulation"] * processes
+        found |= {"split": f"{found['batch']} x {found['accumulation']} x {processes}", "effective_batch": effective}
+    return found
+
+
+def _changed(history: Sequence[Mapping[str, Any]], *, own: bool) -> dict[str, list[Any]]:
+    """The settings that changed from one period to the next, with their values. `own`: of the
+    user's own program; a period in which one is not known is left out."""
     found = {}
     for name in dict.fromkeys(name for period in history for name in period):
-        values = [value for value, _ in itertools.groupby(period.get(name) for period in history)]
+        values = [value for value, _ in itertools.groupby(one.get(name) for one in history if name in one or not own)]
         if len(values) > 1:
             found[name] = values
     return found

@@ -234,10 +234,11 @@ def _of_own_program(folder: RunFolder, change: Change) -> str | None:
     if file.grip is None:
         return explain.FROM_ZERO
     found = grip_checkpoints.newest_for(folder.path, file.grip, file.grip.since)
+    grip = file.grip if state.program is None else file.grip.with_seen(state.program.knobs)
+    meant = consequences(grip, knobs_of(change), found, state.updates, state.total_updates, ended=True)
     if found is None or not found.complete:
-        return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}"
+        return f"begins with the first update: {found.problem if found is not None else 'it has no checkpoint'}{meant}"
     where = "from the program's newest checkpoint" if found.updates is None else f"at update {found.updates}"
-    meant = consequences(file.grip, knobs_of(change), found, state.updates, state.total_updates, ended=True)
     return f"resumes {where}{meant}"
 
 

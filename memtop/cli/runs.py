@@ -260,7 +260,7 @@ def _configuration_line(row: dict[str, Any]) -> str:
     """One configuration (a period with the same settings), with the number for `memtop
     rollback`."""
     settings, peak = row["settings"], row["peak"]
-    parts = ["own program"]
+    parts = [", ".join(f"{name} {value}" for name, value in row["uses"].items()) or "own program"]
     if settings:
         splits = settings["rank_splits"] or [(settings["batch"], settings["accumulation"])]
         parts = [f"{' + '.join(f'{b} x {a}' for b, a in splits)}, T {settings['seq_len']}"]

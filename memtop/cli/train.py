@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS, SPLIT
 from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.profile.command import shell_text, simple
+from memtop.supervisor.profile.command import PYTHON, shell_text, simple
 from memtop.supervisor.profile.detection import Proposal, propose
 from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
@@ -187,6 +188,7 @@ def train(
     recipe_name = recipe or "first-run"
     if program:
         refuse_for_program(recipe, preset, edits)
+        refuse_not_found(program, waits=queue or after is not None)
     else:
         preset = preset or configured("preset").value
         defaults = {name.replace("-", "_"): configured(name).value for name in ("save-every", "on-spike")}
@@ -455,3 +457,31 @@ def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) ->
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} {value}: memtop does not set the options of your own program; pass them after `--`")
+
+
+_NO_VALUE = re.compile(r"-[bBdEiIOPqRsSuvx]+")
+"""Options of Python that take no value."""
+
+
+def refuse_not_found(program: Sequence[str], *, waits: bool = False) -> None:
+    """UsageError if the user's own program, or the script of a Python, is not there. `waits`: the
+    run begins later, when its files may be there."""
+    name, *arguments = program
+    if "/" not in name and shutil.which(name) is None:
+        folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+        near = [file.name for folder in folders for file in _files_in(Path(folder))]
+        raise UsageError(f"COMMAND {name}: no such program on PATH{did_you_mean(name, near)}")
+    script = next((word for word in arguments if not _NO_VALUE.fullmatch(word)), "-")
+    # What another option means is up to Python.
+    is_script = PYTHON.fullmatch(Path(name).name) is not None and not script.startswith("-")
+    for file, words in ((name, name), *([(script, f"{name} {script}")] if is_script else [])):
+        if not waits and ("/" in file or file is script) and not Path(file).exists():
+            near = [str(one) for one in _files_in(Path(file).parent)]
+            raise UsageError(f"COMMAND {words}: no such file; looked for {Path(file).absolute()}{did_you_mean(file, near)}")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []  # it is not there, or may not be read: it has no names to propose

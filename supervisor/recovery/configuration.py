@@ -20,7 +20,7 @@ from memtop.supervisor.wire import Change, Checkpoint, Configuration
 OWN_PROGRAM = (
     "this run's program is your own, and memtop does not know where it takes its settings from: it can change only the "
     "allocator settings (PYTORCH_CUDA_ALLOC_CONF), with `--set allocator=...`; `memtop restart RUN` starts the same command "
-    "again, `memtop train -- COMMAND` another one; a profile tells memtop more: see docs/your-own-script.md"
+    "again, `memtop train -- COMMAND` another one; a profile tells memtop more: see docs/profiles.md"
 )
 
 

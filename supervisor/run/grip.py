@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from memtop.presets.comparison import effective_change
 from memtop.presets.program_profiles import KNOB_NAMES, ProgramProfile, filled
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.program import Knobs, ProgramCheckpoint
@@ -82,6 +83,15 @@ class Grip(msgspec.Struct, frozen=True, kw_only=True):
     def given(self, values: Mapping[str, Any]) -> Grip:
         """With the batch and the accumulation of these values of knobs."""
         return msgspec.structs.replace(self, **{name: values[name] for name in ("batch", "accumulation") if name in values})
+
+    def with_seen(self, knobs: Knobs) -> Grip:
+        """With what memtop has seen in the program of the batch and the accumulation, where the
+        profile has no rule for them."""
+        if self.profile is None:
+            return self
+        unruled = [name for name in ("batch", "accumulation") if self.profile.knob(name) is None]
+        seen = {name: knob.value for name in unruled if (knob := getattr(knobs, name)) is not None}
+        return msgspec.structs.replace(self, **seen)
 
     @property
     def split(self) -> Split | None:
@@ -270,7 +280,7 @@ def consequences(
             return f"{text}: the effective batch stays {before}, and so does the order"
         return f"{text}: the effective batch stays {before}, and so do order and learning rate"
     if grip.profile is not None:
-        return f"{text}: ! the effective batch changes from {before} to {then}{_moved(grip, after, at, rate)}"
+        return f"{text}; effective batch {effective_change(before, then)}: changes training{_moved(grip, after, at, rate)}"
     verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
     text = (
         f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "

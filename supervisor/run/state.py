@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.presets.program_profiles import KNOB_NAMES
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.program import Knobs, Program, ProgramCheckpoint
+from memtop.supervisor.program import Program, ProgramCheckpoint, first_known
 from memtop.supervisor.run.grip import Grip, of_program, why_not_continued
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.shown import with_output
@@ -145,7 +144,7 @@ def _position(model: Model) -> dict[str, Any]:
     # Until the program has reported where it stands, it stands where it will resume.
     saved = model.checkpoint if model.checkpoint is not None and model.checkpoint.complete else None
     at, start = step or plan or saved, plan or saved
-    seen = None if at is None else at.samples_seen
+    seen = _of_whole_updates(model) if at is None or at.samples_seen is None else at.samples_seen
     target = (plan.target_samples if plan else None) or (settings.target_samples if settings else None)
     left = None if seen is None or target is None else max(0, target - seen)
     speed = progress.speed(_effective_batch(model))
@@ -157,6 +156,15 @@ def _position(model: Model) -> dict[str, Any]:
         "eta_seconds": _seconds_left(model, left, speed.samples_per_second),
         **{name: getattr(step, name) for name in _OF_STEP if step is not None},
     }
+
+
+def _of_whole_updates(model: Model) -> int | None:
+    """The samples of a loop that does not count them, if memtop has counted its updates from the
+    first and all are of one size, as far as it knows; else None."""
+    step, loop = model.progress.step, model.progress.loop
+    if step is None or loop is None or loop.effective_batch is None or loop.resumed or model.by_output:
+        return None
+    return step.update * loop.effective_batch if model.number == 1 and not model.progress.restarts else None
 
 
 def _seconds_left(model: Model, samples: int | None, rate: float | None) -> float | None:
@@ -173,12 +181,13 @@ def _program(model: Model) -> Program:
         why = f"{plan.framework} calls memtop's callback"
         if model.grip is not None and model.grip.profile is not None:
             known = _with_profile(model.grip, model.grip.profile.name, found)
-            return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=_first_known(plan.knobs, known.knobs))
+            return replace(known, grip="hooks", why=f"{why}; {model.grip.why}", knobs=first_known(plan.knobs, known.knobs))
         # Of a program that has resumed it is known that it does.
         resumes = plan.resumed or (model.grip.resumes if model.grip is not None else None)
         return Program(grip="hooks", why=why, knobs=plan.knobs, resumes=resumes, checkpoint=found)
     if model.grip is not None and model.grip.profile is not None:
-        return _with_profile(model.grip, model.grip.profile.name, found)
+        known, seen = _with_profile(model.grip, model.grip.profile.name, found), model.progress.loop
+        return known if seen is None else replace(known, knobs=first_known(known.knobs, seen.knobs))
     if model.progress.step is None:
         return Program(checkpoint=found)
     why, loop = "memtop counts the steps of a torch optimizer", model.progress.loop
@@ -186,10 +195,6 @@ def _program(model: Model) -> Program:
         return Program(grip="optimizer", why=why, checkpoint=found)
     why = f"{why}; {loop.framework} knows the settings"
     return Program(grip="optimizer", why=why, knobs=loop.knobs, resumes=loop.resumed or None, checkpoint=found)
-
-
-def _first_known(first: Knobs, other: Knobs) -> Knobs:
-    return replace(first, **{name: getattr(first, name) or getattr(other, name) for name in KNOB_NAMES})
 
 
 def _with_profile(grip: Grip, name: str, found: ProgramCheckpoint | None) -> Program:

@@ -259,10 +259,11 @@ def _total(sizes: Mapping[int, int], pids: Iterable[int]) -> int | None:
 
 
 def _by_role(members: Iterable[Member], anonymous: Mapping[int, int]) -> dict[str, int | None]:
-    """Anonymous bytes by role. Launchers are left out: their memory does not change."""
+    """Anonymous bytes by role. Launchers and memtop's shim are left out: their memory does not
+    change."""
     pids: dict[str, list[int]] = {}
     for member in members:
-        if member.role != "launcher":
+        if member.role not in ("launcher", "memtop"):
             pids.setdefault(member.role, []).append(member.pid)
     return {role: _total(anonymous, found) for role, found in pids.items()}
 

@@ -16,7 +16,7 @@ from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.killed import describe_status
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
-from memtop.supervisor.program import known
+from memtop.supervisor.program import known, start_is_known
 from memtop.supervisor.run.grip import Grip, of_program
 from memtop.supervisor.run.last_update import lacks_update, with_last_update
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
@@ -495,4 +495,6 @@ def _attempt(attempt: Attempt, state: RunState) -> dict[str, Any]:
     row: dict[str, Any] = msgspec.to_builtins(attempt)
     if attempt.number == state.attempt and attempt.ended is None:
         row["updates"], row["samples_seen"] = state.updates, state.samples_seen
+    if state.settings is None and attempt.number > 1 and not start_is_known(state.program, attempt.start_updates):
+        row["start_updates"] = None
     return row

@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from memtop.supervisor.monitor.processes.facts import describe_process
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.strays import judge
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.program import Program
 from memtop.supervisor.run.processes import members
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, record_rank
@@ -146,6 +148,33 @@ def test_a_real_rank_is_recorded_with_its_start(runs: Runs) -> None:
     document = runs.wait("a", lambda d: d["trainer_pid"] is not None and (folder.attempt(1) / RANKS_FILE).exists())
     stored = msgspec.json.decode((folder.attempt(1) / RANKS_FILE).read_bytes(), type=RanksFile)
     assert stored.processes == (identify(document["trainer_pid"]),)
+
+
+@pytest.mark.parametrize(
+    ("grip", "recorded", "shown"),
+    [
+        # memtop counts from 0, and the first line of the second attempt is that of step 200.
+        ("optimizer", 0, None),
+        ("output", 199, None),
+        (None, 0, None),
+        # A report of the program, its framework or its profile says it.
+        ("optimizer", 194, 194),
+        ("hooks", 0, 0),
+        ("profile", 20, 20),
+    ],
+)
+def test_where_an_own_program_began_again_is_shown_only_if_it_is_known(
+    tmp_path: Path, grip: str | None, recorded: int, shown: int | None
+) -> None:
+    folder = folder_of(tmp_path, ended(), ended())
+    file = folder.state()
+    assert file is not None
+    folder.state_path.write_bytes(msgspec.json.encode(replace(file, run=replace(file.run, program=Program(grip=grip)))))
+    ledger = Ledger(folder.ledger_path)
+    for number, start in ((1, 0), (2, recorded)):
+        ledger.add_attempt(number, "start", None, 1.0, start_updates=start)
+    ledger.close()
+    assert [one["start_updates"] for one in show(folder)["attempts"]] == [0, shown]
 
 
 def test_a_ledger_without_tables_is_none_yet_and_gets_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

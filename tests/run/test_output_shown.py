@@ -62,6 +62,28 @@ def test_the_time_left_follows_from_the_newest_updates_together() -> None:
     assert state.eta_seconds == pytest.approx(90 * (120.0 - 101.0) / 9)
 
 
+def test_the_samples_of_a_loop_that_does_not_count_them_follow_from_its_updates() -> None:
+    loop = {"type": "loop", "framework": "torch's DataLoader", "effective_batch": 32, "knobs": {}}
+
+    def ran(attempt: int, **found: object) -> Brain:
+        brain = external(attempt=attempt)
+        for update in range(1, 83):
+            # The first update has no update before it.
+            seconds = {} if update == 1 else {"step_seconds": 0.5}
+            brain.report({"type": "step", "update": update, "time": 100.0 + update, **seconds})
+            if update == 3:
+                brain.report({**loop, **found})
+        return brain
+
+    brain = ran(1)
+    assert run_state(brain.model).samples_seen == 82 * 32
+    assert brain.model.configurations.rows[-1].samples_per_second == pytest.approx(64.0)
+    # Nobody knows how many samples were seen before an attempt that may have resumed by itself.
+    assert run_state(ran(2).model).samples_seen is None
+    assert run_state(ran(1, resumed=True).model).samples_seen is None
+    assert run_state(ran(1, effective_batch=None).model).samples_seen is None
+
+
 def test_a_total_in_other_units_is_not_shown_before_the_relation_is_known() -> None:
     brain = external()
     brain.report({"type": "step", "update": 3, "time": 1.0})

@@ -10,10 +10,12 @@ from msgspec.structs import replace
 
 from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.program import Knob, Knobs, known
 from memtop.supervisor.run.effects import Launch, Signal, UpdateAttempt
 from memtop.supervisor.run.events import CheckpointKept, Examined, Launched, OutputRead, RemedyFacts, Requested
 from memtop.supervisor.run.grip import Grip, consequences
 from memtop.supervisor.run.output.values import Seen
+from memtop.supervisor.run.reports import LoopFound
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Checkpoint, Phase, Restart
 from tests.run.brain import Brain, end, proposal, states, training
@@ -152,7 +154,40 @@ def test_what_a_restart_means_is_said_before() -> None:
     unknown = replace(SAVED, updates=None, step=8, epoch=1)
     text = consequences(grip("minimind"), HALF, unknown, 25)
     assert text.startswith("; batch 8 x 2 -> 4 x 4: the effective batch stays 16; its position is converted")
-    assert "! the effective batch changes from 16 to 8" in consequences(grip(), {"batch": "4"}, SAVED, 25)
+    assert "batch 8 x 2 -> 4 x 2; effective batch 16 -> 8 (-50.0 %): changes training; its samples are drawn at random" in (
+        consequences(grip(), {"batch": "4"}, SAVED, 25)
+    )
+
+
+def test_what_memtop_has_seen_in_the_program_is_known_where_its_profile_says_nothing() -> None:
+    """A profile with a batch only: torch's loader shows that an update has one micro-batch."""
+    profile = replace(PROFILES["nanogpt"], accumulation=None)
+    held = Grip(profile=profile, why="because", batch=32, knobs=Knobs(batch=Knob(value=32, name="--batch-size")))
+    loop = LoopFound(
+        framework="torch's DataLoader",
+        effective_batch=32,
+        knobs=Knobs(batch=Knob(value=32), accumulation=Knob(value=1, source="batches of an update")),
+    )
+    brain = trains(held)
+    said = "batch 32 x 1 -> 16 x 1; effective batch 32 -> 16 (-50.0 %): changes training"
+    assert said not in ask(brain, batch="16"), "before its first updates, nobody knows"
+    brain = trains(held)
+    brain.model = replace(brain.model, progress=replace(brain.model.progress, loop=loop))
+    shown = run_state(brain.model)
+    assert shown.program is not None
+    assert (known(shown.program.knobs), shown.effective_batch) == ({"batch": 32, "accumulation": 1}, 32)
+    assert said in ask(brain, batch="16")
+
+
+def test_each_configuration_keeps_the_settings_that_its_program_used() -> None:
+    brain = restarted(grip(knobs=Knobs(batch=Knob(value=4), accumulation=Knob(value=4), seq_len=Knob(value=16))))
+    present = brain.model.configurations.rows[-1]
+    assert (present.knobs, present.uses) == (HALF, {"batch": 4, "accumulation": 4, "seq_len": 16})
+    assert present.since_update == 21, "after the checkpoint"
+    report = {"knobs": {"batch": {"value": 2}, "accumulation": {"value": 8}}}
+    plain = training(settings=None, grip=None)
+    plain.report({"type": "loop", "framework": "torch's DataLoader", "effective_batch": 16, **report})
+    assert plain.model.configurations.rows[-1].uses == {"batch": 2, "accumulation": 8}
 
 
 def test_a_program_that_has_resumed_is_known_to_resume() -> None:

@@ -26,7 +26,7 @@ def test_the_state_reports_the_runs_memory_by_role(runs: Runs) -> None:
 
     # The first reading may come before the rank has spoken and forked; the next one is due ten
     # seconds later.
-    runs.wait("a", lambda _: [part.role for part in read_state(folder).run_memory] == ["launcher", "rank", "loader worker"])
+    runs.wait("a", lambda _: [part.role for part in read_state(folder).run_memory] == ["rank", "loader worker", "memtop"])
     state = read_state(folder)
     assert [part.processes for part in state.run_memory] == [1, 1, 1]
     for part in state.run_memory:

@@ -13,6 +13,7 @@ from textual.widgets import Button, Input, Select
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.recovery.values import Peak
@@ -305,6 +306,18 @@ async def test_a_program_of_ones_own_with_the_trainer_has_a_form_of_its_own(tmp_
         await settle(pilot)
     (request,) = [one for one in feed.requests if isinstance(one, Restart)]
     assert request.change == Change(assignments={"batch": "4", "accumulation": "4"})
+
+
+async def test_a_program_without_a_profile_says_why_its_known_settings_cannot_be_changed(tmp_path: Path) -> None:
+    seen = Program(grip="optimizer", knobs=Knobs(batch=Knob(value=32), accumulation=Knob(value=1)))
+    for program, says in (
+        (seen, "memtop sees its settings but does not know how to set them; a profile says it: see docs/profiles.md."),
+        (Program(grip="optimizer"), "Its settings are not known, so none can be changed here."),
+    ):
+        own: dict[str, object] = {"settings": None, "command": ("python", "t.py"), "folder": str(tmp_path), "program": program}
+        async with opened(RecordingFeed(running(gpu(), **own)), size=(160, 50)) as (app, pilot):
+            await press(pilot, "r")
+            assert says in " ".join(screen_text(app).replace("│", " ").split())
 
 
 async def test_the_form_counts_from_the_update_at_which_the_program_saves_when_it_stops(tmp_path: Path) -> None:

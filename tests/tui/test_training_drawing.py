@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.cells import cell_len
 
-from memtop.supervisor import wire
+from memtop.supervisor import language, wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
@@ -423,6 +423,10 @@ OVER: dict[str, object] = {"alive": False, "attempt": 1, "updates": 24, "started
             "■ stopped after 00:03:10; r starts it again from the beginning",
         ),
         (
+            {"state": wire.Phase.STOPPED, "checkpoint": None, "settings": None, "command": ("python", "t.py")},
+            "■ stopped at update 24 after 00:03:10; r starts it again from the beginning, unless it resumes by itself",
+        ),
+        (
             {"state": wire.Phase.FINISHED, "settings": None, "command": ("python", "t.py")},
             "✓ finished at update 24 after 00:03:10; memtop report tiny writes a page about it",
         ),
@@ -447,6 +451,15 @@ def test_the_key_that_goes_on_is_shown_on_a_narrow_terminal_too() -> None:
     failed = {**killed, "ended_by": None, "reason": "exit status 3: boom"}
     words = "✗ failed at update 24 after 00:03:10: exit status 3: boom; r starts it again"
     assert notice(store_of(running(gpu(), **failed)), 79) == words
+    own = store_of(running(gpu(), **failed, settings=None, command=("python", "t.py")))
+    assert notice(own, 79) == words
+    long = {**failed, "reason": "x" * 200, "settings": None, "command": ("python", "t.py")}
+    assert notice(store_of(running(gpu(), **long)), 79).endswith("…; r starts it again")
+    language.use("zh")
+    try:
+        assert notice(own).endswith("按 r 从头开始，除非它自己恢复")
+    finally:
+        language.use("en")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

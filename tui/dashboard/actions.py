@@ -12,6 +12,7 @@ from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import wire
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import why_incomplete
+from memtop.supervisor.program import known
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
@@ -89,11 +90,14 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
     grip = grip_of(run)
     if grip is not None:
         return await dashboard.app.push_screen_wait(OwnProgramDialog(run, grip))
+    why = "Its settings are not known, so none can be changed here."
+    if run.program is not None and known(run.program.knobs):
+        why = "memtop sees its settings but does not know how to set them; a profile says it: see docs/profiles.md."
     lines = [
         f"Restart {run.name} with the same command?",
         "",
         Verbatim(" ".join(run.command)),
-        f"It {where_own_resumes(run)}. Its settings are not known, so none can be changed here.",
+        f"It {where_own_resumes(run)}. {why}",
     ]
     answer = await dashboard.app.push_screen_wait(ConfirmDialog("Restart", lines, confirm="Restart"))
     return Change() if answer else None

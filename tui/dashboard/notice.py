@@ -19,6 +19,7 @@ from memtop.tui.words import lack_of_memory
 
 _AGAIN = "r starts it again"
 _FROM_ZERO = f"{_AGAIN} from the beginning"
+_FROM_ZERO_OWN = f"{_FROM_ZERO}, unless it resumes by itself"
 
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
@@ -75,14 +76,16 @@ def _end(run: RunState, width: int) -> str:
     why = f"{separator(': ')}{tr(run.reason)}" if run.reason and run.state is Phase.FAILED else ""
     brief = tr(state if run.updates is None else f"{state} at update {units.count(run.updates)}")
     step = _next_step(run, run.name)
-    steps = [*([f"{step}{between}{_export(run)}"] if _can_export(run) else []), step, step.replace(tr(_FROM_ZERO), tr(_AGAIN))]
+    brief_step = tr(_AGAIN) if step in (tr(_FROM_ZERO), tr(_FROM_ZERO_OWN)) else step
+    steps = [*([f"{step}{between}{_export(run)}"] if _can_export(run) else []), step, brief_step]
     whole = (f"{what}{between}{then}" for what in (f"{brief}{tr(lasted)}{why}", f"{brief}{why}") for then in steps)
     if (fitting := next((words for words in whole if cell_len(words) <= width), None)) is not None:
         return fitting
     # Without room the name is shortened first, then how long it took and the reason are left out.
     for end in (f"{brief}{tr(lasted)}", brief):
-        excess = max(0, cell_len(f"{end}{between}{_next_step(run, run.name)}") - width)
+        excess = max(0, cell_len(f"{end}{between}{step}") - width)
         key = f"{between}{_next_step(run, shortened(run.name, max(SHORTEST_NAME, cell_len(run.name) - excess)))}"
+        key = key.replace(tr(_FROM_ZERO_OWN), tr(_AGAIN))
         room = max(0, width - cell_len(key))
         if cell_len(end) <= room:
             break
@@ -96,7 +99,7 @@ def _next_step(run: RunState, name: str) -> str:
     saved = run.checkpoint if run.resumes else None
     if saved is not None and saved.complete and saved.updates is not None:
         return tr(f"r resumes at update {units.count(saved.updates)}")
-    return tr(_FROM_ZERO)
+    return tr(_FROM_ZERO if run.settings is not None else _FROM_ZERO_OWN)
 
 
 def _export(run: RunState) -> str:

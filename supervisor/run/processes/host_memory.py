@@ -14,7 +14,7 @@ from memtop.supervisor.monitor.processes.proc import PROC, ProcessId, identify, 
 from memtop.supervisor.run.post_mortem.evidence import address_room
 from memtop.supervisor.run_memory import RoleMemory
 
-ROLES = ("launcher", "rank", "loader worker", "other")
+ROLES = ("launcher", "rank", "loader worker", "other", "memtop")
 EVERY_SECONDS = 0.9
 """With every sample, which come once a second."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -107,8 +107,8 @@ def roles(pids: Collection[int], rank_pids: Collection[int], proc_root: Path = P
     """The role of each process.
 
     Ranks are the processes that the agent reported, or the program itself (below its launcher). The
-    ancestors of a rank are launchers, its descendants loader workers. The shim above the program is
-    added.
+    ancestors of a rank are launchers, its descendants loader workers. The shim above the program,
+    which is memtop's own, is added.
     """
     parents = {pid: parent_of(pid, proc_root) for pid in pids}
     for parent in {parent for parent in parents.values() if parent is not None and parent not in parents}:
@@ -121,7 +121,7 @@ def roles(pids: Collection[int], rank_pids: Collection[int], proc_root: Path = P
         if pid in ranks:
             found[pid] = "rank"
         elif pid in above:
-            found[pid] = "launcher"
+            found[pid] = "memtop" if _is_shim(pid, proc_root) else "launcher"
         else:
             found[pid] = "loader worker" if ranks.intersection(_ancestors(pid, parents)) else "other"
     return found

@@ -6,7 +6,7 @@ The present one changes with every update and is written now and then; the ledge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -196,6 +196,13 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
 
+    def note_uses(self, uses: Mapping[str, int | bool | str]) -> Configurations:
+        """What memtop knows now of the settings of the user's own program."""
+        last = self.present
+        if last is None or last.configuration.uses == uses:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, uses=dict(uses))))
+
     def end(
         self,
         outcome: str,
@@ -216,12 +223,14 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
-    def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None) -> Configurations:
+    def note_step(
+        self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None, each: int | None = None
+    ) -> Configurations:
         """A rank has finished an update.
 
         `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
         settings that affect the peak, except the batch split. `batch`: of one process; None if not
-        known.
+        known. `each`: the samples of an update, for a program that does not count its samples.
         """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
@@ -231,9 +240,9 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             return now
         shown = last.configuration
         # The first update of an attempt is a warm-up, so its time does not count.
-        if self.seen is not None and step.samples_seen is not None and step.step_seconds:
-            samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
-            last = replace(last, samples=samples, seconds=seconds)
+        done = each if step.samples_seen is None else None if self.seen is None else step.samples_seen - self.seen
+        if done is not None and step.step_seconds:
+            last = replace(last, samples=last.samples + done, seconds=last.seconds + step.step_seconds)
             shown = replace(shown, samples_per_second=mean_speed([last]))
         if shown.peak is not None:
             shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))

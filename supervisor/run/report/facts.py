@@ -172,7 +172,7 @@ def configuration_words(rows: Sequence[Configuration]) -> list[tuple[Configurati
     found = []
     for before, row in zip([None, *rows], rows, strict=False):
         if row.settings is None:
-            words = ", ".join(f"{name} {value}" for name, value in row.knobs.items())
+            words = ", ".join(f"{name} {value}" for name, value in {**row.uses, **row.knobs}.items())
         elif before is None or before.settings is None:
             words = f"{row.settings.split_text}, T {row.settings.seq_len}, preset {row.settings.preset}"
         else:

@@ -141,6 +141,9 @@ def launched(model: Model, event: Launched) -> Model:
         since = 0 if event.resumed is None else event.resumed.updates
         # Where the checkpoint does not say its update, the first output does.
         model = trainer.begun(model if since is None else emit(model, DropRows(since + 1)), event, knobs_before)
+        model = configurations.note_uses(model)
+        if number == 1 or event.resumed is not None:
+            model = model if since is None else configurations.put(model, model.configurations.resumed(since))
     if event.set_aside is not None:
         model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
     again = f"; {repeated}" if repeated else ""

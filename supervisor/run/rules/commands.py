@@ -210,7 +210,9 @@ def _of_knobs(model: Model, change: Change) -> str:
     step, saves = model.progress.step, model.alive and saves_when_stopped(model.settings, model.progress.offers)
     reached = step.update if step is not None else None
     at, total = after_stop(model.states.program, reached, saves=saves), model.progress.total_updates
-    return consequences(model.grip, trainer.knobs_after(model, change), at, reached, total, model.rate_at_save)
+    loop = model.progress.loop
+    grip = model.grip if loop is None else model.grip.with_seen(loop.knobs)
+    return consequences(grip, trainer.knobs_after(model, change), at, reached, total, model.rate_at_save)
 
 
 def confirm(model: Model, client: int, request: int) -> Model:

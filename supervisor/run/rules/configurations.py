@@ -7,13 +7,14 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.program import first_known, known
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import SaveConfigurations
 from memtop.supervisor.run.grip import shape_key
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.record.configurations import Configurations, same
-from memtop.supervisor.run.reports import Oom, Plan, Report, SettingsChanged, Step, values
+from memtop.supervisor.run.reports import LoopFound, Oom, Plan, Report, SettingsChanged, Step, values
 
 
 def put(model: Model, configurations: Configurations) -> Model:
@@ -33,14 +34,27 @@ def keep(model: Model) -> Model:
     return emit(replace(model, configurations=model.configurations.saved()), SaveConfigurations(records))
 
 
+def note_uses(model: Model) -> Model:
+    """Keep what is known of the settings of the user's own program."""
+    progress, grip = model.progress, model.grip
+    if model.settings is not None:
+        return model
+    plan, loop = progress.plan, progress.loop
+    uses = known(first_known(*(one.knobs for one in (plan, grip, loop) if one is not None)))
+    return model if uses is None else put(model, model.configurations.note_uses(uses))
+
+
 def after_report(model: Model, rank: int, report: Report) -> Model:
     """Update the present configuration from a report."""
     match report:
+        case LoopFound() if rank == 0:
+            return note_uses(model)
         case Step():
             uuid = model.progress.ranks[rank].device_uuid
             base = model.sample.gpu_base_bytes.get(uuid) if model.sample is not None and uuid is not None else None
             model = _with_key(model)
-            after = model.configurations.note_step(rank, report, base, model.shape_key[-1], _batch(model))
+            each = None if model.progress.loop is None else model.progress.loop.effective_batch
+            after = model.configurations.note_step(rank, report, base, model.shape_key[-1], _batch(model), each)
             return replace(model, configurations=after)
         case Oom():
             model = _note_failure(model, rank, report)
@@ -49,7 +63,7 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
         case SettingsChanged() if rank == 0:
             return _settings_changed(model, report)
         case Plan() if rank == 0:
-            model = put(model, model.configurations.resumed(report.updates))
+            model = note_uses(put(model, model.configurations.resumed(report.updates)))
             # The first allocation after this may be the one that fails, long before the next
             # sample.
             return note_host(model, model.host_bytes)
