@@ -52,6 +52,7 @@ COMMAND_GROUPS = {
         "advise": "Show what limits a run's speed and what would make it faster.",
         "config": "Show each value of the configuration and where it comes from.",
         "doctor": "Check what memtop finds on this machine.",
+        "plan": "Foresee the memory of a run of a recipe, before it starts and without a GPU.",
         "presets": "List the presets and what each of them would change.",
     },
 }
@@ -182,7 +183,7 @@ def _complain(message: str, status: int) -> int:
 
 def _without_program(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """Split `train ... -- COMMAND ARG ...`: the words after `--` are the user's program."""
-    if "--" not in arguments or arguments[0] != "train":
+    if "--" not in arguments or arguments[0] not in ("train", "plan"):
         return arguments, ()
     at = arguments.index("--")
     program = tuple(arguments[at + 1 :])

@@ -349,15 +349,15 @@ def new_run(
     python = python_for(f"RECIPE {recipe_name}: the built-in trainer", edits.assignments.get("python"))
     edits = replace(edits, assignments={**edits.assignments, "python": python.path})
     try:
-        recipe = _recipe(recipe_name)
+        recipe = recipe_named(recipe_name)
         place = choose_place(gpus, edits.assignments.get("device"), python=python.path)
         reason = None
         if preset_name is not None:
             preset = find_preset(preset_name, recipe.name)
             whole = fresh or preset.meant_for(recipe.name)
         else:
-            (preset, reason), whole = _own_preset(recipe, edits, gpus, place), False
-        settings = _edited(recipe, preset, whole, edits, gpus)
+            (preset, reason), whole = own_preset(recipe, edits, gpus, place), False
+        settings = edited_recipe(recipe, preset, whole, edits, gpus)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     refuse_missing(python, libraries_of(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
@@ -365,7 +365,7 @@ def new_run(
     settings = replace(
         settings,
         data=_placed_data(settings.data),
-        model=_placed_model(settings.model),
+        model=placed_model(settings.model),
         gpus=place.pinned or ",".join(gpus or ()),
     )
     told = [f"{reason}; --preset NAME chooses another"] if reason else []
@@ -378,7 +378,7 @@ def new_run(
     return NewRun(settings=settings, choice="; ".join(told) or None)
 
 
-def _recipe(name: str) -> Recipe:
+def recipe_named(name: str) -> Recipe:
     recipes = load_recipes()
     if name not in recipes:
         known, hint = ", ".join(recipes), did_you_mean(name, recipes)
@@ -386,7 +386,7 @@ def _recipe(name: str) -> Recipe:
     return recipes[name]
 
 
-def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
+def edited_recipe(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
     # If a split is given, the number of processes need not divide the recipe's effective batch.
     world = len(gpus) if gpus else 1
     given = bool(set(SPLIT) & set(edits.assignments))
@@ -398,15 +398,15 @@ def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: li
     return edit_settings(settings, assignments=edits.assignments, max_updates=updates)
 
 
-def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None, place: Place) -> tuple[Preset, str | None]:
+def own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None, place: Place) -> tuple[Preset, str | None]:
     """The recipe's preset; for `auto`, the one for the free GPU memory, and the reason."""
     if recipe.preset != "auto":
         return find_preset(recipe.preset, recipe.name), None
     processes = len(gpus) if gpus else 1
 
     def under(preset: Preset) -> Settings:
-        settings = _edited(recipe, preset, False, edits, gpus)
-        return replace(settings, model=_placed_model(settings.model))
+        settings = edited_recipe(recipe, preset, False, edits, gpus)
+        return replace(settings, model=placed_model(settings.model))
 
     preset, reason = choose_preset(place.free_bytes, recipe.name, processes, under)
     return preset, f"{reason}, {place.note}" if processes > 1 and place.note else reason
@@ -436,7 +436,7 @@ def _absolute(text: str) -> Path:
     return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
 
 
-def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
+def placed_model(model: dict[str, Any]) -> dict[str, Any]:
     """The model with an absolute path if it is a folder; a hub name stays unchanged."""
     name = model.get("path")
     if not isinstance(name, str):

@@ -1,0 +1,422 @@
+"""`memtop plan`: what memory a run would take, before it starts and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from msgspec.structs import replace
+
+from memtop.cli import completion
+from memtop.cli.configuration import configured
+from memtop.cli.interpreters import search
+from memtop.cli.options import WHOLE, assignments_of, json_option
+from memtop.cli.output import print_json, print_lines, print_message
+from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets.comparison import outlook
+from memtop.presets.edits import find_preset
+from memtop.presets.estimate import estimate
+from memtop.presets.files import usable
+from memtop.presets.parameters import model_size, stored_config
+from memtop.presets.states import UnknownMemoryError
+from memtop.supervisor import units
+from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.language import tr
+from memtop.supervisor.monitor.values import GpuSample, band_of, mark
+from memtop.supervisor.plan import Card, Need, Peak, Way, largest_safe, peak_of, ways
+from memtop.supervisor.wire import Change
+
+if TYPE_CHECKING:
+    from memtop.supervisor.monitor.values import MachineSnapshot
+
+_GENERATION = 80
+"""Of a GPU that is not in this machine: Ampere."""
+_BY_METHOD = {"full": "pretrain-causal", "lora": "sft-lora", "qlora": "sft-qlora"}
+_GIB = 1 << 30
+_HOPELESS = 1.3
+"""An estimate above this part of the GPU's memory is not far enough off to fit."""
+
+
+@click.command()
+@click.argument("recipe", required=False, metavar="[RECIPE]", shell_complete=completion.recipes)
+@click.option("--model", metavar="NAME|PATH", help="a folder, a config.json or a hub name, in place of the recipe's model")
+@click.option(
+    "--method",
+    type=click.Choice(tuple(_BY_METHOD)),
+    help="train all weights, adapters, or adapters on a base in 4 bits [as the recipe]",
+)
+@click.option("--preset", metavar="NAME", help="the memory strategy [the recipe's]", shell_complete=completion.presets)
+@click.option("--all", "every", is_flag=True, help="each preset that the recipe can have")
+@click.option("--batch", type=WHOLE, metavar="B", help="samples per micro-batch and process")
+@click.option("--accum", type=WHOLE, metavar="A", help="micro-batches per update")
+@click.option("--seq-len", type=WHOLE, metavar="T", help="tokens per sample")
+@click.option("--gpus", type=WHOLE, metavar="N", help="processes, one on each GPU [1]")
+@click.option("--vram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="of a GPU [as the one here]")
+@click.option("--host-ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="of the machine [as this one]")
+@json_option
+@click.pass_obj
+def plan(
+    program: tuple[str, ...] | None,
+    recipe: str | None,
+    model: str | None,
+    method: str | None,
+    preset: str | None,
+    every: bool,
+    batch: int | None,
+    accum: int | None,
+    seq_len: int | None,
+    gpus: int | None,
+    vram: float | None,
+    host_ram: float | None,
+    as_json: bool,
+) -> int:
+    """Foresee the memory of a run of a recipe, before it starts and without a GPU.
+
+    It runs the model without numbers, in the Python that would train it, and says what else would
+    fit. Without torch it estimates.
+    """
+    if program:
+        raise UsageError("-- COMMAND: the memory of your own program cannot be foreseen; give --model and --method of it")
+    if every and preset is not None:
+        raise UsageError(f"--all with --preset {preset}: give one of them")
+    machine = _machine()
+    card = _card(machine, vram)
+    values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
+    settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
+    answers = _Answers(card)
+    try:
+        if every:
+            rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
+            _print_all(rows, card, as_json=as_json)
+            return 0
+        _print_one(settings, card, answers, host_ram, machine, as_json=as_json)
+    finally:
+        answers.close()
+    return 0
+
+
+def _machine() -> MachineSnapshot:
+    from memtop.cli.gpus import sample
+
+    return sample()
+
+
+def _card(machine: MachineSnapshot, vram: float | None) -> Card:
+    """The GPU with --vram; else the emptiest one here, if there is one."""
+    known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
+    gpu = max(known, key=lambda one: one.free_bytes or 0, default=None)
+    generation = _GENERATION if gpu is None else _generation(gpu)
+    if vram is not None:
+        return Card(total_bytes=round(vram * _GIB), generation=generation)
+    if gpu is None:
+        return Card(total_bytes=None, generation=generation)
+    return Card(total_bytes=gpu.total_bytes, others_bytes=gpu.taken_bytes or 0, generation=generation)
+
+
+def _generation(gpu: GpuSample) -> int:
+    text = (gpu.details.compute_capability or "").replace(".", "")
+    return int(text) if text.isdecimal() else _GENERATION
+
+
+def _settings(
+    recipe: str | None,
+    model: str | None,
+    method: str | None,
+    preset: str | None,
+    values: dict[str, str],
+    processes: int,
+    card: Card,
+) -> Settings:
+    """What `memtop train` would begin with; UsageError names the option that is wrong."""
+    # They import what a plan does not need otherwise.
+    from memtop.cli.gpus import Place
+    from memtop.cli.train import edited_recipe, own_preset, placed_model, recipe_named
+
+    place = None if model is None else _place_of(model)
+    name = recipe or _recipe_for(place, method)
+    gpus = [str(number) for number in range(processes)]
+    try:
+        base = recipe_named(name)
+        if method is not None and method != base.method:
+            raise UsageError(f"--method {method}: recipe {base.name} is for method {base.method}; leave out RECIPE")
+        if place is not None:
+            base = replace(base, model=placed_model(place))
+        wanted = preset or configured("preset").value
+        edits = Change(assignments=values)
+        if wanted is not None:
+            chosen: Preset = find_preset(wanted, base.name)
+            whole = chosen.meant_for(base.name)
+        else:
+            free = None if card.total_bytes is None else card.total_bytes - card.others_bytes
+            (chosen, _), whole = own_preset(base, edits, gpus, Place(free_bytes=free)), False
+        settings = edited_recipe(base, chosen, whole, edits, gpus)
+        return replace(settings, model=placed_model(settings.model), device="cuda")
+    except (SettingsError, PresetFileError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _place_of(model: str) -> dict[str, Any]:
+    """The `model` of the settings; UsageError for a file that is no config.json."""
+    path = Path(model).expanduser()
+    if not path.is_file():
+        return {"path": model}
+    if path.name != "config.json":
+        raise UsageError(f"--model {model}: is a file; give a folder with a config.json, that file, or a hub name")
+    return {"path": str(path.absolute().parent)}
+
+
+def _recipe_for(model: dict[str, Any] | None, method: str | None) -> str:
+    """The recipe for a model and a method that were given without one."""
+    if model is None and method is None:
+        return "first-run"
+    kind = None if model is None else (stored_config(_with_model(model)) or {}).get("model_type")
+    return "pretrain-t5" if kind == "t5" and method in (None, "full") else _BY_METHOD[method or "full"]
+
+
+def _with_model(model: dict[str, Any]) -> Settings:
+    return Settings(recipe="", preset="", batch=1, accumulation=1, seq_len=1, save_every=1, learning_rate=1e-4, model=model)
+
+
+class _Answers:
+    """What configurations need: by a dry run if a Python with torch is there, else by the
+    estimate."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._known: dict[bytes, Need | None] = {}
+        self._factor = 1.0
+        self.problem: str | None = None
+        """Why there is no dry run."""
+        found = search().found
+        self._runs = None if found is None else DryRuns(found.path)
+        if found is None:
+            self.problem = "no Python with torch was found"
+
+    def close(self) -> None:
+        if self._runs is not None:
+            self._runs.close()
+
+    def sure(self, settings: Settings) -> Need | None:
+        """By the dry run, or the estimate without one."""
+        rough = self._estimated(settings)
+        room = self._card.torch_bytes
+        # The loss of what certainly does not fit is computed in tiny pieces: that takes minutes.
+        hopeless = rough is not None and room is not None and rough.reserved > _HOPELESS * room
+        if self._runs is None or hopeless:
+            return self.quick(settings)
+        key = msgspec.json.encode(settings, order="deterministic")
+        if key not in self._known:
+            try:
+                self._known[key] = _need(self._foreseen(settings))
+            except NotForeseenError as error:
+                self.problem, self._known[key] = str(error), None
+        found = self._known[key]
+        if found is not None and rough is not None:
+            # The estimate is near for settings like these.
+            self._factor = found.reserved / rough.reserved
+        return found or self.quick(settings)
+
+    def quick(self, settings: Settings) -> Need | None:
+        """By the estimate, as far as it is off where a dry run was made."""
+        found = self._estimated(settings)
+        if found is None:
+            return None if self._runs is None or self.problem is not None else self.sure(settings)
+        return replace(found, reserved=max(sum(found.components.values()), round(found.reserved * self._factor)))
+
+    def _foreseen(self, settings: Settings) -> Foreseen:
+        assert self._runs is not None
+        return self._runs.foresee(settings, generation=self._card.generation, capacity=self._card.torch_bytes)
+
+    def _estimated(self, settings: Settings) -> Need | None:
+        config = stored_config(settings)
+        if config is None:
+            return None
+        try:
+            found = estimate(settings, config, generation=self._card.generation, capacity=self._card.torch_bytes)
+        except UnknownMemoryError as error:
+            self.problem = self.problem or str(error)
+            return None
+        return Need(
+            reserved=found.reserved,
+            phase=found.peak_phase,
+            components={str(name): size for name, size in found.components.items()},
+            basis="estimate",
+        )
+
+
+def _need(found: Foreseen) -> Need:
+    return Need(reserved=found.reserved, phase=found.peak_phase, components=found.components, basis="dry run")
+
+
+# --- what it prints -------------------------------------------------------------------------------
+
+
+def _print_one(
+    settings: Settings,
+    card: Card,
+    answers: _Answers,
+    host_ram: float | None,
+    machine: MachineSnapshot,
+    *,
+    as_json: bool,
+) -> None:
+    need = answers.sure(settings)
+    if need is None:
+        raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
+    peak = peak_of(need, card)
+    best = largest_safe(settings, card, answers.quick, answers.sure)
+    found = [] if card.total_bytes is None else ways(settings, _others(settings), card, answers.quick)
+    host = _host(settings, answers, host_ram, machine)
+    if as_json:
+        print_json(_document(settings, peak, card, host, None if best is None else best[0].batch, found))
+        return
+    print_lines(*_text(settings, peak, card, best, found))
+    if answers.problem is not None:
+        print_message(f"memtop: estimated without a dry run: {answers.problem}")
+    if card.total_bytes is None:
+        print_message("memtop: no GPU is here: --vram GIB says how large yours is")
+
+
+def _others(settings: Settings) -> Iterator[Settings]:
+    """Settings that need less memory, or work faster, than these."""
+    if not settings.gradient_checkpointing:
+        yield replace(settings, gradient_checkpointing=True)
+    for preset in usable(load_presets(), settings.recipe).values():
+        look = outlook(settings, preset)
+        if look.switch != "refused":
+            yield look.kept
+    if settings.seq_len > 1:
+        yield replace(settings, seq_len=settings.seq_len // 2)
+
+
+def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> tuple[Preset, Settings, Need | None, str]:
+    look = outlook(settings, preset)
+    if look.switch == "refused":
+        return preset, look.kept, None, look.reason
+    return preset, look.kept, answers.sure(look.kept), answers.problem or ""
+
+
+def _host(settings: Settings, answers: _Answers, host_ram: float | None, machine: MachineSnapshot) -> dict[str, Any]:
+    total = machine.host.total_bytes if host_ram is None else round(host_ram * _GIB)
+    return {
+        "peak_bytes": None,
+        "components": {},
+        "total_bytes": total,
+        "band": band_of(None).value,
+        "reason": "the host memory of a run is not foreseen",
+    }
+
+
+def _document(
+    settings: Settings, peak: Peak, card: Card, host: dict[str, Any], best: int | None, found: list[Way]
+) -> dict[str, Any]:
+    size, config = model_size(settings), stored_config(settings) or {}
+    return {
+        "model": {
+            "model_type": config.get("model_type"),
+            "parameters": None if size is None else size.all,
+            "trained_parameters": None if size is None else size.trained,
+        },
+        "settings": msgspec.to_builtins(settings),
+        "gpu": {
+            **_peak_row(peak),
+            "peak_phase": peak.phase,
+            "components": dict(peak.components),
+            "total_bytes": card.total_bytes,
+        },
+        "host": host,
+        "effective_batch": settings.effective_batch,
+        "tokens_per_update": settings.tokens_per_update,
+        "max_safe_batch": best,
+        "alternatives": [_way_row(way) for way in found],
+    }
+
+
+def _peak_row(peak: Peak) -> dict[str, Any]:
+    return {
+        "peak_bytes": peak.bytes,
+        "least_bytes": peak.least,
+        "most_bytes": peak.most,
+        "fraction": peak.fraction,
+        "band": peak.band.value,
+        "basis": peak.basis,
+    }
+
+
+def _way_row(way: Way) -> dict[str, Any]:
+    settings = way.settings
+    return {
+        "preset": settings.preset,
+        "batch": settings.batch,
+        "accumulation": settings.accumulation,
+        "seq_len": settings.seq_len,
+        "effective_batch": settings.effective_batch,
+        "changes": way.changes,
+        "training_unchanged": way.unchanged,
+        **_peak_row(way.peak),
+    }
+
+
+def _text(settings: Settings, peak: Peak, card: Card, best: tuple[Settings, Need] | None, found: list[Way]) -> Iterator[str]:
+    method = "" if settings.lora is None else f", {settings.method} r {settings.lora.r}"
+    split = f"{settings.split_text} = {settings.effective_batch}"
+    yield f"recipe {settings.recipe}, preset {settings.preset}: {split}, T {settings.seq_len}{method}"
+    yield f"GPU memory  {_share(peak, card)}"
+    yield f"by          {peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
+    yield f"peak        in the {peak.phase} phase"
+    parts = sorted(peak.components.items(), key=lambda one: -one[1])
+    yield f"parts       {', '.join(f'{tr(name)} {units.size(size)}' for name, size in parts if size)}"
+    if card.total_bytes is None:
+        return
+    if best is None:
+        yield "fits        no split with this effective batch is safe (below 85 %) with this preset"
+    else:
+        size = units.size(peak_of(best[1], card).bytes)
+        yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
+    for way in found:
+        yield f"or          {_way_text(way)}"
+
+
+def _share(peak: Peak, card: Card) -> str:
+    """`8.5 GiB of 16.0 GiB, 53.1 % · safe`"""
+    if card.total_bytes is None:
+        return units.size(peak.bytes)
+    share = f"{units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
+    text = f"{units.used_of(peak.bytes, card.total_bytes)}, {share}"
+    return f"{text}, with {units.size(card.others_bytes)} of other programs" if card.others_bytes else text
+
+
+def _way_text(way: Way) -> str:
+    same = "training is unchanged" if way.unchanged else "changes training"
+    changes = f" ({', '.join(map(tr, way.changes))})" if way.changes else ""
+    text = f"{way.settings.split_text}, preset {way.settings.preset}{changes}: ~{units.size(way.peak.bytes)}; {same}"
+    return tr(text)
+
+
+def _print_all(rows: list[tuple[Preset, Settings, Need | None, str]], card: Card, *, as_json: bool) -> None:
+    if as_json:
+        print_json([_preset_row(*row, card) for row in rows])
+        return
+    for preset, settings, need, why in rows:
+        if need is None:
+            print_lines(f"{preset.name:16} {units.UNKNOWN}: {why}")
+            continue
+        peak = peak_of(need, card)
+        fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {peak.band.value}"
+        print_lines(f"{preset.name:16} {settings.split_text:12} {units.size(peak.bytes):>10}{fraction}  {peak.basis}")
+
+
+def _preset_row(preset: Preset, settings: Settings, need: Need | None, why: str, card: Card) -> dict[str, Any]:
+    return {
+        "preset": preset.name,
+        "batch": settings.batch,
+        "accumulation": settings.accumulation,
+        "seq_len": settings.seq_len,
+        **(
+            {"peak_bytes": None, "band": band_of(None).value, "reason": why} if need is None else _peak_row(peak_of(need, card))
+        ),
+    }

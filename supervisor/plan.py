@@ -1,0 +1,156 @@
+"""How much memory a run would take, and which other settings would fit. Pure rules: what a
+configuration takes is asked from functions that the caller gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.presets import Settings
+from memtop.presets.choosing import CONTEXT_BYTES
+from memtop.presets.comparison import other_changes
+from memtop.presets.fields import training_unchanged
+from memtop.supervisor.monitor.values import EDGE_FROM, Band, band_of
+
+Basis = Literal["dry run", "estimate"]
+_SURE: dict[Basis, tuple[float, float]] = {"dry run": (0.93, 1.07), "estimate": (0.85, 1.3)}
+"""The true size divided by the foreseen one, at the least and at the most: the largest errors of
+`bench.predict`, of the dry run against measurements and of the estimate against the dry run."""
+MOST_WAYS = 6
+_LESS = 0.95
+"""A need below this part of another one is less."""
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU of a plan."""
+
+    total_bytes: int | None
+    """None: not known, then nothing is said about what fits."""
+    others_bytes: int = 0
+    """What other programs hold of it."""
+    generation: int
+    """Its compute capability without the point."""
+    context_bytes: int = CONTEXT_BYTES
+    """The CUDA context of a process with its libraries."""
+
+    @property
+    def torch_bytes(self) -> int | None:
+        """What torch can reserve there."""
+        return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.context_bytes)
+
+    def fraction(self, peak_bytes: int) -> float | None:
+        return None if self.total_bytes is None else (peak_bytes + self.others_bytes) / self.total_bytes
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch reserves at the most, bytes."""
+
+    reserved: int
+    phase: str
+    components: Mapping[str, int]
+    """What is allocated at the peak."""
+    basis: Basis
+
+
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process takes of the GPU at the most."""
+
+    bytes: int
+    least: int
+    """The true peak is hardly below it, and hardly above `most`."""
+    most: int
+    phase: str
+    components: Mapping[str, int]
+    fraction: float | None
+    """With what other programs hold."""
+    band: Band
+    basis: Basis
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """Other settings for the same training."""
+
+    settings: Settings
+    peak: Peak
+    changes: list[str]
+    unchanged: bool
+    """The training's result is the same."""
+
+
+Ask = Callable[[Settings], Need | None]
+"""None: it cannot be foreseen for these settings."""
+
+
+def peak_of(need: Need, card: Card) -> Peak:
+    size = need.reserved + card.context_bytes
+    least, most = (round(need.reserved * part) + card.context_bytes for part in _SURE[need.basis])
+    fraction = card.fraction(size)
+    components = {**need.components, "unused": need.reserved - sum(need.components.values()), "context": card.context_bytes}
+    return Peak(
+        bytes=size,
+        least=least,
+        most=most,
+        phase=need.phase,
+        components=components,
+        fraction=fraction,
+        band=band_of(fraction),
+        basis=need.basis,
+    )
+
+
+def is_safe(need: Need | None, card: Card) -> bool:
+    """Whether it is known to stay below the edge band."""
+    if need is None:
+        return False
+    fraction = card.fraction(need.reserved + card.context_bytes)
+    return fraction is not None and fraction < EDGE_FROM
+
+
+def splits_of(settings: Settings) -> list[tuple[int, int]]:
+    """All B and A with the same effective batch, the largest B first."""
+    each = settings.effective_batch // settings.world_size
+    if settings.effective_batch % settings.world_size:
+        return [(settings.batch, settings.accumulation)]
+    found = [number for number in range(1, math.isqrt(each) + 1) if each % number == 0]
+    return [(batch, each // batch) for batch in sorted({*found, *(each // number for number in found)}, reverse=True)]
+
+
+def with_split(settings: Settings, batch: int, accumulation: int) -> Settings:
+    return replace(settings, batch=batch, accumulation=accumulation, rank_splits=())
+
+
+def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple[Settings, Need] | None:
+    """The settings with the largest B that is safe and keeps the effective batch.
+
+    `quick` finds it; `sure` decides.
+    """
+    splits = splits_of(settings)
+    first = next((n for n, split in enumerate(splits) if is_safe(quick(with_split(settings, *split)), card)), 0)
+    for split in splits[first:]:
+        tried = with_split(settings, *split)
+        need = sure(tried)
+        if need is not None and is_safe(need, card):
+            return tried, need
+    return None
+
+
+def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:
+    """Other settings that are safe, each with the largest B that is: those that allow a larger B
+    than the present ones, or need less memory. Training unchanged comes first, then the order of
+    `others`."""
+    own = largest_safe(settings, card, quick, quick)
+    found: list[Way] = []
+    for other in others:
+        best = None if other == settings else largest_safe(other, card, quick, quick)
+        if best is None or best[0] in [way.settings for way in found]:
+            continue
+        tried, need = best
+        if own is not None and tried.batch <= own[0].batch and need.reserved > _LESS * own[1].reserved:
+            continue
+        changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
+        found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same))
+    return sorted(found, key=lambda way: not way.unchanged)[:MOST_WAYS]

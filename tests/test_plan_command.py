@@ -1,0 +1,175 @@
+"""`memtop plan`: what a run would need, and what else would fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.cli import run
+from memtop.presets import Settings, load_presets, load_recipes, resolve
+from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
+
+MIB, GIB = 1 << 20, 1 << 30
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path / "model"
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert run(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def first_run(**changes: Any) -> Settings:
+    settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"], whole=False)
+    return replace(settings, **changes)
+
+
+def linear(settings: Settings) -> Need:
+    """100 MiB for each sample, half of it with checkpointing."""
+    size = settings.batch * (50 if settings.gradient_checkpointing else 100) * MIB
+    return Need(reserved=size, phase="backward", components={"activations": size}, basis="dry run")
+
+
+CARD = Card(total_bytes=GIB, generation=80, context_bytes=0)
+
+
+def test_splits_keep_the_effective_batch() -> None:
+    assert splits_of(first_run(batch=3, accumulation=4)) == [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
+    assert splits_of(first_run(batch=2, accumulation=2, world_size=3)) == [(4, 1), (2, 2), (1, 4)]
+
+
+def test_the_largest_safe_split_is_below_85_percent() -> None:
+    found = largest_safe(first_run(batch=1, accumulation=16), CARD, linear, linear)
+    assert found is not None
+    assert (found[0].batch, found[0].accumulation) == (8, 2)
+    assert not is_safe(linear(first_run(batch=16, accumulation=1)), CARD)
+    full = replace(CARD, others_bytes=900 * MIB)
+    assert largest_safe(first_run(), full, linear, linear) is None
+
+
+def test_what_the_quick_answer_allows_is_checked_by_the_sure_one() -> None:
+    def too_low(settings: Settings) -> Need:
+        return replace(linear(settings), reserved=1)
+
+    found = largest_safe(first_run(batch=1, accumulation=16), CARD, too_low, linear)
+    assert found is not None
+    assert found[0].batch == 8
+
+
+def test_ways_are_those_that_gain_something_the_training_unchanged_first() -> None:
+    settings = first_run(batch=8, accumulation=2)
+    shorter, checkpointed, same = (
+        replace(settings, seq_len=64, gradient_checkpointing=True),
+        replace(settings, gradient_checkpointing=True),
+        replace(settings, workers=1),
+    )
+    found = ways(settings, [shorter, same, checkpointed, settings], CARD, linear)
+    assert [(way.settings.seq_len, way.settings.batch, way.unchanged) for way in found] == [(128, 16, True), (64, 16, False)]
+
+
+def test_parts_and_bounds_of_a_peak() -> None:
+    need = Need(reserved=900 * MIB, phase="backward", components={"weights": 800 * MIB}, basis="dry run")
+    peak = peak_of(need, replace(CARD, context_bytes=20 * MIB))
+    assert sum(peak.components.values()) == peak.bytes == 920 * MIB
+    assert peak.components["unused"] == 100 * MIB
+    assert peak.least < peak.bytes < peak.most
+    assert peak.band is Band.EDGE
+    assert peak_of(need, replace(CARD, total_bytes=None)).band is Band.UNKNOWN
+
+
+def test_a_plan_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = document(capsys, "first-run", "--vram", "1")
+    gpu = found["gpu"]
+    assert gpu["basis"] == "dry run"
+    assert sum(gpu["components"].values()) == gpu["peak_bytes"]
+    assert gpu["total_bytes"] == GIB
+    assert gpu["band"] == "safe"
+    assert gpu["peak_phase"] in ("forward", "backward", "optimizer")
+    assert found["effective_batch"] == found["settings"]["batch"] * found["settings"]["accumulation"] == 32
+    assert found["max_safe_batch"] == 32
+    assert found["host"]["peak_bytes"] is None
+    assert found["model"]["parameters"] > 1e6
+    # The second time, the answers that were kept are the same.
+    assert document(capsys, "first-run", "--vram", "1") == found
+    assert list((tmp_path / "cache").rglob("dry_runs/*"))
+
+
+def test_a_plan_for_a_model_and_a_method(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    found = document(capsys, "--model", str(model), "--method", "lora", "--batch", "2", "--accum", "3", "--vram", "0.6")
+    assert found["settings"]["recipe"] == "sft-lora"
+    assert found["model"]["model_type"] == "llama"
+    assert found["effective_batch"] == 6
+    assert found["model"]["trained_parameters"] == 2 * 64 * (4 * (64 + 64) + 3 * (64 + 128))
+    same = document(
+        capsys, "--model", str(model / "config.json"), "--method", "lora", "--batch", "2", "--accum", "3", "--vram", "0.6"
+    )
+    assert same == found
+
+
+def test_without_torch_it_is_an_estimate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    bare = Path(sys.base_prefix) / "bin" / "python3"
+    (tmp_path / "bare").symlink_to(bare)
+    monkeypatch.setenv("MEMTOP_PYTHON", str(tmp_path / "bare"))
+    assert run(["plan", "--model", str(model), "--vram", "8"]) == 0
+    out, told = capsys.readouterr()
+    assert "by          estimate: between" in out
+    assert "estimated without a dry run: no Python with torch was found" in told
+
+
+def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "first-run", "--all", "--vram", "1", "--json"]) == 0
+    rows = {row["preset"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {"standard", "deepspeed", "stage2_offload", "stage3", "minimal"} <= set(rows)
+    assert rows["stage2_offload"]["peak_bytes"] < rows["standard"]["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--", "python", "train.py"], "the memory of your own program cannot be foreseen"),
+        (["first-run", "--method", "lora"], "--method lora: recipe first-run is for method full"),
+        (["first-run", "--all", "--preset", "standard"], "--all with --preset standard: give one of them"),
+        (["--model", "/nowhere/at/all"], "no such folder"),
+        (["--model", __file__], "is a file; give a folder with a config.json"),
+        (["frist-run"], "did you mean first-run"),
+        (["first-run", "--vram", "0"], "--vram"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *words]) == 2
+    out, told = capsys.readouterr()
+    assert out == ""
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
+    assert "no split with this effective batch is safe" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+"""Answers how much memory trainings take: one JSON line on stdout for each one on stdin.
+
+    python -m memtop.train.dry_run [FOLDER]
+
+A request is {"settings": ..., "generation": 80, "capacity": BYTES or null, "host_bytes": ...}: the
+settings of a run, the GPU's compute capability without its point, the bytes that torch can reserve
+there, and the free host memory. The answer is {"foresight": ...} (see `run.Foresight`), or
+{"problem": TEXT} if it cannot be foreseen. Answers are kept in FOLDER: the same question is
+answered without loading torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memtop.presets import Settings
+from memtop.presets.fields import memory_shape
+from memtop.presets.parameters import stored_config
+from memtop.presets.schema import Positive
+
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "deepspeed", "accelerate")
+_MOST_ANSWERS = 2000
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    settings: Settings
+    generation: Positive
+    capacity: Positive | None = None
+    host_bytes: int | None = None
+
+
+def main() -> int:
+    kept = _Kept(Path(sys.argv[1])) if len(sys.argv) > 1 else None
+    # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for line in sys.stdin.buffer:
+        request = msgspec.json.decode(line, type=Request)
+        answer = None if kept is None else kept.find(request)
+        if answer is None:
+            with contextlib.redirect_stdout(sys.stderr):
+                found = _foreseen(request)
+            answer = msgspec.json.encode(found)
+            if kept is not None and "foresight" in found:
+                kept.keep(request, answer)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _foreseen(request: Request) -> dict[str, Any]:
+    from transformers.utils import logging as transformers_logging
+
+    from memtop.train import BadInputError
+    from memtop.train.dry_run.build import training_of
+    from memtop.train.dry_run.run import foresee
+
+    transformers_logging.set_verbosity_error()
+    try:
+        training = training_of(
+            request.settings,
+            generation=request.generation,
+            capacity=request.capacity,
+            host_bytes=request.host_bytes,
+        )
+        return {"foresight": msgspec.to_builtins(foresee(training))}
+    except BadInputError as error:
+        return {"problem": str(error)}
+
+
+class _Kept:
+    """Answers in files, named by all that decides them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        versions = [f"{name} {_version(name)}" for name in _LIBRARIES]
+        sources = [path.read_bytes() for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py"))]
+        self._code = hashlib.blake2b(b"\0".join([*map(str.encode, versions), *sources])).hexdigest()
+
+    def find(self, request: Request) -> bytes | None:
+        try:
+            return self._file(request).read_bytes()
+        except OSError:
+            return None  # it was not asked before
+
+    def keep(self, request: Request, answer: bytes) -> None:
+        file = self._file(request)
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(answer)
+            part.replace(file)
+            for old in sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-_MOST_ANSWERS]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            # The next time it is computed again.
+            print(f"memtop: {self._folder}: an answer cannot be kept: {error.strerror}", file=sys.stderr)
+
+    def _file(self, request: Request) -> Path:
+        settings = request.settings
+        shape = {
+            **memory_shape(settings, "peak", "host"),
+            "task": settings.task,
+            "world_size": settings.world_size,
+            "config": stored_config(settings) or settings.model,
+            "from_path": "path" in settings.model,
+            "generation": request.generation,
+            "capacity": request.capacity,
+            "host_bytes": request.host_bytes if settings.zero.stage else None,
+            "code": self._code,
+        }
+        return self._folder / hashlib.blake2b(msgspec.json.encode(shape, order="deterministic"), digest_size=16).hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
