@@ -173,8 +173,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage | None = None
     """While the state is `starting`; else None."""
     doing: str | None = None
-    """What the built-in trainer does between two updates: evaluating | sampling | saving. None
-    during an update, and in any state but `training`."""
+    """Between two updates of the built-in trainer: evaluating | sampling | saving; else None."""
     alive: bool = False
     """A training process of this run exists."""
     observed: bool = False
@@ -225,8 +224,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together (shared pages counted in each)."""
     run_memory: tuple[RoleMemory, ...] = ()
-    """Memory by role, with shared pages counted once. Read every second, or less often where that
-    takes long: the kernel must walk all pages."""
+    """Memory by role, with shared pages counted once. Read every second, or less often if slow."""
     gpu_base_bytes: dict[str, int] = {}
     """By GPU uuid: the least memory that the run held outside torch's allocator in this attempt.
     This is the CUDA contexts and little else."""
@@ -235,8 +233,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     it has reported them. A program without memtop's agent never does."""
     checkpoint: Checkpoint | None = None
     exit_status: int | None = None
-    """The training program's exit status, negative for the signal that ended it. None if unknown or
-    still running."""
+    """Of the training program; negative for a signal. None if unknown or still running."""
     ended_by: int | None = None
     """The signal that ended the program, or the first of its ranks that died. None if there was
     none, if it is not known, or if memtop sent it."""
