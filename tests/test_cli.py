@@ -56,6 +56,10 @@ CONTRACT = {
     "compare": {"run_names", "--json", "--runs-dir"},
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
+    "plan": {
+        *("recipe", "--model", "--method", "--preset", "--all", "--batch", "--accum", "--seq-len", "--gpus"),
+        *("--vram", "--host-ram", "--json"),
+    },
     "doctor": {"--json", "--runs-dir"},
     "config": {"--json"},
     "diagnose": {"log", "--exit-code", "--json"},

@@ -121,6 +121,7 @@ def test_a_supervisor_killed_during_training_is_replaced_and_the_run_finishes(
     runs.memtop(*tiny(runs, "--detach", "--name", "a"))
     running = runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
     runs.kill(running["supervisor_pid"])
+    runs.wait("a", lambda d: d["adopted"])
     (row,) = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
     assert (row["alive"], row["adopted"]) == (True, True)
     document = runs.wait("a", lambda d: d["state"] == "finished")
@@ -180,7 +181,7 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         screen.keys("c")
         screen.wait_for("checkpoint at update")
         screen.keys("r")
-        screen.wait_for("effective batch 32 -> 32")
+        screen.wait_for("nothing changed: restarts with the same settings")
         screen.leave("effective batch")
         screen.keys("k")
         screen.wait_for("GPU memory")

@@ -74,10 +74,10 @@ def plan(
     host_ram: float | None,
     as_json: bool,
 ) -> int:
-    """Foresee the memory of a run of a recipe, before it starts and without a GPU.
+    """Foresee the GPU memory of a run before it starts.
 
-    It runs the model without numbers, in the Python that would train it, and says what else would
-    fit. Without torch it estimates.
+    It needs no GPU: it runs the model without numbers, in the Python that would train it, and says
+    what else would fit. Without torch it estimates.
     """
     if program:
         raise UsageError("-- COMMAND: the memory of your own program cannot be foreseen; give --model and --method of it")
