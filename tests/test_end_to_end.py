@@ -182,7 +182,7 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         screen.wait_for("checkpoint at update")
         screen.keys("r")
         screen.wait_for("nothing changed: restarts with the same settings")
-        screen.leave("effective batch")
+        screen.leave("nothing changed")
         screen.keys("k")
         screen.wait_for("GPU memory")
         screen.leave("GPU memory")
