@@ -43,7 +43,7 @@ def own(runs: Runs, *options: str, program: tuple[str, ...], status: int) -> sub
 @pytest.mark.parametrize(("on_oom", "why"), [("auto", "your own command could begin from zero"), ("ask", "--on-oom ask")])
 def test_without_permission_to_restart_the_remedy_is_only_named(runs: Runs, on_oom: str, why: str) -> None:
     done = own(runs, "--on-oom", on_oom, program=(sys.executable, "-c", FRAGMENTED), status=1)
-    assert "gpu_oom_fragmented: The program says that GPU 0" in done.stderr
+    assert "GPU memory fragmented: The program says that GPU 0" in done.stderr
     assert f"memtop does nothing yet: {why}" in done.stderr
     assert "memtop restart a --set allocator=expandable_segments:True" in done.stderr
     document = runs.show("a")
