@@ -130,18 +130,22 @@ def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter
     runs.environment |= script.env(nvml_library)
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
 
-    def trains(number: int, energy: int, used: int) -> None:
-        """The attempt uses so much, by the counter of the card that the program is on."""
-        newest = runs.wait("a", lambda run: len(run["attempts"]) == number and run["trainer_pid"] is not None and run["alive"])
+    def trains(number: int, energy: int, used: int, *, before: int | None = None) -> int:
+        """The attempt uses so much, by the counter of the card that the program is on. Its process
+        is another one than `before`."""
+        newest = runs.wait(
+            "a", lambda run: len(run["attempts"]) == number and run["trainer_pid"] not in (None, before) and run["alive"]
+        )
         count(newest["trainer_pid"], energy)
         runs.wait("a", lambda run: run["attempts"][-1]["energy_joules"] == 0)
         count(newest["trainer_pid"], energy + used)
         runs.wait("a", lambda run: run["attempts"][-1]["energy_joules"] == used / 1000)
+        return int(newest["trainer_pid"])
 
-    trains(1, before, kwh)
+    first = trains(1, before, kwh)
     # What the card uses for others between two attempts is not the run's.
     runs.memtop("restart", "a", "--detach", "--set", "allocator=expandable_segments:True")
-    trains(2, before + 5 * kwh, kwh // 4)
+    trains(2, before + 5 * kwh, kwh // 4, before=first)
     (runs.root / "go").touch()
     runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)
     assert [attempt["energy_joules"] for attempt in runs.show("a")["attempts"]] == [3.6e6, 0.9e6]

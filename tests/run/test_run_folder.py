@@ -29,7 +29,7 @@ def test_a_run_is_created_once_and_found_by_name_path_and_latest(tmp_path: Path)
     assert [folder.name for folder in list_runs(tmp_path)] == ["a", "b"]
     with pytest.raises(RunFolderError, match="exists"):
         create_run(tmp_path, spec("a"), fresh=False)
-    with pytest.raises(UsageError, match=r"'c': not found .* a, b"):
+    with pytest.raises(UsageError, match=r"'c': not found .* b, a"):
         find_run("c", tmp_path)
 
 

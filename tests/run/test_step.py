@@ -82,7 +82,7 @@ def test_a_run_goes_through_its_life() -> None:
         (Phase.CREATED, Phase.TRAINING),
         (Phase.FINISHED, Phase.TRAINING),
         (Phase.STOPPED, Phase.STOPPING),
-        (Phase.RESTARTING, Phase.FINISHED),
+        (Phase.RESTARTING, Phase.TRAINING),
         (Phase.TRAINING, Phase.STARTING),
     ],
 )
