@@ -95,7 +95,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        if near and args[0] not in COMMANDS:
+        if near and args[0] not in COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")
         return super().resolve_command(ctx, args)
 
