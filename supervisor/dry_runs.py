@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 
 from memtop.presets import Settings, user_cache
-from memtop.supervisor.interpreters import TRAINER_PATH, is_own
-
-Phase = Literal["load", "forward", "backward", "optimizer"]
+from memtop.supervisor.interpreters import environment_of
 
 
 class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
     """What a dry run says, in bytes: without the CUDA context and NCCL."""
 
-    allocated: int
     reserved: int
-    peak_phase: Phase
-    peak_operation: str
+    peak_phase: str
     components: Mapping[str, int]
     """What is allocated at the peak."""
-    fits: bool | None
-    lacking: str | None
-    host: Mapping[str, object] | None
-    seconds: float
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -51,17 +42,17 @@ class DryRuns:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             [*command, *([str(cache / "dry_runs")] if cache is not None else [])],
-            env=_environment(python),
+            env=environment_of(python),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
         )
 
-    def foresee(self, settings: Settings, *, generation: int, capacity: int | None, host_bytes: int | None = None) -> Foreseen:
+    def foresee(self, settings: Settings, *, generation: int, capacity: int | None) -> Foreseen:
         """The memory of a run with these settings; NotForeseenError with the reason."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        question = {"settings": settings, "generation": generation, "capacity": capacity, "host_bytes": host_bytes}
+        question = {"settings": settings, "generation": generation, "capacity": capacity}
         try:
             self._process.stdin.write(msgspec.json.encode(question) + b"\n")
             self._process.stdin.flush()
@@ -86,9 +77,3 @@ class DryRuns:
         last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         return f"the dry run {how}{f': {last}' if last else ''}"
-
-
-def _environment(python: str) -> dict[str, str]:
-    paths = [path for path in ("" if is_own(python) else str(TRAINER_PATH), os.environ.get("PYTHONPATH", "")) if path]
-    # A folder named `tokenizers` in the current directory must not shadow the library.
-    return {**os.environ, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}

@@ -172,6 +172,13 @@ def _reasons(refused: Iterable[tuple[Candidate, Proof]]) -> str:
     return "; ".join(f"{one.why} ({one.path}): {proof.why_not()}" for one, proof in refused)
 
 
+def environment_of(python: str) -> dict[str, str]:
+    """The variables for a module of the trainer that this interpreter runs; empty: memtop's own."""
+    paths = [path for path in ("" if is_own(python) else str(TRAINER_PATH), os.environ.get("PYTHONPATH", "")) if path]
+    # A folder named `tokenizers` in the current directory must not shadow the library.
+    return {**os.environ, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
 def is_own(path: str) -> bool:
     """Whether this is the Python that runs memtop. Empty: the run names none."""
     return path in ("", sys.executable)

@@ -289,9 +289,9 @@ class KeysPage(Dialog[None]):
     ]
     TITLE: ClassVar[str]
 
+    @abstractmethod
     def draw(self, width: int) -> list[Line]:
         """The lines of the page."""
-        raise NotImplementedError
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog help") as box:

@@ -3,7 +3,6 @@ process does the work, because it loads torch."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from memtop.cli.options import PATH, RUN_HELP, run_argument, runs_dir_option
 from memtop.cli.output import print_lines, print_message
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.interpreters import TRAINER_PATH, is_own
+from memtop.supervisor.interpreters import environment_of
 from memtop.supervisor.run.processes.attempt import require_python
 from memtop.supervisor.run.record.folder import RunFolder, read_json
 
@@ -102,7 +101,7 @@ def _from_state(
     require_python(folder, settings)
     where = ("--settings", str(written), "--state-dir", str(folder.latest_state))
     command = [settings.python or sys.executable, "-m", module, *where, *arguments]
-    status = _printed(command, [] if is_own(settings.python) else [str(TRAINER_PATH)], environment or {})
+    status = _printed(command, {**environment_of(settings.python), **(environment or {})})
     if status < 0:
         raise MemtopError(
             f"{what} of {folder.name}: killed by signal {-status}; 9 means that host memory ran out: the model needs "
@@ -111,17 +110,11 @@ def _from_state(
     return status
 
 
-def _printed(command: Sequence[str], python_path: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the command and print what it prints, cleaned: messages as they come, then the result.
-
-    `python_path` comes before the PYTHONPATH of the environment; `environment` is added to it.
-    """
-    inherited = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
+def _printed(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run the command and print what it prints, cleaned: messages as they come, then the result."""
     with subprocess.Popen(
         command,
-        # A folder named `tokenizers` in the current directory must not shadow the library.
-        env={**os.environ, **environment, "PYTHONSAFEPATH": "1", **({"PYTHONPATH": paths} if paths else {})},
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

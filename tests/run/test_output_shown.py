@@ -78,7 +78,7 @@ def test_the_samples_of_a_loop_that_does_not_count_them_follow_from_its_updates(
     brain = ran(1)
     assert run_state(brain.model).samples_seen == 82 * 32
     assert brain.model.configurations.rows[-1].samples_per_second == pytest.approx(64.0)
-    # Nobody knows how many samples were seen before an attempt that may have resumed by itself.
+    # An attempt may resume by itself: how many samples were seen before it is not known.
     assert run_state(ran(2).model).samples_seen is None
     assert run_state(ran(1, resumed=True).model).samples_seen is None
     assert run_state(ran(1, effective_batch=None).model).samples_seen is None

@@ -2,11 +2,10 @@
 
     python -m memtop.train.dry_run [FOLDER]
 
-A request is {"settings": ..., "generation": 80, "capacity": BYTES or null, "host_bytes": ...}: the
-settings of a run, the GPU's compute capability without its point, the bytes that torch can reserve
-there, and the free host memory. The answer is {"foresight": ...} (see `run.Foresight`), or
-{"problem": TEXT} if it cannot be foreseen. Answers are kept in FOLDER: the same question is
-answered without loading torch.
+A request is {"settings": ..., "generation": 80, "capacity": BYTES or null}: the settings of a run,
+the GPU's compute capability without its point, and the bytes that torch can reserve there. The
+answer is {"foresight": ...} (see `run.Foresight`), or {"problem": TEXT} if it cannot be foreseen.
+Answers are kept in FOLDER: the same question is answered without loading torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: Settings
     generation: Positive
     capacity: Positive | None = None
-    host_bytes: int | None = None
 
 
 def main() -> int:
@@ -68,7 +66,6 @@ def _foreseen(request: Request) -> dict[str, Any]:
             request.settings,
             generation=request.generation,
             capacity=request.capacity,
-            host_bytes=request.host_bytes,
         )
         return {"foresight": msgspec.to_builtins(foresee(training))}
     except BadInputError as error:
@@ -113,7 +110,6 @@ class _Kept:
             "from_path": "path" in settings.model,
             "generation": request.generation,
             "capacity": request.capacity,
-            "host_bytes": request.host_bytes if settings.zero.stage else None,
             "code": self._code,
         }
         return self._folder / hashlib.blake2b(msgspec.json.encode(shape, order="deterministic"), digest_size=16).hexdigest()
