@@ -3,6 +3,9 @@ miss."""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,13 @@ from memtop.cli import run as memtop
 from memtop.cli.report import energy_price
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.nvml.device import SENSOR_SECONDS
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.machine_watch import energy_counters
 from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
+from tests.conftest import UNTIL_GO, Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.run.brain import spec
 
@@ -108,3 +113,50 @@ def test_the_report_names_a_cost_only_with_a_price(
         monkeypatch.setenv("MEMTOP_ENERGY_PRICE", wrong)
         with pytest.raises(UsageError, match=f"MEMTOP_ENERGY_PRICE: energy-price '{wrong}': give a price and a currency"):
             energy_price()
+
+
+def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter(
+    runs: Runs,
+    tmp_path: Path,
+    nvml_library: Path,  # noqa: F811
+) -> None:
+    kwh, before = 3_600_000_000, 77_000_000  # in the driver's millijoules
+    script = Script(tmp_path / "nvml")
+
+    def count(pid: int, energy: int) -> None:
+        script.clear().gpu(0, total=20 << 30, used=2 << 30, uuid="GPU-0", energy=energy)
+        script.gpu(1, total=20 << 30, used=0, uuid="GPU-1", energy=9 * energy)
+        script.process(0, pid=pid, used=2 << 30).write()
+
+    count(1, before)
+    runs.environment |= script.env(nvml_library)
+    runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
+
+    def trains(number: int, energy: int, used: int, *, before: int | None = None) -> int:
+        """The attempt uses so much, by the counter of the card that the program is on. Its process
+        is another one than `before`."""
+        newest = runs.wait(
+            "a", lambda run: len(run["attempts"]) == number and run["trainer_pid"] not in (None, before) and run["alive"]
+        )
+        count(newest["trainer_pid"], energy)
+        runs.wait("a", lambda run: run["attempts"][-1]["energy_joules"] == 0)
+        count(newest["trainer_pid"], energy + used)
+        runs.wait("a", lambda run: run["attempts"][-1]["energy_joules"] == used / 1000)
+        return int(newest["trainer_pid"])
+
+    first = trains(1, before, kwh)
+    # What the card uses for others between two attempts is not the run's.
+    runs.memtop("restart", "a", "--detach", "--set", "allocator=expandable_segments:True")
+    # The supervisor reads the counter every few seconds: it must know the new value before the
+    # program is on the card.
+    count(1, before + 5 * kwh)
+    time.sleep(3 * SENSOR_SECONDS)
+    trains(2, before + 5 * kwh, kwh // 4, before=first)
+    (runs.root / "go").touch()
+    runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)
+    assert [attempt["energy_joules"] for attempt in runs.show("a")["attempts"]] == [3.6e6, 0.9e6]
+    (row,) = json.loads(runs.memtop("runs", "--json").stdout)
+    assert row["energy_joules"] == 4.5e6
+    shown = [line for line in runs.memtop("show", "a").stdout.splitlines() if line.startswith("  attempt ")]
+    assert [line.rpartition(", ")[2] for line in shown] == ["1.00 kWh", "250 Wh"]
+    assert "| energy of the GPUs | 1.25 kWh |" in runs.memtop("report", "a", "--markdown", "-").stdout
