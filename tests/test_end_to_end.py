@@ -121,9 +121,14 @@ def test_a_supervisor_killed_during_training_is_replaced_and_the_run_finishes(
     runs.memtop(*tiny(runs, "--detach", "--name", "a"))
     running = runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
     runs.kill(running["supervisor_pid"])
-    runs.wait("a", lambda d: d["adopted"])
-    (row,) = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
-    assert (row["alive"], row["adopted"]) == (True, True)
+    deadline = time.monotonic() + 60
+    while True:
+        # It starts the successor. On a busy machine the killed one may still be leaving.
+        (row,) = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
+        assert row["alive"]
+        if row["adopted"]:
+            break
+        assert time.monotonic() < deadline, "no successor"
     document = runs.wait("a", lambda d: d["state"] == "finished")
     assert len(document["attempts"]) == 1
     assert_same_training(runs.show("a", metrics=True), reference)
