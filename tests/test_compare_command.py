@@ -18,12 +18,12 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Configuration, Phase, RunState
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
 from tests.run.brain import SETTINGS
 
 
@@ -178,11 +178,22 @@ def test_one_run_is_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["compare", "first", "missing", "--runs-dir", str(tmp_path)]) == 2
 
 
+def host_peak(runs: Runs, name: str) -> int | None:
+    with closing(Ledger(find_run(name, runs.path).ledger_path, read_only=True)) as ledger:
+        return ledger.host_peak().size
+
+
 def test_without_a_gpu_the_peak_is_that_of_the_host_memory(runs: Runs) -> None:
     """In the list, the comparison and the report; an allocator's peak stays unknown."""
-    program = "import time; held = bytes(200 << 20) + b'x'; time.sleep(4)"
+    wait = "import time; from pathlib import Path\nwhile not Path('measured').exists(): time.sleep(0.1)"
+    program = f"held = bytes(200 << 20) + b'x'; {wait}"
     for name in ("first", "second"):
-        runs.memtop("train", "--headless", "--name", name, "--", sys.executable, "-c", program)
+        (runs.root / "measured").unlink(missing_ok=True)
+        with runs.start("train", "--headless", "--name", name, "--", sys.executable, "-c", program) as process:
+            wait_for_file(runs.path / name / "state.json")
+            runs.wait(name, lambda document: (host_peak(runs, document["name"]) or 0) > 200 << 20)
+            (runs.root / "measured").touch()
+            assert process.wait(timeout=120) == 0
     row, _ = json.loads(runs.memtop("runs", "--json").stdout)
     assert row["peak_bytes"] is None
     assert 200 << 20 <= row["host_peak_bytes"] < 600 << 20

@@ -24,8 +24,8 @@ NAMES = re.compile(
 """Names of things, units, keys, and the settings in a program's own spelling."""
 PHRASES = re.compile(
     r"`[^`]*`|--[a-z][\w.-]*(?:[ =][\w./]+)?|memtop [a-z]+(?: --[a-z-]+)*(?: [A-Za-z0-9]+)?|sample\.(?:prompts|every)\S*"
-    r"|/dev/shm|memory\.high|train_latest_state|expa\w*(?::\w*)?|ZeRO-\d(?: ?\+\w+)*|GPU-[\w-]+|[a-z]+:\w*|vram>2g"
-    r"|-word|-job:old|\{name\}"
+    r"|/dev/shm|docs/[a-z]+\.md|memory\.high|train_latest_state|expa\w*(?::\w*)?|ZeRO-\d(?: ?\+\w+)*|GPU-[\w-]+|[a-z]+:\w*"
+    r"|vram>2g|-word|-job:old|\{name\}"
 )
 """Options, commands and settings."""
 PRESETS = tuple(load_presets())

@@ -90,14 +90,17 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
     grip = grip_of(run)
     if grip is not None:
         return await dashboard.app.push_screen_wait(OwnProgramDialog(run, grip))
-    why = "Its settings are not known, so none can be changed here."
+    where = where_own_resumes(run)
+    words = f"It {where}. Its settings are not known, so none can be changed here."
     if run.program is not None and known(run.program.knobs):
-        why = "memtop sees its settings but does not know how to set them; a profile says it: see docs/profiles.md."
+        words = (
+            f"It {where}. memtop sees its settings but does not know how to set them; a profile says it: see docs/profiles.md."
+        )
     lines = [
         f"Restart {run.name} with the same command?",
         "",
         Verbatim(" ".join(run.command)),
-        f"It {where_own_resumes(run)}. {why}",
+        words,
     ]
     answer = await dashboard.app.push_screen_wait(ConfirmDialog("Restart", lines, confirm="Restart"))
     return Change() if answer else None

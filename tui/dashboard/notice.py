@@ -18,8 +18,8 @@ from memtop.tui.trends import before_the_end, first_full, sentence
 from memtop.tui.words import lack_of_memory
 
 _AGAIN = "r starts it again"
-_FROM_ZERO = f"{_AGAIN} from the beginning"
-_FROM_ZERO_OWN = f"{_FROM_ZERO}, unless it resumes by itself"
+_FROM_ZERO = "r starts it again from the beginning"
+_FROM_ZERO_OWN = "r starts it again from the beginning, unless it resumes by itself"
 
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
