@@ -10,9 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from memtop.presets.checks import SettingsError, check
-from memtop.presets.edits import apply_preset, take_whole
+from memtop.presets.edits import apply_preset, draft, take_whole
 from memtop.presets.fields import FIELDS, SPLIT, differing, saves_memory, training_unchanged, value_of
-from memtop.presets.schema import Optimizer, Preset, Settings, nearest_splits
+from memtop.presets.schema import Optimizer, Preset, Recipe, Settings, nearest_splits
 
 Fit = Literal["resumes", "converts", "new run"]
 
@@ -179,6 +179,34 @@ def _change(name: str, before: Settings, after: Settings, label: str | None = No
     if isinstance(new, dict):
         return label
     return f"{label} {shown(old)} -> {shown(new)}"
+
+
+def assignments_of_new_run(settings: Settings, recipe: Recipe, preset: Preset) -> dict[str, str]:
+    """The assignments with which a new run of the recipe and the preset gets these settings, each
+    as text. The split, the sequence length, and what differs; without model, data and processes.
+
+    A new run keeps the recipe's number of updates unless it is given another.
+    """
+    fresh = draft(recipe, preset=preset)
+    found = {"batch": settings.batch_text, "accumulation": str(settings.accumulation), "seq_len": str(settings.seq_len)}
+    for name in differing(fresh, settings):
+        if name in found or name.partition(".")[0] in _OF_THE_PLACE or not FIELDS[name].editable:
+            continue
+        value = value_of(settings, name)
+        if value is not None:
+            found[name] = given(value)
+    return found
+
+
+_OF_THE_PLACE = ("model", "data", "python", "gpus", "leave_out", "rank_splits")
+"""What another run on another machine has of its own."""
+
+
+def given(value: Any) -> str:
+    """The value of a setting as `--set` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def shown(value: Any) -> str:

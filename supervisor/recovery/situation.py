@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets import SettingsError, compatibility, edit_settings
-from memtop.presets.comparison import changes
+from memtop.presets import PresetFileError, SettingsError, compatibility, edit_settings, load_presets
+from memtop.presets.comparison import assignments_of_new_run, changes
 from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
+from memtop.presets.files import load_recipes
 from memtop.presets.parameters import trained_parameters
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
@@ -234,15 +235,27 @@ def restart_command(run: str, assignments: Mapping[str, str], preset: str | None
 
 def train_command(settings: Settings, assignments: Mapping[str, str], *extra: str) -> str:
     """A new run with these settings and assignments; `NEW` stands for its name."""
-    own = {name: str(getattr(settings, name)) for name in OPTIONS} | {"batch": settings.batch_text}
+    own, updates = _own_edits(settings)
     data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
     path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
-    device = {} if settings.device == "auto" else {"device": settings.device}
-    values = {**own, **device, **data, **path, **assignments}
     # One process may have another GPU next time.
     gpus = ("--gpus", settings.gpus) if settings.gpus and settings.world_size > 1 else ()
-    words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *gpus, *extra]
-    return shlex.join([*words, *_edits(values)])
+    length = ("--max-updates", str(updates)) if updates else ()
+    words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *gpus, *length, *extra]
+    return shlex.join([*words, *_edits({**own, **data, **path, **assignments})])
+
+
+def _own_edits(settings: Settings) -> tuple[dict[str, str], int]:
+    """What a new run of the recipe and preset must be given, and its updates; 0 for those of the
+    recipe."""
+    try:
+        recipe, preset = load_recipes()[settings.recipe], load_presets()[settings.preset]
+        edits = assignments_of_new_run(settings, recipe, preset)
+    except (PresetFileError, SettingsError, KeyError):
+        # Its file was changed since: what the person changed from it is not known any more.
+        return {"batch": settings.batch_text, "accumulation": str(settings.accumulation), "seq_len": str(settings.seq_len)}, 0
+    updates = settings.target_samples // settings.effective_batch
+    return edits, 0 if updates == recipe.max_updates else updates
 
 
 def _edits(assignments: Mapping[str, str]) -> list[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 import pytest
 from msgspec.structs import replace
 
+from memtop.presets import edit_settings, load_presets
+from memtop.presets.edits import resolve
+from memtop.presets.files import load_recipes
 from memtop.presets.schema import with_splits
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.configuration import applied
@@ -42,6 +46,30 @@ def test_a_smaller_batch_leaves_each_process_its_share() -> None:
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", True), ("auto", False)])
 def test_the_command_of_a_new_run_keeps_the_device(device: Literal["auto", "cpu", "cuda"], kept: bool) -> None:
     assert (f"--set device={device}" in train_command(replace(T5, device=device), {})) is kept
+
+
+def test_the_command_of_a_new_run_gives_what_differs_from_its_recipe_and_preset() -> None:
+    recipe = load_recipes()["sft-lora"]
+    plain = resolve(recipe, preset=load_presets()["standard"])
+    start = "memtop train sft-lora --name NEW --preset standard"
+    own = "--batch 4 --accum 4 --seq-len 1024"
+    assert train_command(plain, {}) == f"{start} {own} --set model.path={plain.model['path']}"
+    values = {"learning_rate": "0.0003", "save_every": "7", "on_spike": "back", "lora.r": "4"}
+    edited = edit_settings(plain, assignments={**values, "lora.targets": "q_proj"}, max_updates=77)
+    words = shlex.split(train_command(edited, {"seq_len": "512"}))
+    for one in (
+        "--max-updates 77",
+        "--on-spike back",
+        "--set learning_rate=0.0003",
+        "--set lora.targets=q_proj",
+        "--seq-len 512",
+    ):
+        first, second = one.split()
+        assert words[words.index(second) - 1] == first
+    # The recipe's file is gone: the split stays.
+    assert train_command(replace(plain, recipe="gone"), {}) == f"memtop train gone --name NEW --preset standard {own} " + (
+        f"--set model.path={plain.model['path']}"
+    )
 
 
 def test_effective_batch_192_on_three_gpus_is_kept_as_16_x_4() -> None:
