@@ -212,24 +212,25 @@ class Point(NamedTuple):
     group: int = 0
 
 
-def curve(width: int, height: int, points: Sequence[Point], *, x_end: int | None = None) -> list[Line]:
+def curve(width: int, height: int, points: Sequence[Point], empty: str = "no loss reported yet") -> list[Line]:
     """A braille curve with labelled axes.
 
-    The scale covers all points and is rounded outwards, so it rarely changes.
+    The scale covers all points and is rounded outwards, so it rarely changes. `empty` is said if
+    there are none.
     """
     finite = [p for p in points if math.isfinite(p.y)]
     plot_height = height - 1
     if plot_height < 2 or width < 24:
         return []
     if not finite:
-        return [line(("no loss reported yet", MUTED))]
+        return [line((empty, MUTED))]
     low, high = nice_bounds(min(p.y for p in finite), max(p.y for p in finite))
     digits = 2 if high < 100 else 0
     labels = [f"{high:.{digits}f}", f"{(low + high) / 2:.{digits}f}", f"{low:.{digits}f}"]
     margin = max(len(label) for label in labels) + 1
     plot_width = width - margin - 1
     first = finite[0].x
-    last = max(finite[-1].x, x_end or 0, first + 1)
+    last = max(finite[-1].x, first + 1)
     cells = blank(plot_height, plot_width)
     breaks = _breaks(finite, plot_width, first, last)
     for row in cells:

@@ -20,6 +20,7 @@ from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_
 from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
 
+READING = "reading the run"
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
 EVENTS_KEPT = 500
@@ -93,6 +94,11 @@ class Store:
     def now(self) -> float | None:
         """The time of the newest sample, seconds since the epoch."""
         return None if self.machine is None else self.machine.time
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the run's own values have not come yet."""
+        return self.run is not None and self.link is ConnectionState.WAITING
 
     @property
     def proposal(self) -> wire.Proposal | None:

@@ -285,7 +285,7 @@ def _measured(state: RunState) -> dict[str, Any]:
     if not state.alive:
         now = dict.fromkeys(now)
     names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "padding_fraction", "step_seconds", "split", "ranks")
-    more = ("pace_seconds", "stage", "gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
+    more = ("pace_seconds", "stage", "doing", "gpu_base_bytes", "started", "ended", "log_path", "warnings", "batch_search")
     rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, *more)}
     return now | rest
 

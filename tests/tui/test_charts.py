@@ -9,9 +9,12 @@ import pytest
 from memtop.supervisor.monitor.values import Band
 from memtop.tui.bars import Share, memory_bar, progress_bar
 from memtop.tui.charts import Point, curve, curve_spark, history, memory_bounds, nice_bounds, spark
+from memtop.tui.dashboard.events import draw_events
+from memtop.tui.dashboard.training import draw_loss
 from memtop.tui.line import fit, join_fitting, line, plain, spread, wrap
+from memtop.tui.store import READING, ConnectionState, Store
 from memtop.tui.words import age
-from tests.tui.support import text_of
+from tests.tui.support import run_state, text_of
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,13 @@ def test_a_curve_has_labelled_axes_and_marks_the_new_attempt() -> None:
 def test_a_curve_without_values_says_so() -> None:
     assert "no loss reported yet" in text_of(curve(50, 8, []))
     assert "no loss reported yet" in text_of(curve(50, 8, [Point(1, float("nan"))]))
+
+
+@pytest.mark.parametrize(("link", "words"), [(ConnectionState.WAITING, READING), (ConnectionState.CONNECTED, None)])
+def test_what_is_still_being_read_is_not_called_empty(link: ConnectionState, words: str | None) -> None:
+    store = Store(run=run_state(), link=link)
+    assert (words or "no loss reported yet") in text_of(draw_loss(store, 80, 8))
+    assert (words or "nothing yet") in text_of(draw_events(store, 80, 8))
 
 
 def test_curve_bounds_are_round_and_hold_the_values() -> None:

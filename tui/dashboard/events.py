@@ -8,7 +8,7 @@ from memtop.supervisor.diagnosis.values import in_words
 from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.wire import Event
 from memtop.tui.line import MUTED, Line, line, width_of, wrap_within
-from memtop.tui.store import Store
+from memtop.tui.store import READING, Store
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:
@@ -18,7 +18,7 @@ def draw_events(store: Store, width: int, height: int) -> list[Line]:
     Of several routine events in a row only the newest is shown.
     """
     if not store.events:
-        return [line(("nothing yet", MUTED))]
+        return [line((READING if store.is_being_read else "nothing yet", MUTED))]
     lines: list[Line] = []
     above: str | None = None
     for event in reversed(store.events):

@@ -25,7 +25,7 @@ from memtop.tui.line import (
     width_of,
     wrap_within,
 )
-from memtop.tui.store import Store
+from memtop.tui.store import READING, Store
 from memtop.tui.words import BOTTLENECKS, age
 
 _LINES = 6
@@ -293,7 +293,8 @@ def _host_memory(rank: RankMemory) -> Line:
 
 def draw_loss(store: Store, width: int, height: int) -> list[Line]:
     """The loss of every update of the final history, with a mark where an attempt began."""
-    return curve(width, height, _losses(store))
+    losses = _losses(store)
+    return curve(width, height, losses, READING) if store.is_being_read else curve(width, height, losses)
 
 
 def _losses(store: Store) -> list[Point]:
