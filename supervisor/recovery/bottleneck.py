@@ -34,6 +34,9 @@ known."""
 WAITING_CORES = 0.3
 """A rank on the CPU that keeps less than this busy waits for something; an overloaded machine can
 halve what it gets."""
+DISTURBS = 0.25
+"""The share of the machine's CPU that other programs use from which on a run on the CPU is told
+about them."""
 SWAPS = 1 << 20
 """Sustained bytes per second read back from swap that slow a run down by themselves. Less is enough
 if tasks wait for memory."""
@@ -84,6 +87,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Private host memory of one loader worker."""
     rank_cores: float | None = None
     """How many CPU cores a rank keeps busy."""
+    other_cpu_fraction: float | None = None
+    """The share of the machine's CPU that programs apart from the run use."""
     cores: int | None = None
 
     @property
@@ -190,7 +195,10 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
         if m.rank_cores < WAITING_CORES:
             waits = f"a rank keeps only {m.rank_cores:.1f} CPU cores busy: it waits for something else"
             return "unknown", f"not known: {work}, but {waits}"
-        return "compute", f"compute-bound: {work}, and a rank keeps {m.rank_cores:.1f} CPU cores busy"
+        busy = f"compute-bound: {work}, and a rank keeps {m.rank_cores:.1f} CPU cores busy"
+        if (m.other_cpu_fraction or 0.0) < DISTURBS:
+            return "compute", busy
+        return "compute", f"{busy}; other programs use {units.percent(m.other_cpu_fraction, 0)} of the machine's CPU"
     if m.sm_active_fraction is not None:
         idle, of = m.sm_active_fraction < IDLE_SM, f"{units.percent(m.sm_active_fraction, 0)} of the multiprocessors have work"
     elif m.power_fraction is not None:

@@ -4,6 +4,7 @@ bands. From the samples it measures the GPU memory that the run holds outside to
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -48,6 +49,8 @@ class MachineWatch:
         """By pid, resident bytes of each process of the run; empty if there are none."""
         self.rank_cores: float | None = None
         """How many CPU cores a rank keeps busy, on average. None if not known yet."""
+        self.other_cpu_fraction: float | None = None
+        """The share of the machine's CPU (0-1) that other programs use. None if not known yet."""
         self.reading = HostReading()
         """What /proc showed about the run's processes at the newest sample."""
         self.roles: dict[int, str] = {}
@@ -141,8 +144,12 @@ class MachineWatch:
         self.rss_bytes = {row.identity.pid: row.rss_bytes for row in rows} if living else {}
         rank_pids = {rank.pid for rank in ranks}
         of_ranks = rank_pids | {pid for pid, role in self.roles.items() if role == "rank"}
-        cores = self._cpu_meter.update((row for row in rows if row.identity.pid in of_ranks), time.monotonic())
-        self.rank_cores = sum(cores.values()) / len(cores) if cores else None
+        cores = self._cpu_meter.update(rows, time.monotonic())
+        by_rank = [busy for member, busy in cores.items() if member.pid in of_ranks]
+        self.rank_cores = sum(by_rank) / len(by_rank) if by_rank else None
+        self.other_cpu_fraction = None
+        if cores and (used := self.machine.host.cpu_fraction) is not None and (count := os.cpu_count()) is not None:
+            self.other_cpu_fraction = max(0.0, used - sum(cores.values()) / count)
         self.reading = read_host_memory(of_ranks.union(self.roles), of_ranks)
         self._gpu_base.update(attempt, self.machine, ranks, {member.pid for member in living})
         self._run_memory.update(living, rank_pids)

@@ -157,7 +157,7 @@ class Sensors:
             gpus = prevention.own_gpus(machine, ranks)
             bases, loading = watch.gpu_base_bytes, self._is_loading(model)
             dangers = self._trends.sample(machine, members, ranks, bases, watch.reading, loading=loading)
-            self._measurements.sample(machine, gpus, watch.rank_cores)
+            self._measurements.sample(machine, gpus, watch.rank_cores, watch.other_cpu_fraction)
             self._samples += 1
             if self._samples % _ADVISE_EVERY == 0:
                 rate, swap_in = model.progress.speed().samples_per_second, self._trends.swap_in.value
@@ -230,6 +230,7 @@ class _Reading(NamedTuple):
     taken: float | None
     pressure: float | None
     rank_cores: float | None
+    other_cpu: float | None
 
 
 class Measurements:
@@ -254,9 +255,16 @@ class Measurements:
         elif report.step_seconds:
             self._updates.append(report)
 
-    def sample(self, machine: MachineSnapshot, gpus: Iterable[GpuSample], rank_cores: float | None) -> None:
+    def sample(
+        self,
+        machine: MachineSnapshot,
+        gpus: Iterable[GpuSample],
+        rank_cores: float | None = None,
+        other_cpu: float | None = None,
+    ) -> None:
         """Take a sample of the machine; `gpus` are those that the run trains on, `rank_cores` the
-        CPU cores that one of its ranks keeps busy."""
+        CPU cores that one of its ranks keeps busy, `other_cpu` the share of the machine's CPU
+        (0-1) that other programs use."""
         gpus = list(gpus)
         if self._at_start is None:
             self._at_start = machine.host.available_bytes
@@ -268,6 +276,7 @@ class Measurements:
                 taken=max((gpu.used_fraction for gpu in gpus if gpu.used_fraction is not None), default=None),
                 pressure=machine.host.pressure_fraction,
                 rank_cores=rank_cores,
+                other_cpu=other_cpu,
             )
         )
 
@@ -303,6 +312,7 @@ class Measurements:
             swap_in_bytes_per_second=swap_in,
             pressure_fraction=self._of(lambda sample: sample.pressure),
             rank_cores=self._of(lambda sample: sample.rank_cores),
+            other_cpu_fraction=self._of(lambda sample: sample.other_cpu),
             workers=0 if workers is None else workers.processes,
             worker_bytes=each,
             cores=host.cpu_count,

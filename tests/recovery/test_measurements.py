@@ -20,7 +20,7 @@ def update(seconds: float = 1.0, **more: Any) -> Step:
 def measured(measurements: Measurements, *gpus: GpuSample, limit: int | None = None) -> Measured:
     host = HostSample(total_bytes=64 * GIB, limit_bytes=limit, used_bytes=GIB, available_bytes=3 * GIB, cpu_count=4)
     machine = MachineSnapshot(time=1.0, gpus=gpus, host=host)
-    measurements.sample(machine, gpus, 0.7)
+    measurements.sample(machine, gpus, 0.7, 0.3)
     workers = RoleMemory(role="loader worker", processes=4, uss_bytes=4 * GIB)
     return measurements.medians(machine, gpus, samples_per_second=None, swap_in=None, roles=[workers])
 
@@ -48,7 +48,7 @@ def test_a_missing_value_is_not_zero() -> None:
         measurements.step(Step(update=1, step_seconds=1.0))
     found = measured(measurements)
     assert (found.step_seconds, found.data_wait_seconds, found.wait_fraction) == (1.0, None, None)
-    assert found.rank_cores == 0.7
+    assert (found.rank_cores, found.other_cpu_fraction) == (0.7, 0.3)
     assert (found.on_gpu, found.utilization_fraction, found.power_fraction) == (False, None, None)
 
 

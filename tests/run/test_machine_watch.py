@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run import machine_watch
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.units import GIB
@@ -50,3 +55,34 @@ async def test_a_reading_that_failed_is_no_change_of_a_band(
     watch.stop()
     assert bands == [Band.UNKNOWN if used is failed else Band.DANGER if used == 19 else Band.SAFE for used in script]
     assert crossings == ["GPU 0: danger -> safe, 20.0 % of 20.0 GiB taken"]
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+async def test_the_cpu_that_other_programs_use(is_member: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_watch, "SAMPLE_SECONDS", 0.2)
+    spins = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    sleeps = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    ours = identify((spins if is_member else sleeps).pid)
+    assert ours is not None
+    rank = RankMemory(rank=0, pid=ours.pid)
+    watch = MachineWatch(tmp_path, lambda: [ours], lambda: (1, (rank,)))
+    done = asyncio.Event()
+    seen: list[tuple[float, float]] = []
+
+    def take(keep: bool) -> None:
+        if watch.rank_cores is not None and watch.other_cpu_fraction is not None:
+            seen.append((watch.rank_cores, watch.other_cpu_fraction))
+        used = [cores if is_member else others for cores, others in seen]
+        if max(used, default=0.0) > 0.2 / (os.cpu_count() or 1):
+            done.set()
+
+    try:
+        watch.start(take, lambda error: pytest.fail(f"the watch ended: {error}"))
+        await asyncio.wait_for(done.wait(), 60)
+    finally:
+        watch.stop()
+        for process in (spins, sleeps):
+            process.kill()
+            process.wait()
+    # A program that sleeps uses nothing itself.
+    assert is_member or max(cores for cores, _ in seen) < 0.2
