@@ -343,6 +343,10 @@ def _own_program() -> list[FeedMessage]:
     return [own_run(folder, grip, name="train", checkpoint=saved, offers=())]
 
 
+def _unknown_program() -> list[FeedMessage]:
+    return [running(gpu(), name="train", settings=None, command=("python", "train.py", "--lr", "1e-4"), offers=())]
+
+
 _CARD = gpu(
     0,
     0.93,
@@ -376,6 +380,13 @@ STORED = (
         begins_with_runs=True,
     ),
     Scene(
+        "runs-resume",
+        (Picture("runs-resume", ("down", "r"), over=True, sizes=SIZES[-1:]),),
+        messages=_listed,
+        begins_with_runs=True,
+    ),
+    Scene("own-unknown", (Picture("restart-unknown", ("r",), sizes=SIZES[-1:]),), messages=_unknown_program),
+    Scene(
         "log",
         (
             Picture("whole-log", ("L",), shows="update 15"),
@@ -404,6 +415,7 @@ STORED = (
             Picture("end-process", ("o", "k")),
             Picture("stop", ("s",)),
             Picture("roll-back", ("u", "down", "enter")),
+            Picture("undo", ("U",), sizes=SIZES[-1:]),
             Picture("too-small", sizes=((50, 12),)),
         ),
         messages=_trained,

@@ -6,13 +6,17 @@ then look at the pictures that git lists as changed.
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.screen import Screen
 
+import memtop.tui
 from memtop.supervisor import language
 from memtop.supervisor.language.catalogue import Catalogue, read_catalogue
 from memtop.tui.app import DashboardApp
@@ -37,6 +41,8 @@ from tests.tui.pictures import (
 from tests.tui.support import resize
 
 DRAW = bool(os.environ.get("MEMTOP_DRAW_PICTURES"))
+PICTURED: dict[type, list[str]] = {}
+"""The names of the compared pictures, by class of screen."""
 EVERY = [(scene, theme) for scene in (*SCENES, *STORED) for theme in THEMES]
 
 
@@ -56,6 +62,7 @@ def compared(tmp_path: Path) -> Iterator[list[str]]:
 async def compare(pilot: Pilot[DashboardResult], picture: Picture, theme: str, folder: Path, differing: list[str]) -> None:
     """Take the picture at its sizes, and compare each with the approved one."""
     assert isinstance(pilot.app, DashboardApp)
+    PICTURED.setdefault(type(pilot.app.screen), []).append(picture.name)
     for columns, rows in picture.sizes:
         await resize(pilot, columns, rows)
         name, found = f"{picture.name}-{columns}x{rows}-{theme}.svg", svg(pilot.app)
@@ -95,6 +102,22 @@ async def test_the_screens_look_as_approved_in_chinese(
         for picture in scene.pictures:
             await opened(pilot, picture)
             await compare(pilot, picture._replace(sizes=SIZES[-1:]), "dark", tmp_path, compared)
+
+
+def test_every_screen_is_pictured() -> None:
+    """Those of the pictures above, in this process."""
+    pictures = {picture.name for scene, _ in EVERY for picture in scene.pictures}
+    if not pictures <= {name for names in PICTURED.values() for name in names}:
+        pytest.skip("some pictures were not compared in this run")
+    for module in pkgutil.walk_packages(memtop.tui.__path__, "memtop.tui."):
+        importlib.import_module(module.name)
+    own = {screen for screen in _below(Screen) if screen.__module__.startswith("memtop.tui.")}
+    # The others are what these are made of.
+    assert {screen for screen in own if not _below(screen)} - PICTURED.keys() == set()
+
+
+def _below(kind: type) -> set[type]:
+    return {one for child in kind.__subclasses__() for one in (child, *_below(child))}
 
 
 def test_no_picture_is_left_of_a_screen_that_is_gone() -> None:
