@@ -195,10 +195,10 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
         if m.rank_cores < WAITING_CORES:
             waits = f"a rank keeps only {m.rank_cores:.1f} CPU cores busy: it waits for something else"
             return "unknown", f"not known: {work}, but {waits}"
-        busy = f"compute-bound: {work}, and a rank keeps {m.rank_cores:.1f} CPU cores busy"
         if (m.other_cpu_fraction or 0.0) < DISTURBS:
-            return "compute", busy
-        return "compute", f"{busy}; other programs use {units.percent(m.other_cpu_fraction, 0)} of the machine's CPU"
+            return "compute", f"compute-bound: {work}, and a rank keeps {m.rank_cores:.1f} CPU cores busy"
+        others = f"other programs use {units.percent(m.other_cpu_fraction, 0)} of the machine's CPU"
+        return "compute", f"compute-bound: {work}, a rank keeps {m.rank_cores:.1f} CPU cores busy, and {others}"
     if m.sm_active_fraction is not None:
         idle, of = m.sm_active_fraction < IDLE_SM, f"{units.percent(m.sm_active_fraction, 0)} of the multiprocessors have work"
     elif m.power_fraction is not None:

@@ -242,10 +242,13 @@ def test_on_the_cpu_a_loader_that_keeps_up_means_arithmetic() -> None:
     words = "only 2 % of each update waits for data, but a rank keeps only 0.1 CPU cores busy: it waits for something else"
     assert advise(replace(cpu, rank_cores=0.1), T5).summary == f"not known: {words}"
     assert advise(replace(cpu, rank_cores=None), T5).bottleneck == "unknown"
-    alone = "compute-bound: only 2 % of each update waits for data, and a rank keeps 1.9 CPU cores busy"
-    assert advise(replace(cpu, other_cpu_fraction=0.1), T5).summary == alone
+    work, cores = "compute-bound: only 2 % of each update waits for data", "a rank keeps 1.9 CPU cores busy"
+    assert advise(replace(cpu, other_cpu_fraction=0.1), T5).summary == f"{work}, and {cores}"
     shared = advise(replace(cpu, other_cpu_fraction=0.43), T5)
-    assert (shared.bottleneck, shared.summary) == ("compute", f"{alone}; other programs use 43 % of the machine's CPU")
+    assert (shared.bottleneck, shared.summary) == (
+        "compute",
+        f"{work}, {cores}, and other programs use 43 % of the machine's CPU",
+    )
     assert advise(replace(cpu, data_wait_seconds=0.2), T5).bottleneck == "data"
 
 

@@ -41,7 +41,7 @@ def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
 def test_the_cursor_reads_least_mean_and_most() -> None:
     curve = Curve("swap", "bytes", [Bucket(START, 50, 0, 1024, 2048), *values((50, 50, 5.0))])
     view = HistoryView(START, START + 100, cursor=START + 20)
-    assert plain(reading(curve, view, 59)) == "mean 1 KiB  least 0 B  most 2 KiB"
+    assert plain(reading(curve, view, 59)) == "at the cursor  mean 1 KiB  least 0 B  most 2 KiB"
     assert plain(reading(curve, HistoryView(START, START + 100), 59)) == "5 B"
     assert plain(reading(curve, HistoryView(START, START + 200), 59)) == "not known"
 

@@ -93,7 +93,8 @@ def reading(curve: Curve, view: HistoryView, width: int) -> Line:
     mean, high = value_words(curve.unit, bucket.mean), value_words(curve.unit, bucket.high)
     if mean == high:
         return line((mean, "strong"))
-    return join((fact("mean", mean), fact("least", value_words(curve.unit, bucket.low)), fact("most", high)))
+    where = line(("newest" if view.cursor is None else "at the cursor", MUTED))
+    return join((where, fact("mean", mean), fact("least", value_words(curve.unit, bucket.low)), fact("most", high)))
 
 
 def _column(view: HistoryView, count: int) -> int:
