@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -120,6 +122,8 @@ def test_a_supervisor_killed_during_training_is_replaced_and_the_run_finishes(
 ) -> None:
     runs.memtop(*tiny(runs, "--detach", "--name", "a"))
     running = runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
+    # The program stands still until it has a successor: on a busy machine it could end before.
+    os.kill(running["trainer_pid"], signal.SIGSTOP)
     runs.kill(running["supervisor_pid"])
     deadline = time.monotonic() + 60
     while True:
@@ -129,6 +133,7 @@ def test_a_supervisor_killed_during_training_is_replaced_and_the_run_finishes(
         if row["adopted"]:
             break
         assert time.monotonic() < deadline, "no successor"
+    os.kill(running["trainer_pid"], signal.SIGCONT)
     document = runs.wait("a", lambda d: d["state"] == "finished")
     assert len(document["attempts"]) == 1
     assert_same_training(runs.show("a", metrics=True), reference)

@@ -310,7 +310,9 @@ def _document(notice: Notice, state: RunState | None) -> dict[str, Any]:
     }
     if state is not None:
         names = ("name", "updates", "total_updates", "loss", "exit_status")
-        found["run"] = {name: getattr(state, name) for name in names} | {"state": state.state.value}
+        # The supervisor writes an end into the ledger before it writes the state.
+        now = notice.event if notice.topic == "end" else state.state.value
+        found["run"] = {name: getattr(state, name) for name in names} | {"state": now}
     return found
 
 

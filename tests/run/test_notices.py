@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,9 +24,10 @@ from memtop.supervisor.run import starting
 from memtop.supervisor.run.effects import AddEvent
 from memtop.supervisor.run.events import Sampled
 from memtop.supervisor.run.notices import FILE, TOPICS, Notifier, Target, claims, is_configured, keep_targets, notices
-from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, create_run
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.starting import AFTER_KILL
+from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Event
 from tests.conftest import UNTIL_GO, Runs, wait_for_file
 from tests.run.brain import training
@@ -138,6 +140,21 @@ def test_a_notice_is_sent_once_to_each_address(
     assert sent["/hook/secret"]["topic"] == "failure"
     assert out.read_text().count("has failed: host_oom") == 1
     assert "secret" not in (folder.path / FILE).read_text()
+
+
+def test_an_end_is_told_with_the_state_that_is_not_written_yet(
+    folder: RunFolder, receiver: Receiver, environment: pytest.MonkeyPatch
+) -> None:
+    """The ledger has it first, and the sender may come in between."""
+    environment.setenv("MEMTOP_NOTIFY_WEBHOOK", f"{receiver.address}/hook")
+    write_json(folder.state_path, StateFile(run=run_state(training().model), socket=""))
+    with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
+        ledger.add_event(Event(time=time.time(), attempt=1, kind="finished", message="60 of 60 updates"))
+    assert run(["notify", str(folder.path)]) == 0
+    assert [(sent["event"], sent["run"]["state"]) for _, sent in receiver.received] == [
+        ("failed", "failed"),
+        ("finished", "finished"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_the_time_of_an_evaluation_is_not_that_of_the_next_update(tmp_path: Path
 
 
 def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
-    # A rate far too high: the model gets worse after a while.
-    settings = edited(eval_every=1, learning_rate=0.5, warmup_fraction=0.9, save_every=100)
+    # A rate far too high, and no fall at the end: the model gets worse after a while.
+    settings = edited(eval_every=1, learning_rate=2.0, warmup_fraction=0.9, save_every=100, final_learning_rate_fraction=1.0)
     training = trained(tmp_path / "state", settings)
     losses = {report["update"]: report["loss"] for report in training.channel.of("evaluation")}
     best = min(losses, key=lambda update: losses[update])
