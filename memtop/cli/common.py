@@ -110,13 +110,15 @@ def run_line(state: RunState | Unreadable) -> str:
     return row(*cells)
 
 
-def proposal_lines(proposal: Proposal, *, resumes: bool = True) -> Iterator[str]:
+def proposal_lines(proposal: Proposal, *, resumes: bool = True, said: str | None = None) -> Iterator[str]:
     """Why a run ran out of memory, what memtop does about it, and what else can be done.
 
-    Without `resumes` a restart is not known to continue where the run was.
+    Without `resumes` a restart is not known to continue where the run was. `said`: the reason that
+    the reader has read already.
     """
     diagnosis = proposal.diagnosis
-    yield f"{in_words(diagnosis.kind.value)}: {diagnosis.summary}"
+    if diagnosis.summary != said:
+        yield f"{in_words(diagnosis.kind.value)}: {diagnosis.summary}"
     for line in diagnosis.evidence[:_EVIDENCE_LINES]:
         yield f"  evidence: {line.strip()}"
     if (command := layers_command(diagnosis.snapshot_file)) is not None:

@@ -243,14 +243,16 @@ class _Follower:
                 why = "its supervisor does not answer, so nothing was stopped"
                 self._print(f"run {name} goes on: {why}; memtop stop {name} stops it")
             return 130
+        why = f" ({state.reason.rstrip('.')})" if state.reason else ""
         if state.state is Phase.FAILED and state.proposal is not None:
+            why = ""
             for line in proposal_lines(state.proposal, resumes=state.resumes):
                 self._print(line)
         where = f"; memtop show {state.name}"
         if state.state is Phase.STOPPED:
             resumes = state.resumes and state.checkpoint is not None
             where += f"; memtop restart {state.name} {'resumes it' if resumes else 'starts it again'}"
-        self._print(f"run {state.name}: {state.word}{f' ({state.reason})' if state.reason else ''}{where}")
+        self._print(f"run {state.name}: {state.word}{why}{where}")
         if self._interrupts and state.state is not Phase.FINISHED:
             return 130
         if state.state in (Phase.FINISHED, Phase.STOPPED):

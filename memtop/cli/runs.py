@@ -168,7 +168,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield from _attempt_lines(attempt, state)
     if state.proposal is not None:
         yield "  what can be done"
-        for line in proposal_lines(state.proposal, resumes=state.resumes):
+        for line in proposal_lines(state.proposal, resumes=state.resumes, said=state.reason):
             yield f"    {line}"
 
 
@@ -241,7 +241,8 @@ def _attempt_lines(attempt: dict[str, Any], state: RunState) -> Iterator[str]:
     # A reason may have several clauses: it is translated before it becomes a part of the line.
     yield f"  attempt {attempt['number']}   {tr(in_words(attempt['reason']))}{where}: {outcome}{status}{energy}"
     if attempt["diagnosis"]:
-        yield f"              {attempt['diagnosis']['summary']}"
+        if (summary := attempt["diagnosis"]["summary"]) != state.reason:
+            yield f"              {summary}"
         if (command := layers_command(attempt["diagnosis"].get("snapshot_file"))) is not None:
             yield f"              {command}"
 

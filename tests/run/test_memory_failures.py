@@ -74,7 +74,7 @@ def test_a_kernel_kill_in_a_group_of_the_programs_own_is_proven(runs: Runs, grou
     assert len(document["attempts"]) == 1
     assert "memtop does nothing yet" in done.stderr
     assert document["configurations"][0]["outcome"] == "host_oom_killed"
-    assert "memtop: run a: killed (" in done.stderr
+    assert "memtop: run a: killed; memtop show a" in done.stderr
 
 
 def test_a_kill_by_hand_is_no_reason_to_change_anything(runs: Runs, group: MemoryGroup) -> None:
