@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from memtop.cli import run
 from memtop.presets import Settings, load_presets, load_recipes, resolve
+from memtop.presets.choosing import CONTEXT_BYTES
+from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
 
@@ -153,7 +157,9 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--", "python", "train.py"], "the memory of your own program cannot be foreseen"),
+        (["--", "python", "train.py"], "-- COMMAND: does not say how long a sample is"),
+        (["first-run", "--", "python", "train.py"], "RECIPE with -- COMMAND: leave it out"),
+        (["--all", "--", "python", "train.py"], "--all with -- COMMAND: leave it out"),
         (["first-run", "--method", "lora"], "--method lora: recipe first-run is for method full"),
         (["first-run", "--all", "--preset", "standard"], "--all with --preset standard: give one of them"),
         (["--model", "/nowhere/at/all"], "no such folder"),
@@ -173,3 +179,23 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
     assert "no split with this effective batch is safe" in capsys.readouterr().out
+
+
+def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    split = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps=2")
+    command = ("python", "run_clm.py", "--model_name_or_path", str(model), *split, "--block_size", "64", "--fp16")
+    more = ("--optim", "adamw_bnb_8bit", "--gradient_checkpointing")
+    assert run(["plan", "--vram", "1", "--json", "--", *command, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    settings = found["settings"]
+    expected = {"batch": 4, "accumulation": 2, "seq_len": 64, "precision": "fp16", "optimizer": "adamw_8bit", "loss_chunk": 0}
+    assert {name: settings[name] for name in expected} == expected
+    assert (settings["method"], settings["gradient_checkpointing"], settings["world_size"]) == ("full", True, 1)
+    assert "the weights are in fp32" in found["assumed"]
+    alternatives = {row["preset"] for row in found["alternatives"]}
+    assert alternatives <= {"standard"}, "presets are for recipes"
+    with contextlib.closing(DryRuns("")) as runs:
+        own = runs.foresee(msgspec.convert(settings, Settings), generation=80, capacity=GIB - CONTEXT_BYTES)
+    assert found["gpu"]["peak_bytes"] == own.reserved + CONTEXT_BYTES
+    assert run(["plan", "--vram", "1", "--batch", "2", "--", *command]) == 0
+    assert "your program: 2 x 2 x 1 = 4, T 64" in capsys.readouterr().out

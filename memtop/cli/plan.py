@@ -28,6 +28,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import GpuSample, band_of, mark
 from memtop.supervisor.plan import Card, Need, Peak, Way, largest_safe, peak_of, ways
+from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
 from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
@@ -77,15 +78,22 @@ def plan(
     """Foresee the GPU memory of a run before it starts.
 
     It needs no GPU: it runs the model without numbers, in the Python that would train it, and says
-    what else would fit. Without torch it estimates.
+    what else would fit. Without torch it estimates. `memtop plan -- COMMAND` reads the options of a
+    program with Hugging Face's Trainer, and does not start it.
     """
-    if program:
-        raise UsageError("-- COMMAND: the memory of your own program cannot be foreseen; give --model and --method of it")
     if every and preset is not None:
         raise UsageError(f"--all with --preset {preset}: give one of them")
     machine = _machine()
     card = _card(machine, vram)
     values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
+    own = None
+    if program:
+        refused = {"RECIPE": recipe, "--method": method, "--preset": preset, "--all": every or None}
+        for name, given in refused.items():
+            if given is not None:
+                raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
+        own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
+        model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
     answers = _Answers(card)
     try:
@@ -93,7 +101,7 @@ def plan(
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
             _print_all(rows, card, as_json=as_json)
             return 0
-        _print_one(settings, card, answers, host_ram, machine, as_json=as_json)
+        _print_one(settings, own, card, answers, host_ram, machine, as_json=as_json)
     finally:
         answers.close()
     return 0
@@ -257,6 +265,7 @@ def _need(found: Foreseen) -> Need:
 
 def _print_one(
     settings: Settings,
+    own: TrainerCommand | None,
     card: Card,
     answers: _Answers,
     host_ram: float | None,
@@ -269,23 +278,25 @@ def _print_one(
         raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
     peak = peak_of(need, card)
     best = largest_safe(settings, card, answers.quick, answers.sure)
-    found = [] if card.total_bytes is None else ways(settings, _others(settings), card, answers.quick)
+    found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
     host = _host(settings, answers, host_ram, machine)
     if as_json:
-        print_json(_document(settings, peak, card, host, None if best is None else best[0].batch, found))
+        document = _document(settings, peak, card, host, None if best is None else best[0].batch, found)
+        print_json(document | {"assumed": [] if own is None else list(own.assumed)})
         return
-    print_lines(*_text(settings, peak, card, best, found))
+    print_lines(*_text(settings, own, peak, card, best, found))
     if answers.problem is not None:
         print_message(f"memtop: estimated without a dry run: {answers.problem}")
     if card.total_bytes is None:
         print_message("memtop: no GPU is here: --vram GIB says how large yours is")
 
 
-def _others(settings: Settings) -> Iterator[Settings]:
+def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings]:
     """Settings that need less memory, or work faster, than these."""
     if not settings.gradient_checkpointing:
         yield replace(settings, gradient_checkpointing=True)
-    for preset in usable(load_presets(), settings.recipe).values():
+    # Presets are for recipes.
+    for preset in usable(load_presets(), settings.recipe).values() if own is None else ():
         look = outlook(settings, preset)
         if look.switch != "refused":
             yield look.kept
@@ -361,10 +372,21 @@ def _way_row(way: Way) -> dict[str, Any]:
     }
 
 
-def _text(settings: Settings, peak: Peak, card: Card, best: tuple[Settings, Need] | None, found: list[Way]) -> Iterator[str]:
+def _text(
+    settings: Settings,
+    own: TrainerCommand | None,
+    peak: Peak,
+    card: Card,
+    best: tuple[Settings, Need] | None,
+    found: list[Way],
+) -> Iterator[str]:
     method = "" if settings.lora is None else f", {settings.method} r {settings.lora.r}"
     split = f"{settings.split_text} = {settings.effective_batch}"
-    yield f"recipe {settings.recipe}, preset {settings.preset}: {split}, T {settings.seq_len}{method}"
+    if own is None:
+        yield f"recipe {settings.recipe}, preset {settings.preset}: {split}, T {settings.seq_len}{method}"
+    else:
+        yield f"your program: {split}, T {settings.seq_len}{method}"
+        yield f"assumed     {'; '.join(map(tr, own.assumed))}"
     yield f"GPU memory  {_share(peak, card)}"
     yield f"by          {peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
     yield f"peak        in the {peak.phase} phase"
@@ -373,12 +395,13 @@ def _text(settings: Settings, peak: Peak, card: Card, best: tuple[Settings, Need
     if card.total_bytes is None:
         return
     if best is None:
-        yield "fits        no split with this effective batch is safe (below 85 %) with this preset"
+        what = "with this preset" if own is None else "as it is"
+        yield f"fits        no split with this effective batch is safe (below 85 %) {what}"
     else:
         size = units.size(peak_of(best[1], card).bytes)
         yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
     for way in found:
-        yield f"or          {_way_text(way)}"
+        yield f"or          {_way_text(way, own)}"
 
 
 def _share(peak: Peak, card: Card) -> str:
@@ -390,10 +413,11 @@ def _share(peak: Peak, card: Card) -> str:
     return f"{text}, with {units.size(card.others_bytes)} of other programs" if card.others_bytes else text
 
 
-def _way_text(way: Way) -> str:
+def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
     changes = f" ({', '.join(map(tr, way.changes))})" if way.changes else ""
-    text = f"{way.settings.split_text}, preset {way.settings.preset}{changes}: ~{units.size(way.peak.bytes)}; {same}"
+    preset = "" if own is not None else f", preset {way.settings.preset}"
+    text = f"{way.settings.split_text}{preset}{changes}: ~{units.size(way.peak.bytes)}; {same}"
     return tr(text)
 
 

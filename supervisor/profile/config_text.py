@@ -20,9 +20,12 @@ class ConfigTextError(ValueError):
 
 
 def value_in(text: str, kind: Kind, key: str) -> str | int | None:
-    """The value of `a.b`; None if the file has no such key, or no plain value there."""
+    """The value of `a.b`, `true` and `false` as words; None if the file has no such key, or no
+    plain value there."""
     found: Any = _json_at(text, key) if kind == "json" else _yaml_at(text, key)
-    return found if isinstance(found, (str, int)) and not isinstance(found, bool) else None
+    if isinstance(found, bool):
+        return str(found).lower()
+    return found if isinstance(found, (str, int)) else None
 
 
 def has_key(text: str, kind: Kind, key: str) -> bool:

@@ -1,0 +1,254 @@
+"""What decides the memory of a training by Hugging Face's Trainer, read from its command: for
+`memtop plan -- COMMAND`. Nothing is started.
+
+The options are those of `TrainingArguments` and of the scripts around it: transformers' examples,
+TRL, LLaMA-Factory. They may be in a JSON or YAML file that the command names; the command's own
+come first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from memtop.presets.program_profiles import ByFile
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.profile.config_text import has_key, value_in
+from memtop.supervisor.profile.reading import Program
+
+_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size")
+_LENGTH = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "max_length", "model_max_length", "max_source_length")
+_DEFAULT_BATCH = 8
+"""Of `TrainingArguments`."""
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+}
+_REFUSED = (
+    *("fsdp", "torch_compile", "use_liger_kernel", "enable_liger_kernel", "use_unsloth", "load_in_8bit", "use_dora"),
+    "auto_find_batch_size",
+)
+"""Options that change the memory in a way that memtop does not foresee."""
+_LLAMA_FACTORY = "llamafactory-cli train"
+_OFF = ("false", "no", "0", "", "none")
+_FILES = tuple(ByFile(flags=flags, kind=kind, key="-") for flags in ((), ("--config",)) for kind in ("json", "yaml"))
+"""How a command names the file with its options: as an argument, or with --config."""
+
+
+class TrainerCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """A training that a command would begin, in memtop's terms."""
+
+    model: str
+    """A folder or a hub name."""
+    method: str
+    """full | lora | qlora"""
+    processes: int
+    values: dict[str, str]
+    """The settings as `--set` takes them."""
+    assumed: tuple[str, ...] = ()
+    """What the command does not say."""
+
+
+def trainer_command(
+    words: tuple[str, ...], cwd: str, *, model: str | None = None, seq_len: int | None = None, processes: int | None = None
+) -> TrainerCommand:
+    """The training that a command would begin. UsageError names what is missing, and an option
+    whose memory cannot be foreseen.
+
+    `model`, `seq_len`, `processes`: for a command that does not say them.
+    """
+    options = _Options(words, cwd)
+    for name in _REFUSED:
+        if options.is_on(name):
+            raise _unforeseen(name, options.text(name))
+    method = _method(options)
+    found = _shape(options, seq_len)
+    assumed = ["each sample has as many tokens as the sequence length", "the loss is the model's own"]
+    if options.text(*_BATCH) is None:
+        assumed.append(f"a batch of {_DEFAULT_BATCH}, the default of TrainingArguments")
+    found |= _precision(options, method, assumed)
+    found |= _optimizer(options)
+    if method != "full":
+        found |= _adapters(options, assumed)
+    path = model or options.text("model_name_or_path", "model_name", "model")
+    if path is None:
+        raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
+    processes = processes or options.processes
+    zero = _zero(options, cwd)
+    if zero is None and processes > 1:
+        assumed.append("gradients are exchanged in buckets, as the built-in trainer does")
+    return TrainerCommand(
+        model=path if model is not None or not (Path(cwd) / path).exists() else str(Path(cwd) / path),
+        method=method,
+        processes=processes,
+        values=found | (zero or {}),
+        assumed=tuple(assumed),
+    )
+
+
+class _Options:
+    """The options of a command, and of the file that it names."""
+
+    def __init__(self, words: tuple[str, ...], cwd: str) -> None:
+        program = Program(words, cwd)
+        if program.command is None:
+            program = Program(words, cwd, starter=_LLAMA_FACTORY)
+        if program.command is None:
+            raise UsageError("-- COMMAND: is no Python program; give --model and --method of it")
+        self._given = _given(program.command.arguments)
+        self._processes = program.command.processes
+        self._file: tuple[ByFile, str] | None = None
+        for way in _FILES:
+            named = program.named_file(way)
+            if named is None or (named[2].suffix == ".json") != (way.kind == "json"):
+                continue
+            if (text := program.text(named[2])) is not None:
+                self._file = way, text
+
+    @property
+    def processes(self) -> int:
+        if self._processes is None:
+            raise UsageError("-- COMMAND: does not say how many processes its launcher starts; give --gpus N")
+        return self._processes
+
+    def text(self, *names: str) -> str | None:
+        """The value of the option that has one of these names."""
+        for name in names:
+            if name in self._given:
+                return self._given[name]
+        if self._file is None:
+            return None
+        way, text = self._file
+        for name in names:
+            if has_key(text, way.kind, name):
+                value = value_in(text, way.kind, name)
+                return None if value is None else str(value)
+        return None
+
+    def has(self, *names: str) -> bool:
+        """Whether the file has one of these keys."""
+        return self._file is not None and any(has_key(self._file[1], self._file[0].kind, name) for name in names)
+
+    def is_on(self, name: str) -> bool:
+        return (self.text(name) or "").lower() not in _OFF
+
+    def whole(self, *names: str) -> int | None:
+        text = self.text(*names)
+        if text is None:
+            return None
+        if not text.isdecimal() or int(text) == 0:
+            raise UsageError(f"--{names[0]} {text}: must be a whole number above 0")
+        return int(text)
+
+
+def _unforeseen(name: str, value: str | None) -> UsageError:
+    return UsageError(f"--{name} {value}: the memory of a program with it cannot be foreseen")
+
+
+def _given(words: tuple[str, ...]) -> dict[str, str]:
+    """By name without dashes; an option without a value is on."""
+    found: dict[str, str] = {}
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not name.startswith("--"):
+            continue
+        if not equals:
+            values = []
+            for following in words[at + 1 :]:
+                if following.startswith("--"):
+                    break
+                values.append(following)
+            value = ",".join(values) or "true"
+        found[name.lstrip("-").replace("-", "_")] = value
+    return found
+
+
+def _method(options: _Options) -> str:
+    kind = options.text("finetuning_type")
+    if kind not in (None, "full", "lora"):
+        raise _unforeseen("finetuning_type", kind)
+    bits = options.text("quantization_bit")
+    if bits not in (None, "4"):
+        raise _unforeseen("quantization_bit", bits)
+    if options.is_on("load_in_4bit") or bits is not None:
+        return "qlora"
+    adapters = options.is_on("use_peft") or options.is_on("use_lora") or (kind is None and options.text("lora_r") is not None)
+    return "lora" if adapters or kind == "lora" else "full"
+
+
+def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
+    length = seq_len or options.whole(*_LENGTH)
+    if length is None:
+        raise UsageError("-- COMMAND: does not say how long a sample is (--max_length); give --seq-len T before the dashes")
+    return {
+        "batch": str(options.whole(*_BATCH) or _DEFAULT_BATCH),
+        "accumulation": str(options.whole("gradient_accumulation_steps") or 1),
+        "seq_len": str(length),
+        "gradient_checkpointing": str(options.is_on("gradient_checkpointing")).lower(),
+        "loss_chunk": "0",
+    }
+
+
+def _precision(options: _Options, method: str, assumed: list[str]) -> dict[str, str]:
+    dtype = options.text("torch_dtype", "dtype", "model_dtype")
+    narrow = dtype in ("bfloat16", "float16", "bf16", "fp16")
+    computes = "bf16" if options.is_on("bf16") else "fp16" if options.is_on("fp16") else "fp32"
+    if method == "full":
+        if narrow:
+            raise _unforeseen("torch_dtype", dtype)
+        if dtype != "float32":
+            assumed.append("the weights are in fp32")
+        return {"precision": computes}
+    if computes == "fp32":
+        raise UsageError(f"-- COMMAND: the memory of {method} without --bf16 or --fp16 cannot be foreseen")
+    if not narrow:
+        assumed.append(f"the base is in {computes}")
+    return {"precision": computes}
+
+
+def _optimizer(options: _Options) -> dict[str, str]:
+    name = options.text("optim") or "adamw_torch"
+    if name not in _OPTIMIZERS:
+        raise _unforeseen("optim", name)
+    return {"optimizer": _OPTIMIZERS[name]}
+
+
+def _adapters(options: _Options, assumed: list[str]) -> dict[str, str]:
+    rank = options.whole("lora_r", "lora_rank", "r")
+    if rank is None:
+        raise UsageError("-- COMMAND: does not say the rank of the adapters; give it --lora_r")
+    found = {"lora.r": str(rank), "lora.alpha": str(options.whole("lora_alpha") or rank)}
+    names = ("lora_target_modules", "lora_target", "target_modules")
+    targets = options.text(*names)
+    if targets is None and options.has(*names):
+        raise UsageError(f"{names[0]}: is a list in the file; give it to the command, as --{names[0]} q_proj v_proj")
+    if targets in ("all", "all-linear"):
+        targets = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    if targets is None:
+        assumed.append("the adapters are at q_proj and v_proj, the default of peft")
+    return found | {"lora.targets": targets or "q_proj,v_proj", "lora.dropout": options.text("lora_dropout") or "0"}
+
+
+def _zero(options: _Options, cwd: str) -> dict[str, str] | None:
+    """DeepSpeed's strategy, from its JSON file."""
+    name = options.text("deepspeed", "deepspeed_config")
+    if name is None or name.lower() in _OFF:
+        return None
+    try:
+        document = msgspec.json.decode((Path(cwd) / name).read_bytes())
+        zero = document.get("zero_optimization") or {}
+        stage = int(zero.get("stage") or 0)
+        offloads = [((zero.get(key) or {}).get("device") or "none") for key in ("offload_optimizer", "offload_param")]
+    except OSError as error:
+        raise UsageError(f"--deepspeed {name}: cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, AttributeError, TypeError, ValueError):
+        raise UsageError(f"--deepspeed {name}: is no configuration of DeepSpeed in JSON") from None
+    if "nvme" in offloads:
+        raise _unforeseen("deepspeed", name)
+    keys = ("zero.offload_optimizer", "zero.offload_parameters")
+    return {"zero.stage": str(stage)} | {key: str(to == "cpu").lower() for key, to in zip(keys, offloads, strict=True)}

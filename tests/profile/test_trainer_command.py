@@ -1,0 +1,135 @@
+"""What a command with Hugging Face's Trainer would train, for `memtop plan -- COMMAND`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
+
+CLM = "run_clm.py --model_name_or_path gpt2 --block_size 512"
+
+
+def read(text: str, cwd: Path) -> TrainerCommand:
+    return trainer_command(tuple(text.split()), str(cwd))
+
+
+def test_the_options_of_a_script_and_its_launcher(tmp_path: Path) -> None:
+    found = read(f"torchrun --nproc_per_node 2 {CLM} --bf16 --optim=adafactor --gradient_checkpointing False", tmp_path)
+    assert (found.model, found.method, found.processes) == ("gpt2", "full", 2)
+    assert found.values == {
+        "batch": "8",
+        "accumulation": "1",
+        "seq_len": "512",
+        "gradient_checkpointing": "false",
+        "loss_chunk": "0",
+        "precision": "bf16",
+        "optimizer": "adafactor",
+    }
+    assert "a batch of 8, the default of TrainingArguments" in found.assumed
+    # The last one counts; a folder of the working directory gets its whole path.
+    (tmp_path / "gpt2").mkdir()
+    assert read(f"python {CLM} --block_size 64", tmp_path).values["seq_len"] == "64"
+    assert read(f"python {CLM}", tmp_path).model == str(tmp_path / "gpt2")
+
+
+ADAPTERS = {"lora.r": "16", "lora.alpha": "32", "lora.dropout": "0.1", "lora.targets": "q_proj,v_proj"}
+
+
+def test_adapters_on_a_base_in_4_bits(tmp_path: Path) -> None:
+    options = "--use_peft --load_in_4bit --lora_r 16 --lora_alpha 32 --lora_dropout 0.1 --lora_target_modules q_proj v_proj"
+    found = read(f"trl/scripts/sft.py --model_name_or_path m --max_length 99 --bf16 True {options}", tmp_path)
+    assert found.method == "qlora"
+    assert {name: found.values[name] for name in ADAPTERS} == ADAPTERS
+    assert found.assumed[2:] == ("a batch of 8, the default of TrainingArguments", "the base is in bf16")
+    assert (
+        read("sft.py --model_name_or_path m --max_length 9 --fp16 --use_peft --lora_r 4 --dtype float16", tmp_path).method
+        == "lora"
+    )
+
+
+@pytest.mark.parametrize("start", ["llamafactory-cli train {}", "train.py {}", "sft.py --config {}"])
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_the_options_of_a_file(start: str, kind: str, tmp_path: Path) -> None:
+    options = {
+        "model_name_or_path": "m",
+        "finetuning_type": "lora",
+        "lora_rank": 16,
+        "lora_alpha": 32,
+        "lora_dropout": "0.1",
+        "lora_target": "q_proj,v_proj",
+        "quantization_bit": 4,
+        "cutoff_len": 2048,
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "gradient_checkpointing": True,
+    }
+    lines = (f"{name}: {json.dumps(value)}" for name, value in options.items())
+    (tmp_path / f"a.{kind}").write_text(json.dumps(options) if kind == "json" else "\n".join(lines))
+    found = read(start.format(f"a.{kind}") + " --per_device_train_batch_size 3", tmp_path)
+    assert found.method == "qlora"
+    assert {name: found.values[name] for name in ADAPTERS} == ADAPTERS
+    # The command's own options come first.
+    assert (found.values["batch"], found.values["seq_len"]) == ("3", "2048")
+    assert found.values["gradient_checkpointing"] == "true"
+    (tmp_path / f"a.{kind}").write_text(json.dumps({**options, "lora_target": ["q_proj"]}))
+    if kind == "json":
+        with pytest.raises(UsageError, match="is a list in the file"):
+            read(start.format("a.json"), tmp_path)
+
+
+def test_the_strategy_of_deepspeed(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    found = read(f"deepspeed --num_gpus 4 {CLM} --deepspeed ds.json --bf16", tmp_path)
+    assert found.processes == 4
+    assert {name: text for name, text in found.values.items() if name.startswith("zero.")} == {
+        "zero.stage": "3",
+        "zero.offload_optimizer": "true",
+        "zero.offload_parameters": "false",
+    }
+    for text, words in (
+        ("[]", "is no configuration"),
+        ("{", "is no configuration"),
+        ('{"zero_optimization": 3}', "is no config"),
+    ):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(UsageError, match=f"--deepspeed bad.json: {words}"):
+            read(f"python {CLM} --deepspeed bad.json", tmp_path)
+    zero["offload_param"] = {"device": "nvme"}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    with pytest.raises(UsageError, match=r"--deepspeed ds\.json: the memory"):
+        read(f"python {CLM} --deepspeed ds.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("make train", "is no Python program"),
+        ("python run_clm.py --block_size 8", "it names no model"),
+        ("python run_clm.py --model_name_or_path m", "does not say how long a sample is"),
+        (f"python {CLM} --fsdp full_shard", "--fsdp full_shard: the memory of a program with it"),
+        (f"python {CLM} --torch_compile", "--torch_compile true: the memory"),
+        (f"python {CLM} --optim galore_adamw", "--optim galore_adamw: the memory"),
+        (f"python {CLM} --torch_dtype bfloat16 --bf16", "--torch_dtype bfloat16: the memory"),
+        (f"python {CLM} --finetuning_type freeze", "--finetuning_type freeze: the memory"),
+        (f"python {CLM} --quantization_bit 8", "--quantization_bit 8: the memory"),
+        (f"python {CLM} --use_peft --lora_r 8", "the memory of lora without --bf16 or --fp16"),
+        (f"python {CLM} --use_peft --bf16", "does not say the rank"),
+        (f"python {CLM} --per_device_train_batch_size auto", "must be a whole number above 0"),
+        (f"torchrun --nproc_per_node gpu {CLM}", "does not say how many processes"),
+        (f"python {CLM} --deepspeed gone.json", "--deepspeed gone.json: cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_foreseen_is_named(command: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        read(command, tmp_path)
+
+
+def test_what_a_command_does_not_say_can_be_given(tmp_path: Path) -> None:
+    words = ("torchrun", "--nproc_per_node", "gpu", "train.py")
+    found = trainer_command(words, str(tmp_path), model="m", seq_len=128, processes=3)
+    assert (found.model, found.values["seq_len"], found.processes) == ("m", "128", 3)
