@@ -138,6 +138,14 @@ def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple
     return None
 
 
+def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak] | None:
+    """The settings with one sample in a micro-batch and the same effective batch, and what they
+    need; None if that is not known."""
+    tried = with_split(settings, *splits_of(settings)[-1])
+    need = quick(tried)
+    return None if need is None else (tried, peak_of(need, card))
+
+
 def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:
     """Other settings that are safe, each with the largest B that is: those that allow a larger B
     than the present ones, or need less memory. Training unchanged comes first, then the order of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,18 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
-    assert "no split with this effective batch is safe" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no split with this effective batch is safe" in said
+    assert re.search(r"^smallest    1 x \d+ x 1: ~.* !! danger$", said, re.MULTILINE)
+    found = document(capsys, "pretrain-causal", "--vram", "0.6")
+    assert found["max_safe_batch"] is None
+    assert found["smallest_peak_bytes"] > 0.85 * found["gpu"]["total_bytes"]
+
+
+def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
+    assert run(["plan", "--model", str(tmp_path), "--method", "lora", "--vram", "4"]) == 2
+    assert "lora.targets q_proj, k_proj" in capsys.readouterr().err
 
 
 def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -27,7 +27,7 @@ from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.values import GpuSample, band_of, mark
-from memtop.supervisor.plan import Card, Need, Peak, Way, largest_safe, peak_of, ways
+from memtop.supervisor.plan import Card, Need, Peak, Way, largest_safe, peak_of, smallest, ways
 from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
 from memtop.supervisor.wire import Change
 
@@ -278,13 +278,15 @@ def _print_one(
         raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
     peak = peak_of(need, card)
     best = largest_safe(settings, card, answers.quick, answers.sure)
+    least = smallest(settings, card, answers.quick) if best is None else None
     found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
     host = _host(settings, answers, host_ram, machine)
     if as_json:
         document = _document(settings, peak, card, host, None if best is None else best[0].batch, found)
+        document["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(document | {"assumed": [] if own is None else list(own.assumed)})
         return
-    print_lines(*_text(settings, own, peak, card, best, found))
+    print_lines(*_text(settings, own, peak, card, best, least, found))
     if answers.problem is not None:
         print_message(f"memtop: estimated without a dry run: {answers.problem}")
     if card.total_bytes is None:
@@ -378,6 +380,7 @@ def _text(
     peak: Peak,
     card: Card,
     best: tuple[Settings, Need] | None,
+    least: tuple[Settings, Peak] | None,
     found: list[Way],
 ) -> Iterator[str]:
     method = "" if settings.lora is None else f", {settings.method} r {settings.lora.r}"
@@ -395,8 +398,9 @@ def _text(
     if card.total_bytes is None:
         return
     if best is None:
-        what = "with this preset" if own is None else "as it is"
-        yield f"fits        no split with this effective batch is safe (below 85 %) {what}"
+        yield "fits        no split with this effective batch is safe (below 85 %)"
+        if least is not None:
+            yield f"smallest    {least[0].split_text}: ~{_share(least[1], card)}"
     else:
         size = units.size(peak_of(best[1], card).bytes)
         yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
