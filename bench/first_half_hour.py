@@ -96,6 +96,12 @@ def parts(device: str) -> tuple[Part, ...]:
             "kill -9 and resume, free, restart --live, advise --try, forecasts",
             (checks("tests/gpu/test_runs.py"),),
         ),
+        Part(
+            "memory",
+            10,
+            "peaks of 27 trainings compared with the dry run and the estimate",
+            (("-m", "bench.gpu_memory", *given, "--results", os.devnull),),
+        ),
         Part("waits", 3, "what waits for the GPU in 3 updates, and how long it is idle", (("-m", "bench.waits", *given),)),
         Part("speed", 6, "compared with Hugging Face's Trainer at a real size, full and LoRA", tuple(real)),
         Part("states", 5, "resume plain, ZeRO and 8-bit from each other", (checks("tests/gpu/test_states.py"),)),
