@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.presets import Settings, load_presets, load_recipes, resolve
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -173,3 +174,24 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
     assert "no split with this effective batch is safe" in capsys.readouterr().out
+
+
+def test_presets_say_the_peak_on_the_gpu_that_is_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEMTOP_RUNS_DIR", str(tmp_path))
+    card = GpuSample(index=0, total_bytes=GIB, free_bytes=GIB)
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpus=(card,)))
+    assert run(["presets", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    found = rows["standard"]["forecast"]
+    assert (found["basis"], found["total_bytes"], found["band"]) == ("estimate", GIB, "safe")
+    assert found["least_bytes"] < found["peak_bytes"] < found["most_bytes"]
+    # Recipes name this model by its hub name, and it is not here.
+    assert rows["qlora-16g-safe"]["forecast"] is None
+    assert "not known before it is loaded" in rows["qlora-16g-safe"]["forecast_unknown"]
+    assert run(["presets"]) == 0
+    assert "of 1.0 GiB (" in capsys.readouterr().out
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpu_note="no NVIDIA GPU: no driver"))
+    assert run(["presets", "--json"]) == 0
+    assert {row["forecast_unknown"] for row in json.loads(capsys.readouterr().out)} == {"no NVIDIA GPU: no driver"}

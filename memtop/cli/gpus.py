@@ -38,6 +38,12 @@ def sample() -> MachineSnapshot:
         sampler.close()
 
 
+def emptiest(machine: MachineSnapshot) -> GpuSample | None:
+    """The GPU with the most free memory; None if there is none that can be read."""
+    known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
+    return max(known, key=lambda one: one.free_bytes or 0, default=None)
+
+
 def _sample_without(run: str | None) -> MachineSnapshot:
     """The machine once the processes of this run have ended: a restart ends them first."""
     machine = sample()

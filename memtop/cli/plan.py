@@ -103,8 +103,9 @@ def _machine() -> MachineSnapshot:
 
 def _card(machine: MachineSnapshot, vram: float | None) -> Card:
     """The GPU with --vram; else the emptiest one here, if there is one."""
-    known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
-    gpu = max(known, key=lambda one: one.free_bytes or 0, default=None)
+    from memtop.cli.gpus import emptiest
+
+    gpu = emptiest(machine)
     if vram is not None:
         return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)

@@ -311,7 +311,11 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         same = now is not None and not now.failed and now.batch == after.batch
         if now is None or not same or not peaks_of(after, [now], on_gpu=self.on_gpu):
             return None
-        return foreseen(now.bytes, self.total_bytes, f"measured at B {now.batch}", self.others_bytes)
+        return self.seen(now)
+
+    def seen(self, peak: Peak) -> Forecast:
+        """A measured peak as a part of the memory."""
+        return foreseen(peak.bytes, self.total_bytes, f"measured at B {peak.batch}", self.others_bytes)
 
     def predicted(self, after: Settings) -> Forecast | str:
         """The forecast for these settings, or why there is none: from the line of measured peaks,

@@ -25,6 +25,7 @@ from memtop.tui.line import plain
 from memtop.tui.remedies import outlook_lines
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
+from tests.recovery.support import T5
 from tests.tui.support import (
     CONFIGURATIONS,
     GIB,
@@ -65,6 +66,7 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_shown() -> Non
             assert not live.display
             assert "Apply now" not in screen_text(app)
             assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in words(app)
+            assert "no estimate: model.config.model_type" in words(app)
             app.screen.query_one("#batch", Input).value = "4"
             app.screen.query_one("#accumulation", Input).value = "8"
             await settle(pilot)
@@ -187,6 +189,33 @@ async def test_the_form_shows_the_expected_peak() -> None:
                 await settle(pilot)
                 assert expected in screen_text(app)
                 assert f"from: {basis}" in screen_text(app)
+
+
+async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_measured() -> None:
+    settings = replace(T5, world_size=1)
+    feed = RecordingFeed(running(gpu(), settings=settings))
+    async with opened(feed, "r", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            ends = []
+            for batch in ("8", "64"):
+                app.screen.query_one("#batch", Input).value = batch
+                await settle(pilot)
+                text = screen_text(app)
+                assert "GiB predicted" in text
+                assert "from: estimate, between" in words(app)
+                ends.append(text.splitlines()[next(n for n, row in enumerate(text.splitlines()) if "▴" in row)].index("▴"))
+            assert ends[0] < ends[1], "the bar moves at once"
+        await press(pilot, "escape", "5")
+        for size in SIZES:
+            await resize(pilot, *size)
+            (row,) = [row for row in screen_text(app).splitlines() if "▸" in row and "standard" in row]
+            assert "GiB · safe" in row
+            assert "Predicted peak ~" in words(app)
+    assert feed.requests == [], "nothing was restarted"
+    on_cpu = RecordingFeed(running(gpu(), settings=replace(settings, device="cpu")))
+    async with opened(on_cpu, "5", size=(160, 50)) as (app, _):
+        assert "predicted peak" not in screen_text(app)
 
 
 def test_the_smallest_card_that_the_run_uses_counts() -> None:
