@@ -354,6 +354,17 @@ def outlook_of(run: RunState | None, rows: Sequence[Configuration], gpus: Sequen
     return Outlook(peaks=peaks, current=current, total_bytes=total, others_bytes=others, on_gpu=on_gpu, estimates=estimates)
 
 
+def outlook_on(gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None) -> Outlook:
+    """On this GPU, with what these configurations have measured."""
+    return Outlook(
+        peaks=tuple(row.peak for row in rows if row.peak is not None),
+        total_bytes=gpu.total_bytes,
+        others_bytes=others_bytes,
+        on_gpu=True,
+        estimates=estimates_on(gpu, rows, others_bytes=others_bytes or 0),
+    )
+
+
 def estimates_on(
     gpu: GpuSample, rows: Iterable[Configuration], *, others_bytes: int = 0, config: Mapping[str, Any] | None = None
 ) -> Estimates:

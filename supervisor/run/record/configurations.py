@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.recovery.values import Peak
+from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import Configuration
@@ -222,6 +222,13 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         shown = replace(shown, until_update=update, outcome=outcome, by_words=by_words, ended_by=ended_by, peak=peak)
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
+
+    def note_foreseen(self, number: int, found: Forecast) -> Configurations:
+        """The peak that is predicted for this configuration. It stays as it was first predicted."""
+        last = self.present
+        if last is None or last.configuration.number != number or last.configuration.foreseen is not None:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, foreseen=found)))
 
     def note_step(
         self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None, each: int | None = None
