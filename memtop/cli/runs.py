@@ -268,6 +268,8 @@ def _configuration_line(row: dict[str, Any]) -> str:
         parts.append(f"from update {row['since_update']}")
     if peak is not None:
         parts.append(f"peak {msgspec.convert(peak, Peak).words}")
+    if row["foreseen"] is not None:
+        parts.append(f"foreseen {units.size(row['foreseen']['peak_bytes'])}")
     if row["samples_per_second"] is not None:
         parts.append(f"mean {units.rate(row['samples_per_second'])} samples/s")
     outcome = row["outcome"]

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.values import GpuSample, HostSample, band_of
-from memtop.supervisor.plan import SURE, Card, estimated
+from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample, band_of
+from memtop.supervisor.plan import SURE, Card, Need, estimated, largest_safe, peak_of
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
@@ -382,3 +382,38 @@ def _others(run: RunState, gpu: GpuSample) -> int | None:
     if gpu.taken_bytes is None or None in own or (run.alive and not own):
         return None
     return max(0, gpu.taken_bytes - sum(size for size in own if size is not None))
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def foreseen_text(found: Forecast) -> str:
+    """The predicted peak of a configuration, and what the prediction rests on."""
+    size = units.size(found.peak_bytes)
+    if found.fraction is None:
+        return f"GPU memory is foreseen to peak at {size}: {found.basis}"
+    share = f"{units.percent(found.fraction)}, {found.band.value}"
+    return f"GPU memory is foreseen to peak at {size} of {units.size(found.total_bytes)} ({share}): {found.basis}"
+
+
+def words_at_launch(settings: Settings, card: Card) -> Iterator[str]:
+    """The predicted peak of a new run; if it is not safe, also the largest split with the same
+    effective batch that is."""
+    found = Estimates(card=card).forecast(settings)
+    if isinstance(found, str):
+        yield f"the peak of GPU memory cannot be foreseen: {found}"
+        return
+    yield foreseen_text(found)
+    if found.fraction is None or found.fraction < EDGE_FROM:
+        return
+
+    def ask(tried: Settings) -> Need | None:
+        need = estimated(tried, card)
+        return None if isinstance(need, str) else need
+
+    best = largest_safe(settings, card, ask, ask)
+    if best is None:
+        yield "no split with this effective batch is foreseen to be safe with this preset; memtop plan says what else would fit"
+    else:
+        split, size = best[0], units.size(peak_of(best[1], card).bytes)
+        yield f"--batch {split.batch} --accum {split.accumulation} keeps the effective batch, and peaks at about {size}"

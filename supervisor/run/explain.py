@@ -19,7 +19,6 @@ from memtop.supervisor.killed import describe_status, signal_status
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
-from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.progress import Progress
@@ -37,15 +36,6 @@ from memtop.supervisor.wire import (
     Stop,
     Try,
 )
-
-
-def foreseen_text(found: Forecast) -> str:
-    """The predicted peak of a configuration, and what the prediction rests on."""
-    size = units.size(found.peak_bytes)
-    if found.fraction is None:
-        return f"GPU memory is foreseen to peak at {size}: {found.basis}"
-    share = f"{units.percent(found.fraction)}, {found.band.value}"
-    return f"GPU memory is foreseen to peak at {size} of {units.size(found.total_bytes)} ({share}): {found.basis}"
 
 
 def outcome(

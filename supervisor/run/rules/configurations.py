@@ -9,6 +9,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.program import first_known, known
 from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.forecast import foreseen_text
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Foresee, SaveConfigurations
@@ -92,7 +93,7 @@ def foreseen(model: Model, number: int, found: Forecast | str) -> Model:
     after = put(model, model.configurations.note_foreseen(number, found))
     if after is model:
         return model
-    return note(after, "foreseen", explain.foreseen_text(found), {"configuration": number, **msgspec.to_builtins(found)})
+    return note(after, "foreseen", foreseen_text(found), {"configuration": number, **msgspec.to_builtins(found)})
 
 
 def announce(model: Model, kind: str, text: str, report: Report) -> Model:
