@@ -161,7 +161,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield f"  warning     {warning}"
     for line in _memory_lines(state):
         yield f"  {line}"
-    if len(record["configurations"]) > 1:
+    if len(record["configurations"]) > 1 or any(row["foreseen"] for row in record["configurations"]):
         for row in record["configurations"]:
             yield f"  {_configuration_line(row)}"
     for attempt in record["attempts"]:

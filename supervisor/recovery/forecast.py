@@ -392,8 +392,8 @@ def foreseen_text(found: Forecast) -> str:
     size = units.size(found.peak_bytes)
     if found.fraction is None:
         return f"GPU memory is foreseen to peak at {size}: {found.basis}"
-    share = f"{units.percent(found.fraction)}, {found.band.value}"
-    return f"GPU memory is foreseen to peak at {size} of {units.size(found.total_bytes)} ({share}): {found.basis}"
+    total, percent = units.size(found.total_bytes), units.percent(found.fraction)
+    return f"GPU memory is foreseen to peak at {size} of {total} ({percent}, {found.band.value}): {found.basis}"
 
 
 def words_at_launch(settings: Settings, card: Card) -> Iterator[str]:

@@ -36,4 +36,6 @@ def test_the_foreseen_peak_is_in_the_ledger_and_in_every_view(
     assert event.message.startswith("GPU memory is foreseen to peak at ")
     assert event.data["peak_bytes"] == found["peak_bytes"]
     assert ", foreseen " in runs.memtop("show", "a").stdout
-    assert "foreseen peak" in runs.memtop("report", "a", "--markdown", "-").stdout
+    page = tmp_path / "report.html"
+    runs.memtop("report", "a", "--html", str(page))
+    assert "foreseen peak" in page.read_text(encoding="utf-8")
