@@ -26,7 +26,6 @@ from memtop.supervisor.wire import RunState
 from memtop.tui.line import MUTED, STRONG, TEXT, Line, cropped, foreign, wrap_within
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import with_range
 from memtop.tui.restart_plan import where_it_resumes
 from memtop.tui.screen import Dialog, KeysDialog
 from memtop.tui.store import Store
@@ -243,7 +242,10 @@ def _peak_sentence(peak: Forecast | str | None) -> str:
     if isinstance(peak, str):
         return tr(f"The peak cannot be predicted: {peak}")
     size = units.size(peak.peak_bytes) if peak.total_bytes is None else units.used_of(peak.peak_bytes, peak.total_bytes)
-    return with_range(tr(f"Predicted peak ~{size}: {peak.basis}"), peak)
+    if peak.least_bytes is None or peak.most_bytes is None:
+        return tr(f"Predicted peak ~{size}: {peak.basis}")
+    least, most = units.size(peak.least_bytes), units.size(peak.most_bytes)
+    return tr(f"Predicted peak ~{size}, between {least} and {most}: {peak.basis}")
 
 
 def _of_a_switch(look: Outlook) -> str:

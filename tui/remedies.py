@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.language import Verbatim, separator, tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import mark
 from memtop.supervisor.recovery.forecast import Outlook
 from memtop.supervisor.recovery.values import Forecast, Remedy
@@ -144,16 +144,11 @@ def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
 
 
 def basis_lines(found: Forecast, width: int) -> list[Line]:
-    """`from: estimate, between 11.0 GiB and 13.2 GiB`"""
-    return wrap(Verbatim(with_range(tr(f"from: {found.basis}"), found)), width, MUTED)
-
-
-def with_range(words: str, found: Forecast) -> str:
-    """Words in the reader's language, with the range of the forecast if it is known."""
+    """`between 11.0 GiB and 13.2 GiB, from: estimate`"""
     if found.least_bytes is None or found.most_bytes is None:
-        return words
-    between = tr(f"between {units.size(found.least_bytes)} and {units.size(found.most_bytes)}")
-    return separator(", ").join((words, between))
+        return wrap(f"from: {found.basis}", width, MUTED)
+    least, most = units.size(found.least_bytes), units.size(found.most_bytes)
+    return wrap(f"between {least} and {most}, from: {found.basis}", width, MUTED)
 
 
 def _bar(predicted: Forecast | None, measured: Forecast | None, width: int) -> list[Line]:

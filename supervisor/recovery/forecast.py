@@ -336,7 +336,9 @@ def outlook_of(run: RunState | None, rows: Sequence[Configuration], gpus: Sequen
     """From the run's configurations and the machine; of several cards the smallest counts."""
     used = {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
     wants_gpu = run is not None and run.settings is not None and run.settings.device != "cpu"
-    on_gpu = bool(used) or (wants_gpu and bool(gpus))
+    # Ranks that have done an update without naming a GPU train on the CPU.
+    on_cpu = run is not None and bool(run.ranks and run.updates)
+    on_gpu = bool(used) or (wants_gpu and bool(gpus) and not on_cpu)
     others, estimates = None, None
     peaks = tuple(row.peak for row in rows if row.peak is not None)
     if on_gpu:

@@ -203,7 +203,7 @@ async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_mea
                 await settle(pilot)
                 text = screen_text(app)
                 assert "GiB predicted" in text
-                assert "from: estimate, between" in words(app)
+                assert "GiB, from: estimate" in words(app)
                 ends.append(text.splitlines()[next(n for n, row in enumerate(text.splitlines()) if "▴" in row)].index("▴"))
             assert ends[0] < ends[1], "the bar moves at once"
         await press(pilot, "escape", "5")
@@ -227,6 +227,9 @@ def test_the_smallest_card_that_the_run_uses_counts() -> None:
 
 
 def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
+    on_cpu = (RankMemory(rank=0, pid=1, connected=True),)
+    trains = fold(Store(), running(gpu(), ranks=on_cpu))
+    assert not outlook_of(trains.run, (), trains.gpus, trains.host).on_gpu, "although there is a GPU"
     settings = replace(SETTINGS, device="cpu")
     store = fold(Store(), running(settings=settings))
     outlook = outlook_of(store.run, (), store.gpus, store.host)
@@ -252,7 +255,7 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
         return list(map(plain, outlook_lines(outlook_of(store.run, rows, store.gpus, store.host), settings, 200)))
 
     assert "1.0 GiB" not in " ".join(lines(begun))
-    (row,) = lines(replace(begun, updates=1))
+    row, _bar = lines(replace(begun, updates=1))
     assert row.startswith("RAM peak 1.0 GiB measured with these settings")
 
 
