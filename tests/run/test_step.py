@@ -14,20 +14,10 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import has_loaded_torch
-from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.recovery.values import Forecast, Trend, TrendKind, TrendSubject
-from memtop.supervisor.run.effects import AddEvent, AskRanks, Examine, Foresee, Launch, SaveState, UpdateAttempt
-from memtop.supervisor.run.events import (
-    AgentAnswer,
-    Answered,
-    Examined,
-    Foreseen,
-    Launched,
-    RemedyFacts,
-    Sampled,
-    SamplingFailed,
-    States,
-)
+from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
+from memtop.supervisor.recovery.values import Trend, TrendKind, TrendSubject
+from memtop.supervisor.run.effects import AddEvent, AskRanks, Examine, Launch, SaveState, UpdateAttempt
+from memtop.supervisor.run.events import AgentAnswer, Answered, Examined, Launched, RemedyFacts, Sampled, SamplingFailed, States
 from memtop.supervisor.run.model import CurrentAttempt, Model, move
 from memtop.supervisor.run.notices import TOPICS, notices
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS
@@ -308,35 +298,6 @@ def test_a_failure_of_a_gpu_is_one_although_its_rank_is_read_later() -> None:
     brain.report({**OOM, "device_uuid": "GPU-1"}, rank=1)
     first, _ = brain.model.configurations.rows
     assert (first.outcome, first.peak) == ("gpu_oom", None)
-
-
-def test_the_peak_of_a_configuration_is_foreseen_once_where_it_trains() -> None:
-    card = GpuSample(index=0, uuid="GPU-0", total_bytes=1 << 34)
-    sample = Sampled(machine=MachineSnapshot(time=1.0, gpus=(card, replace(card, uuid="GPU-1", total_bytes=1 << 30))))
-    brain = training(progress=Progress(), sample=sample)
-    brain.report({**PLAN, "device_uuid": "GPU-0"})
-    (asked,) = brain.asked(Foresee)
-    assert (asked.number, asked.settings, asked.gpu, asked.earlier) == (1, SETTINGS, card, ())
-    found = Forecast(peak_bytes=1 << 33, total_bytes=1 << 34, fraction=0.5, band=Band.SAFE, basis="estimate")
-    brain.tell(Foreseen(number=1, found=found))
-    brain.tell(Foreseen(number=1, found=replace(found, peak_bytes=1)))
-    assert brain.messages("foreseen") == ["GPU memory is foreseen to peak at 8.0 GiB of 16.0 GiB (50.0 %, safe): estimate"]
-    brain.report({**PLAN, "device_uuid": "GPU-0", "time": 991.0})
-    assert len(brain.asked(Foresee)) == 1, "what was foreseen stays"
-    brain.report(SPLIT)
-    first, second = brain.model.configurations.rows
-    assert (first.foreseen, second.foreseen) == (found, None)
-    assert brain.asked(Foresee)[-1].number == 2
-    assert brain.asked(Foresee)[-1].earlier == (first,)
-    brain.tell(Foreseen(number=2, found="no estimate"))
-    assert brain.model.configurations.rows[-1].foreseen is None
-
-
-def test_nothing_is_foreseen_on_the_cpu() -> None:
-    card = GpuSample(index=0, uuid="GPU-0", total_bytes=1 << 34)
-    brain = training(progress=Progress(), sample=Sampled(machine=MachineSnapshot(time=1.0, gpus=(card,))))
-    brain.report(PLAN)
-    assert not brain.asked(Foresee)
 
 
 def test_samples_per_second_of_a_loop_that_counts_no_samples() -> None:
