@@ -2,6 +2,7 @@
 
     python -m bench.predict [--only TEXT]
     python -m bench.predict --closed N [--seed N]
+    python -m bench.predict --calibrated N [--seed N]
 
 `a6000`: the README of vramcalc: RTX A6000, max_memory_allocated in units of 10^9 bytes, one sample
 of 2048 tokens, torch's AdamW (foreach), gradients kept between updates, outputs kept during the
@@ -13,6 +14,10 @@ without double quantization, the rest in fp32. Errors are signed, in percent of 
 `--closed`: the estimate of `presets.estimate` compared with the dry run instead, over N trainings
 drawn from a seed. Models have few layers, because both are linear in their number; widths and
 vocabularies are those of real models. A row is printed as soon as it is known.
+
+`--calibrated`: the same for an estimate that a known peak scales. The dry run of a training stands
+for a measured peak; the scaled estimate is compared with the dry run of the same training with
+another batch, length or other settings.
 """
 
 from __future__ import annotations
@@ -346,6 +351,65 @@ def closed_row(one: Compared) -> dict[str, Any]:
     }
 
 
+def variants(settings: Settings) -> dict[str, Settings]:
+    """The changes of a run whose peak was measured."""
+    replace = msgspec.structs.replace
+    offload = Zero(stage=2, offload_optimizer=True)
+    found = {
+        "batch x 2": replace(settings, batch=2 * settings.batch),
+        "batch / 2": replace(settings, batch=max(1, settings.batch // 2)),
+        "seq_len / 2": replace(settings, seq_len=settings.seq_len // 2),
+        "checkpointing": replace(settings, gradient_checkpointing=not settings.gradient_checkpointing),
+    }
+    if settings.method == "full" and settings.optimizer == "adamw":
+        found["ZeRO-2 + offload"] = replace(settings, zero=offload, optimizer="cpu_adam")
+    return found
+
+
+def calibrated_rows(one: Compared) -> list[dict[str, Any]]:
+    """The signed errors of the scaled estimate of what torch reserves, in percent of the dry
+    run."""
+
+    def both(settings: Settings) -> tuple[int, int]:
+        tried = msgspec.structs.replace(one, settings=settings, capacity=80 * GIB)
+        rough = estimate(settings, one.config, generation=one.generation, capacity=tried.capacity)
+        return rough.reserved, tried.foreseen().reserved
+
+    rough, exact = both(one.settings)
+    rows = []
+    for change, settings in variants(one.settings).items():
+        if settings != one.settings:
+            size, known = both(settings)
+            errors = {"plain": size / known, "scaled": size * exact / rough / known}
+            row = {"change": change, "errors": {name: round(100 * (part - 1), 2) for name, part in errors.items()}}
+            rows.append({"model_type": one.config["model_type"], "reserved_mib": round(known / MIB), **row})
+    return rows
+
+
+def calibrated_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for change in dict.fromkeys(row["change"] for row in rows):
+        for kind in ("plain", "scaled"):
+            errors = sorted(row["errors"][kind] for row in rows if row["change"] == change)
+            median = round(statistics.median(map(abs, errors)), 2)
+            values = {"rows": len(errors), "median": median, "lowest": errors[0], "highest": errors[-1]}
+            found.setdefault(change, {})[kind] = values
+    return found
+
+
+def calibrated(count: int, seed: int) -> None:
+    rng, rows = random.Random(seed), list[dict[str, Any]]()
+    try:
+        for _ in range(count):
+            for row in calibrated_rows(drawn(rng)):
+                rows.append(row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print(f"{len(rows)} changes were compared", file=sys.stderr)
+    packages = versions("torch", "transformers", "peft", "bitsandbytes")
+    report("calibrated", {"versions": packages, "seed": seed, "summary": calibrated_summary(rows), "rows": rows})
+
+
 def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     groups = {"all": rows} | {kind: [row for row in rows if row["model"]["model_type"] == kind] for kind in sorted({*_KINDS})}
@@ -389,10 +453,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains this")
     parser.add_argument("--closed", type=int, default=0, metavar="N", help="compare N estimates with the dry run instead")
+    parser.add_argument("--calibrated", type=int, default=0, metavar="N", help="scale N estimates by a known peak")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the trainings that are compared")
     options = parser.parse_args()
     if options.closed:
         closed(options.closed, options.seed)
+        return
+    if options.calibrated:
+        calibrated(options.calibrated, options.seed)
         return
     only = options.only
     a6000, t4 = a6000_rows(only), t4_rows(only)

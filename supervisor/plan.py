@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -13,13 +13,24 @@ from msgspec.structs import replace
 from memtop.presets import Settings
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.presets.comparison import other_changes
+from memtop.presets.estimate import estimate
 from memtop.presets.fields import training_unchanged
-from memtop.supervisor.monitor.values import EDGE_FROM, Band, band_of
+from memtop.presets.parameters import stored_config
+from memtop.presets.states import UnknownMemoryError
+from memtop.supervisor.monitor.values import EDGE_FROM, Band, GpuSample, band_of
 
 Basis = Literal["dry run", "estimate"]
-_SURE: dict[Basis, tuple[float, float]] = {"dry run": (0.93, 1.07), "estimate": (0.85, 1.3)}
+SURE: dict[str, tuple[float, float]] = {
+    "dry run": (0.93, 1.07),
+    "estimate": (0.85, 1.3),
+    "sharded": (0.85, 2.1),
+    "calibrated": (0.8, 1.18),
+}
 """The true size divided by the foreseen one, at the least and at the most: the largest errors of
-`bench.predict`, of the dry run against measurements and of the estimate against the dry run."""
+`bench.predict`, of the dry run against measurements and of the estimate against the dry run.
+`sharded`: of the estimate with ZeRO; `calibrated`: of an estimate that a known peak scales."""
+GENERATION = 80
+"""Of a GPU that does not say it: Ampere."""
 MOST_WAYS = 6
 _LESS = 0.95
 """A need below this part of another one is less."""
@@ -42,6 +53,18 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         """What torch can reserve there."""
         return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.context_bytes)
 
+    @classmethod
+    def of(cls, gpu: GpuSample, *, others_bytes: int | None = None, context_bytes: int | None = None) -> Card:
+        """None: all that is taken now is of other programs; and a usual context."""
+        others = gpu.taken_bytes if others_bytes is None else others_bytes
+        text = (gpu.details.compute_capability or "").replace(".", "")
+        return cls(
+            total_bytes=gpu.total_bytes,
+            others_bytes=others or 0,
+            generation=int(text) if text.isdecimal() else GENERATION,
+            context_bytes=CONTEXT_BYTES if context_bytes is None else context_bytes,
+        )
+
     def fraction(self, peak_bytes: int) -> float | None:
         return None if self.total_bytes is None else (peak_bytes + self.others_bytes) / self.total_bytes
 
@@ -54,6 +77,13 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     components: Mapping[str, int]
     """What is allocated at the peak."""
     basis: Basis
+    sharded: bool = False
+    """With ZeRO. The estimate knows little of what torch reserves there."""
+
+    @property
+    def sure(self) -> tuple[float, float]:
+        """See `SURE`."""
+        return SURE["sharded" if self.sharded and self.basis == "estimate" else self.basis]
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +115,26 @@ Ask = Callable[[Settings], Need | None]
 """None: it cannot be foreseen for these settings."""
 
 
+def estimated(settings: Settings, card: Card, config: Mapping[str, Any] | None = None) -> Need | str:
+    """By the estimate without torch, in about a millisecond; or why it cannot be estimated.
+
+    `config`: the model's configuration, if it is known; else its file is read.
+    """
+    config = stored_config(settings) if config is None else config
+    if config is None:
+        return "what the model is made of is not known before it is loaded"
+    try:
+        found = estimate(settings, config, generation=card.generation, capacity=card.torch_bytes)
+    except UnknownMemoryError as error:
+        return str(error)
+    components = {str(name): size for name, size in found.components.items()}
+    sharded = settings.zero.stage > 0
+    return Need(reserved=found.reserved, phase=found.peak_phase, components=components, basis="estimate", sharded=sharded)
+
+
 def peak_of(need: Need, card: Card) -> Peak:
     size = need.reserved + card.context_bytes
-    least, most = (round(need.reserved * part) + card.context_bytes for part in _SURE[need.basis])
+    least, most = (round(need.reserved * part) + card.context_bytes for part in need.sure)
     fraction = card.fraction(size)
     components = {**need.components, "unused": need.reserved - sum(need.components.values()), "context": card.context_bytes}
     return Peak(

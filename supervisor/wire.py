@@ -21,7 +21,7 @@ from memtop.supervisor.killed import recorded_signal, state_word
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.program import Program
-from memtop.supervisor.recovery.values import Advice, Peak, Remedy, Trend
+from memtop.supervisor.recovery.values import Advice, Forecast, Peak, Remedy, Trend
 from memtop.supervisor.run_memory import HostMemory, RoleMemory, host_memory, together
 
 
@@ -100,6 +100,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that memtop gave to your own program."""
     uses: dict[str, int | bool | str] = {}
     """Those of your own program, by the names of `--set`, as far as memtop knows them."""
+    foreseen: Forecast | None = None
+    """The peak on its GPU, predicted before it was measured; None on the CPU, or if unknown."""
     peak: Peak | None = None
     samples_per_second: float | None = None
     outcome: str | None = None
@@ -107,7 +109,6 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     by_words: bool = False
     """Nothing but the program's own words shows that it ended for lack of memory."""
     ended_by: int | None = None
-    """See `RunState`."""
 
     @property
     def word(self) -> str | None:
@@ -251,7 +252,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     trends: tuple[Trend, ...] = ()
     advice: Advice | None = None
     trial: Trial | None = None
-    """The newest trial."""
 
     @property
     def word(self) -> str:

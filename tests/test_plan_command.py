@@ -13,11 +13,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.supervisor.dry_runs import DryRuns
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -211,3 +212,24 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     assert found["gpu"]["peak_bytes"] == own.reserved + CONTEXT_BYTES
     assert run(["plan", "--vram", "1", "--batch", "2", "--", *command]) == 0
     assert "your program: 2 x 2 x 1 = 4, T 64" in capsys.readouterr().out
+
+
+def test_presets_say_the_peak_on_the_gpu_that_is_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEMTOP_RUNS_DIR", str(tmp_path))
+    card = GpuSample(index=0, total_bytes=GIB, free_bytes=GIB)
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpus=(card,)))
+    assert run(["presets", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    found = rows["standard"]["forecast"]
+    assert (found["basis"], found["total_bytes"], found["band"]) == ("estimate", GIB, "safe")
+    assert found["least_bytes"] < found["peak_bytes"] < found["most_bytes"]
+    # Recipes name this model by its hub name, and it is not here.
+    assert rows["qlora-16g-safe"]["forecast"] is None
+    assert "not known before it is loaded" in rows["qlora-16g-safe"]["forecast_unknown"]
+    assert run(["presets"]) == 0
+    assert "of 1.0 GiB (" in capsys.readouterr().out
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpu_note="no NVIDIA GPU: no driver"))
+    assert run(["presets", "--json"]) == 0
+    assert {row["forecast_unknown"] for row in json.loads(capsys.readouterr().out)} == {"no NVIDIA GPU: no driver"}

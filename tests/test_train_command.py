@@ -117,6 +117,35 @@ def test_one_process_offloads_only_what_does_not_fit(
     assert captured.err == f"memtop: {found.choice}\n"
 
 
+def test_a_new_run_says_the_peak_and_what_would_be_safe(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(total: float, **assignments: str) -> str:
+        cards = tuple(replace(gpu, total_bytes=int(total * GIB)) for gpu in machine(total).gpus)
+        monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, gpus=cards))
+        train.new_run("pretrain-t5", "standard", Change(assignments={**data.assignments, **assignments}), None)
+        return capsys.readouterr().err
+
+    safe = said(80.0)
+    assert "memtop: GPU memory is foreseen to peak at " in safe
+    assert " of 80.0 GiB (" in safe
+    assert "%, safe): estimate" in safe
+    assert safe.count("\n") == 1
+    tight = said(8.0, batch="32", accumulation="2")
+    assert "danger): estimate\n" in tight
+    advice = re.search(r"--batch (\d+) --accum (\d+) keeps the effective batch, and peaks at about (\S+) GiB\n", tight)
+    assert advice is not None
+    batch, accumulation, peak = advice.groups()
+    assert int(batch) * int(accumulation) == 64
+    assert int(batch) < 32
+    assert float(peak) < 0.85 * 8
+    assert "safe): estimate\n" in said(8.0, batch=batch, accumulation=accumulation)
+    assert "no split with this effective batch is foreseen to be safe" in said(1.0)
+    assert "foreseen" not in said(8.0, device="cpu")
+    assert "foreseen" not in said(8.0, auto_batch="true"), "it measures"
+    assert "cannot be foreseen: what the model is made of is not known" in said(8.0, **{"model.path": "nobody/has-this"})
+
+
 @pytest.mark.parametrize("recipe", ["pretrain-causal", "pretrain-t5", "sft-lora"])
 def test_a_card_of_the_size_that_people_have_trains_without_zero(
     data: Change, monkeypatch: pytest.MonkeyPatch, recipe: str

@@ -35,11 +35,31 @@ class Tried(msgspec.Struct, frozen=True):
         return self.fullness is not None and self.fullness < SAFE_FRACTION
 
 
-def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast: Callable[[int], float]) -> int | None:
+def first_size(sizes: Sequence[int], given: int, foresee: Callable[[int], float | None]) -> int:
+    """The micro-batch to begin with, from `sizes` in ascending order: the largest that is foreseen
+    to be safe; the smallest if none is, and the given one if nothing is foreseen."""
+    for size in reversed(sizes):
+        fullness = foresee(size)
+        if fullness is None:
+            return given
+        if fullness < SAFE_FRACTION:
+            return size
+    return sizes[0]
+
+
+def next_size(
+    sizes: Sequence[int],
+    begin: int,
+    tried: Sequence[Tried],
+    forecast: Callable[[int], float],
+    *,
+    by_one: bool = False,
+) -> int | None:
     """The micro-batch to try next, from `sizes` in ascending order; None if the largest is found.
 
     The first is `begin`. Smaller ones follow until one fits, then one about twice as large, so that
-    there are two peaks. From then on the `forecast` chooses. Each size is tried once at most.
+    there are two peaks. From then on the `forecast` chooses. `by_one`: it needs one peak only. Each
+    size is tried once at most.
     """
     if not tried:
         return begin
@@ -48,9 +68,11 @@ def next_size(sizes: Sequence[int], begin: int, tried: Sequence[Tried], forecast
     possible = [size for size in sizes if fits < size < too_large]
     if not possible:
         return None
+    peaks = sum(one.fullness is not None for one in tried)
     if not fits:
-        return max(size for size in possible if size <= max(1, too_large // 2))
-    if sum(one.fullness is not None for one in tried) < 2:
+        half = max(size for size in possible if size <= max(1, too_large // 2))
+        return max((size for size in possible if by_one and peaks and forecast(size) < SAFE_FRACTION), default=half)
+    if peaks < 2 and not by_one:
         return next((size for size in possible if size >= 2 * fits), possible[-1])
     return max((size for size in possible if forecast(size) < SAFE_FRACTION), default=None)
 

@@ -23,10 +23,12 @@ import transformers
 from msgspec.structs import replace
 
 from memtop.presets import Settings, user_cache
+from memtop.presets.estimate import estimate
 from memtop.presets.fields import SPLIT, memory_shape
 from memtop.presets.schema import Split, exact_splits, ranks_text
+from memtop.presets.states import UnknownMemoryError
 from memtop.train.agent.memory import free_cache
-from memtop.train.batch_choice import Measured, Tried, choose_splits, even_splits, next_size, update_seconds
+from memtop.train.batch_choice import Measured, Tried, choose_splits, even_splits, first_size, next_size, update_seconds
 from memtop.train.batch_sizer import SAFE_FRACTION, BatchSizer, OomGuard
 from memtop.train.batches import Batch, completed, to_device
 from memtop.train.channel import Channel, warn_from_first
@@ -130,6 +132,8 @@ class BatchSearch:
         self._is_new = False
         self._measured: Measured | None = None
         self._before: dict[int, int] = {}
+        self._foreseen: dict[int, int] = {}
+        """By micro-batch, the bytes of the peak by the estimate; empty if there is none."""
         self._checks = 0
         self._path: Path | None = None
 
@@ -224,8 +228,13 @@ class BatchSearch:
         who = f"process {self._rank}: " if self._several else ""
         tried: list[Tried] = []
         seconds: dict[int, float] = {}
+        self._foreseen = self._estimated(settings, accumulations)
+        begin = first_size(sizes, settings.batch, self._foreseen_fullness)
+        if self._foreseen:
+            self._print(f"{who}begins with {begin}, foreseen at {_percent(self._foreseen_fullness(begin))}")
         with self._leaving_no_trace(settings):
-            while (size := next_size(sizes, settings.batch, tried, self._sizer.fullness)) is not None:
+            by_one = bool(self._foreseen)
+            while (size := next_size(sizes, begin, tried, self._forecast, by_one=by_one)) is not None:
                 # With accumulation, the gradients of the first pass exist during the second. A rank
                 # of several may get more samples than an even share.
                 passes = 2 if self._several else min(2, accumulations[size])
@@ -238,6 +247,35 @@ class BatchSearch:
                 for size in fitting:
                     seconds |= self._timed(size, self._pass_of(sample, size, settings.task))
         return Measured(max(seconds or fitting, default=sizes[0]), seconds), tried
+
+    def _estimated(self, settings: Settings, accumulations: Mapping[int, int]) -> dict[int, int]:
+        generation, total = self._memory.generation(), self._memory.total_bytes()
+        if generation is None or total is None:
+            return {}
+        model: Any = self._engine.model
+        config, capacity = model.config.to_dict(), int(total * (1 - self._others))
+        found = {}
+        for size, accumulation in accumulations.items():
+            tried = replace(settings, batch=size, accumulation=accumulation, rank_splits=())
+            try:
+                found[size] = estimate(tried, config, generation=generation, capacity=capacity).reserved
+            except UnknownMemoryError:
+                return {}  # the search begins with the given batch
+        return found
+
+    def _foreseen_fullness(self, size: int) -> float | None:
+        return self._memory.fullness(self._foreseen[size]) if size in self._foreseen else None
+
+    def _forecast(self, size: int) -> float:
+        """How full this rank's memory would be (0-1): by the line through two measured peaks; with
+        one, by the estimate, scaled by it."""
+        peaks = self._sizer.peaks
+        known = [batch for batch in peaks if batch in self._foreseen]
+        if len(peaks) != 1 or not known or size not in self._foreseen:
+            return self._sizer.fullness(size)
+        scale = peaks[known[0]] / self._foreseen[known[0]]
+        fullness = self._memory.fullness(round(scale * self._foreseen[size]))
+        return math.inf if fullness is None else fullness
 
     def _pass_of(self, sample: Sample, size: int, task: str) -> Callable[[], None]:
         """A forward and backward pass with a micro-batch of this size."""
@@ -362,7 +400,7 @@ class BatchSearch:
     def _report(self, splits: Sequence[Split], each: Sequence[Outcome], larger: int | None) -> None:
         own, forecast = each[self._rank], None
         if larger is not None and all(one.batch != larger for one in own.tried):
-            forecast = self._sizer.fullness(larger)
+            forecast = self._forecast(larger)
             forecast = None if math.isinf(forecast) else forecast
         if self._several:
             text = _text_of_several(splits, each)
@@ -418,8 +456,8 @@ def _size(found: Outcome) -> str:
     return f" of {found.total_bytes / 2**30:.3g} GiB"
 
 
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f} %"
+def _percent(fraction: float | None) -> str:
+    return "?" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def _peak_text(tried: Tried, size: str = "") -> str:

@@ -121,6 +121,9 @@ class DeviceMemory(Protocol):
     def fullness(self, peak_bytes: int) -> float | None:
         """How full the memory would be (0-1) at this peak, with everything that others hold."""
 
+    def generation(self) -> int | None:
+        """The GPU's compute capability without its point; None on the CPU."""
+
     def retries(self) -> int | None:
         """How often the allocator had to free its cache and try again since the process began."""
 
@@ -147,6 +150,9 @@ class UnmeasuredMemory:
         return None
 
     def fullness(self, peak_bytes: int) -> float | None:
+        return None
+
+    def generation(self) -> int | None:
         return None
 
     def retries(self) -> int | None:
@@ -179,6 +185,10 @@ class CudaMemory:
         # This process's CUDA context and the memory of all other processes.
         others = total - free - torch.cuda.memory_reserved(self._device)
         return max((peak_bytes + others) / total, peak_bytes / (usable_fraction(self._device) * total))
+
+    def generation(self) -> int | None:
+        major, minor = torch.cuda.get_device_capability(self._device)
+        return 10 * major + minor
 
     def retries(self) -> int | None:
         found: int | None = torch.cuda.memory_stats(self._device).get("num_alloc_retries")

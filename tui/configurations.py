@@ -22,7 +22,7 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.explain import length_change
 from memtop.supervisor.wire import Change, Configuration, RunState
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
-from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join_fitting, line, wrap
+from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
 from memtop.tui.restart_plan import where_it_goes_on, where_it_resumes
@@ -240,6 +240,8 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     updates: Line = ()
     if of.peak is not None and of.peak.updates > 0:
         updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")
+    if of.foreseen is not None:
+        updates = join([part for part in (fact("foreseen peak", f"~{units.size(of.foreseen.peak_bytes)}"), updates) if part])
     preset = () if of.settings is None else fact("preset", Verbatim(of.settings.preset))
     span = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until)]
     if of.until_update is not None and of.until_update < (of.since_update or 0):

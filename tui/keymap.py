@@ -57,7 +57,7 @@ ACTIONS = (
         "r",
         "Restart…",
         "Restart",
-        "Save, then resume from train_latest_state with another batch, accumulation, seq_len or preset",
+        "What if: the peak with another batch, accumulation, seq_len or preset, at once; then save and resume with them",
         "run",
         dangerous=True,
     ),

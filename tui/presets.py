@@ -5,7 +5,7 @@ Enter applies its memory strategy, Esc returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -18,7 +18,10 @@ from textual.widgets import Button
 from memtop.presets import Preset
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.schema import Settings
+from memtop.supervisor import units
 from memtop.supervisor.language import Verbatim, separator, tr
+from memtop.supervisor.monitor.values import mark
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.wire import RunState
 from memtop.tui.line import MUTED, STRONG, TEXT, Line, cropped, foreign, wrap_within
 from memtop.tui.line_list import Entry, LineList, ListContent
@@ -61,11 +64,15 @@ class PresetDialog(Dialog[str]):
         presets: dict[str, Preset],
         chosen_key: str,
         failed: Sequence[Settings] = (),
+        foresee: Callable[[Settings], Forecast | str] | None = None,
     ) -> None:
         super().__init__()
         self._run = run
         self._settings = settings
         self._outlooks = {name: outlook(settings, preset, failed) for name, preset in presets.items()}
+        possible = {name: look.kept for name, look in self._outlooks.items() if look.switch != "refused"}
+        self._peaks = {} if foresee is None else {name: foresee(after) for name, after in possible.items()}
+        """By preset, the predicted peak, or why there is none."""
         self._chosen_key = chosen_key
 
     def compose(self) -> ComposeResult:
@@ -119,7 +126,11 @@ class PresetDialog(Dialog[str]):
         chosen = self._chosen()
         table = min(_TABLE, len(self._outlooks) + 1)
         room = self.app.size.height * 96 // 100 - table - _AROUND
-        return [] if chosen is None else described(self._outlooks[chosen], where_it_resumes(self._run), width, room)
+        return (
+            []
+            if chosen is None
+            else described(self._outlooks[chosen], where_it_resumes(self._run), width, room, self._peaks.get(chosen))
+        )
 
     def action_keys(self) -> None:
         self.app.push_screen(KeysDialog(self))
@@ -130,28 +141,34 @@ class PresetDialog(Dialog[str]):
         return None if cursor is None else str(cursor)
 
     def _draw(self, width: int) -> ListContent:
-        return preset_table(list(self._outlooks.values()), self._settings, width)
+        return preset_table(list(self._outlooks.values()), self._settings, width, self._peaks)
 
     def _present_key(self) -> int | None:
         present = self._outlooks.get(self._settings.preset)
         return present.preset.key if present else None
 
 
-_TITLES = ("key", "preset", "B x A x W", "effective", "switch", "T", "ZeRO", "what else changes")
+_TITLES = ("key", "preset", "B x A x W", "effective", "switch", "T", "ZeRO", "predicted peak", "what else changes")
+_PEAK = 7
 _LEAST_OF_LAST = 20
 """Cells that the last column needs; without it, the text below the table says what changes."""
-_LESS_IMPORTANT = (3, 5, 2)
+_LESS_IMPORTANT = (3, 5, 2, 6)
 """The columns that a narrow table leaves out: a switch keeps the first two, and the text below the
-table names the new split."""
+table names the new split and ZeRO."""
 _GAP = 2
 
 
-def preset_table(looks: Sequence[Outlook], settings: Settings, width: int) -> ListContent:
-    """A row for each preset; ● is the present one. No column is cut but the last one."""
-    rows = [[tr(cell) for cell in _cells(look, settings)] for look in looks]
+def preset_table(
+    looks: Sequence[Outlook], settings: Settings, width: int, peaks: Mapping[str, Forecast | str] | None = None
+) -> ListContent:
+    """A row for each preset; ● is the present one. No column is cut but the last one. `peaks`: the
+    predicted ones by preset; without any there is no such column."""
+    peaks = peaks or {}
+    rows = [[tr(cell) for cell in _cells(look, settings, peaks.get(look.preset.name))] for look in looks]
     titles = [tr(title) for title in _TITLES]
     wide = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
-    shown = list(range(len(titles) - 1))
+    foreseen = any(isinstance(peak, Forecast) for peak in peaks.values())
+    shown = [column for column in range(len(titles) - 1) if foreseen or column != _PEAK]
     for column in _LESS_IMPORTANT:
         if _MARGIN + sum(wide[one] + _GAP for one in shown) - _GAP > width:
             shown.remove(column)
@@ -175,7 +192,7 @@ _MARGIN = 3
 """Cells of the cursor and of the mark of the present preset."""
 
 
-def _cells(look: Outlook, settings: Settings) -> tuple[str, ...]:
+def _cells(look: Outlook, settings: Settings, peak: Forecast | str | None) -> tuple[str, ...]:
     after, preset = look.kept, look.preset
     # An edit may have changed the preset's split: then the preset can be applied again.
     now = after == settings
@@ -187,12 +204,20 @@ def _cells(look: Outlook, settings: Settings) -> tuple[str, ...]:
         "is on now" if now else look.switch,
         str(after.seq_len),
         after.zero.short,
+        _peak_words(peak),
         # The split and ZeRO have their own columns.
         _listed(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
     )
 
 
-def described(look: Outlook, resumes: str, width: int, room: int) -> list[Line]:
+def _peak_words(peak: Forecast | str | None) -> str:
+    """`~13.9 GiB · safe`; `–` if it is not known."""
+    if not isinstance(peak, Forecast):
+        return units.UNKNOWN
+    return f"~{units.size(peak.peak_bytes)} {mark(peak.band)} {peak.band.value}"
+
+
+def described(look: Outlook, resumes: str, width: int, room: int, peak: Forecast | str | None = None) -> list[Line]:
     """The preset in words on so many lines: what a switch changes in this run, where it resumes,
     and what a new run would use. The least important words are cut first."""
     texts = {
@@ -200,14 +225,27 @@ def described(look: Outlook, resumes: str, width: int, room: int) -> list[Line]:
         "switch": _of_a_switch(look),
         "risk": "" if look.risk is None else tr(f"! {look.risk}"),
         "resumes": "" if look.switch == "refused" else tr(resumes),
+        "peak": _peak_sentence(peak),
         "whole": _as_a_new_run(look),
     }
     lines: dict[str, list[Line]] = {}
-    for name in ("switch", "risk", "resumes", "preset", "whole"):
+    for name in ("switch", "risk", "peak", "resumes", "preset", "whole"):
         left = room - sum(map(len, lines.values()))
         if texts[name] and left > 0:
             lines[name] = wrap_within(Verbatim(texts[name]), width, left, MUTED if name != "risk" else "edge")
     return [part for name in texts for part in lines.get(name, ())]
+
+
+def _peak_sentence(peak: Forecast | str | None) -> str:
+    if peak is None:
+        return ""
+    if isinstance(peak, str):
+        return tr(f"The peak cannot be predicted: {peak}")
+    size = units.size(peak.peak_bytes) if peak.total_bytes is None else units.used_of(peak.peak_bytes, peak.total_bytes)
+    if peak.least_bytes is None or peak.most_bytes is None:
+        return tr(f"Predicted peak ~{size}: {peak.basis}")
+    least, most = units.size(peak.least_bytes), units.size(peak.most_bytes)
+    return tr(f"Predicted peak ~{size}, between {least} and {most}: {peak.basis}")
 
 
 def _of_a_switch(look: Outlook) -> str:

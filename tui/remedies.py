@@ -14,7 +14,10 @@ from memtop.tui.bars import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
 
 PREDICTED_GLYPH = "╍"
+MEASURED_GLYPH = "█"
 _BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
+_WIDEST = 80
+"""Cells of the bar of a form."""
 _WIDE_FROM = 90
 _COSTS = {
     "none": "only you can do this",
@@ -122,21 +125,43 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
 
 
 def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
-    """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
-    there is no forecast. Of the present settings only what was measured.
+    """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, its bar with the measured
+    peak, and the basis; or why there is no forecast. Of the present settings only what was
+    measured.
     """
     what, now = outlook.what, outlook.current
     if (peak := outlook.measured(after)) is not None:
         # The list of runs shows the highest with any settings.
         measured = f"{units.size(peak.peak_bytes)} measured with these settings"
-        return [fit(line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG)), width)]
+        return [fit(line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG)), width), *_bar(None, peak, width)]
     found = outlook.predicted(after)
     if isinstance(found, str):
         return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
     before = "" if now is None else f"{units.size(now.bytes)} measured -> "
     predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
     head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
-    return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
+    return [fit(head, width), *_bar(found, None if now is None else outlook.seen(now), width), *basis_lines(found, width)]
+
+
+def basis_lines(found: Forecast, width: int) -> list[Line]:
+    """`between 11.0 GiB and 13.2 GiB, from: estimate`"""
+    if found.least_bytes is None or found.most_bytes is None:
+        return wrap(f"from: {found.basis}", width, MUTED)
+    least, most = units.size(found.least_bytes), units.size(found.most_bytes)
+    return wrap(f"between {least} and {most}, from: {found.basis}", width, MUTED)
+
+
+def _bar(predicted: Forecast | None, measured: Forecast | None, width: int) -> list[Line]:
+    """What is predicted as a dashed bar with the measured peak in it; without a prediction, what
+    was measured. Empty if the total is not known."""
+    peak = None if measured is None else measured.fraction
+    shown = peak if predicted is None else predicted.fraction
+    if shown is None:
+        return []
+    end = min(1.0, shown)
+    if predicted is None:
+        return [memory_bar(min(_WIDEST, width), [Share(end, MEASURED_GLYPH, "alloc")])]
+    return [memory_bar(min(_WIDEST, width), [Share(end, PREDICTED_GLYPH, "predictedbar")], peak=peak, predicted=end)]
 
 
 def _share(peak: Forecast, role: str) -> Line:

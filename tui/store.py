@@ -18,6 +18,7 @@ from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot, held_by
 from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
 from memtop.supervisor.monitor.vram import vram_parts as split
+from memtop.supervisor.recovery.values import Forecast
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Others, ReplayPosition
 
 READING = "reading the run"
@@ -254,6 +255,14 @@ def vram_parts(store: Store, gpu: GpuSample) -> VramParts:
         job_names={job.key: job.name for job in machine.jobs} if machine is not None else {},
         all_pids_visible=store.all_pids_visible,
     )
+
+
+def foreseen_on(store: Store, gpu: GpuSample) -> Forecast | None:
+    """The peak that was predicted for the run's present configuration, on a GPU that it uses."""
+    run, rows = store.run, store.configurations
+    if run is None or not run.alive or not rows or gpu.uuid not in {rank.device_uuid for rank in run.ranks}:
+        return None
+    return rows[-1].foreseen
 
 
 def step_peak(store: Store, gpu: GpuSample) -> int | None:

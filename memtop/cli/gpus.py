@@ -17,6 +17,7 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import build_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
+from memtop.supervisor.plan import Card
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 FREE_FRACTION = 0.9
@@ -36,6 +37,12 @@ def sample() -> MachineSnapshot:
         return sampler.sample()
     finally:
         sampler.close()
+
+
+def emptiest(machine: MachineSnapshot) -> GpuSample | None:
+    """The GPU with the most free memory; None if there is none that can be read."""
+    known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
+    return max(known, key=lambda one: one.free_bytes or 0, default=None)
 
 
 def _sample_without(run: str | None) -> MachineSnapshot:
@@ -149,6 +156,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     free_bytes: int | None = None
     """On each of its GPUs. None: no GPU, or not known."""
+    card: Card | None = None
+    """The GPU with this free memory. None: no GPU, or its size is not known."""
     note: str = ""
     """Which of several GPUs that is, for people."""
     pinned: str | None = None
@@ -167,8 +176,16 @@ class _Device(msgspec.Struct, frozen=True):
     name: str
     uuid: str | None
     free_bytes: int | None
+    total_bytes: int | None
     position: int | None = None
     """Of the instance."""
+
+    @property
+    def card(self) -> Card | None:
+        if self.total_bytes is None or self.free_bytes is None:
+            return None
+        card = Card.of(self.gpu, others_bytes=self.total_bytes - self.free_bytes)
+        return replace(card, total_bytes=self.total_bytes)
 
 
 def choose_place(gpus: list[str] | None, device: str | None, run: str | None = None, *, python: str = "") -> Place:
@@ -204,7 +221,8 @@ def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild |
         least = min(devices, key=_room, default=None)
         note = f"on {least.name}, the fullest of {len(devices)}" if least and len(devices) > 1 else ""
         problem = next(filter(None, (why_unusable(machine, device.gpu, build) for device in devices)), None)
-        return Place(free_bytes=least.free_bytes if least else None, note=note, problem=problem)
+        card = None if least is None else least.card
+        return Place(free_bytes=least.free_bytes if least else None, card=card, note=note, problem=problem)
     if gpus is None and VARIABLE in os.environ:
         first = _first_visible(machine, devices)
         devices = [] if first is None else [first]
@@ -221,10 +239,10 @@ def _emptiest(machine: MachineSnapshot, devices: list[_Device], build: TorchBuil
         return Place(closed=f"{usable[0].name}: {_why_closed(usable[0])}")
     best = max(accepting, key=_room)
     if len(devices) == 1:
-        return Place(free_bytes=best.free_bytes)
+        return Place(free_bytes=best.free_bytes, card=best.card)
     others = f", the emptiest of {len(accepting)}" if len(accepting) > 1 else ""
     pinned = best.uuid or str(best.gpu.index)
-    return Place(free_bytes=best.free_bytes, note=f"on {best.name}{others}", pinned=pinned)
+    return Place(free_bytes=best.free_bytes, card=best.card, note=f"on {best.name}{others}", pinned=pinned)
 
 
 def _devices(machine: MachineSnapshot, gpus: list[str] | None) -> list[_Device]:
@@ -237,9 +255,12 @@ def _devices_of(gpu: GpuSample) -> list[_Device]:
     """The GPU; in MIG mode only its instances."""
     name = f"GPU {gpu.index}"
     if gpu.mig or gpu.details.mig_mode:
-        parts = [one for one in gpu.mig if not one.error]
-        return [_Device(gpu, f"{name}, MIG {one.position}", one.uuid, one.free_bytes, one.position) for one in parts]
-    return [_Device(gpu, name, gpu.uuid, gpu.free_bytes)]
+        return [
+            _Device(gpu, f"{name}, MIG {one.position}", one.uuid, one.free_bytes, one.total_bytes, one.position)
+            for one in gpu.mig
+            if not one.error
+        ]
+    return [_Device(gpu, name, gpu.uuid, gpu.free_bytes, gpu.total_bytes)]
 
 
 def _room(device: _Device) -> int:

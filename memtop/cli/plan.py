@@ -18,24 +18,20 @@ from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
-from memtop.presets.estimate import estimate
 from memtop.presets.files import usable
 from memtop.presets.parameters import model_size, stored_config
-from memtop.presets.states import UnknownMemoryError
 from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
-from memtop.supervisor.monitor.values import GpuSample, band_of, mark
-from memtop.supervisor.plan import Card, Need, Peak, Way, largest_safe, peak_of, smallest, ways
+from memtop.supervisor.monitor.values import band_of, mark
+from memtop.supervisor.plan import GENERATION, Card, Need, Peak, Way, estimated, largest_safe, peak_of, smallest, ways
 from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
 from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
     from memtop.supervisor.monitor.values import MachineSnapshot
 
-_GENERATION = 80
-"""Of a GPU that is not in this machine: Ampere."""
 _BY_METHOD = {"full": "pretrain-causal", "lora": "sft-lora", "qlora": "sft-qlora"}
 _GIB = 1 << 30
 _HOPELESS = 1.3
@@ -115,19 +111,12 @@ def _machine() -> MachineSnapshot:
 
 def _card(machine: MachineSnapshot, vram: float | None) -> Card:
     """The GPU with --vram; else the emptiest one here, if there is one."""
-    known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
-    gpu = max(known, key=lambda one: one.free_bytes or 0, default=None)
-    generation = _GENERATION if gpu is None else _generation(gpu)
+    from memtop.cli.gpus import emptiest
+
+    gpu = emptiest(machine)
     if vram is not None:
-        return Card(total_bytes=round(vram * _GIB), generation=generation)
-    if gpu is None:
-        return Card(total_bytes=None, generation=generation)
-    return Card(total_bytes=gpu.total_bytes, others_bytes=gpu.taken_bytes or 0, generation=generation)
-
-
-def _generation(gpu: GpuSample) -> int:
-    text = (gpu.details.compute_capability or "").replace(".", "")
-    return int(text) if text.isdecimal() else _GENERATION
+        return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
+    return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)
 
 
 def _settings(
@@ -240,20 +229,8 @@ class _Answers:
         return self._runs.foresee(settings, generation=self._card.generation, capacity=self._card.torch_bytes)
 
     def _estimated(self, settings: Settings) -> Need | None:
-        config = stored_config(settings)
-        if config is None:
-            return None
-        try:
-            found = estimate(settings, config, generation=self._card.generation, capacity=self._card.torch_bytes)
-        except UnknownMemoryError as error:
-            self.problem = self.problem or str(error)
-            return None
-        return Need(
-            reserved=found.reserved,
-            phase=found.peak_phase,
-            components={str(name): size for name, size in found.components.items()},
-            basis="estimate",
-        )
+        found = estimated(settings, self._card)
+        return None if isinstance(found, str) else found
 
 
 def _need(found: Foreseen) -> Need:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from rich.cells import cell_len
 
 from memtop.cli import completion
-from memtop.cli.common import living_runs
+from memtop.cli.common import forecast_words, living_runs
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
@@ -24,7 +24,10 @@ from memtop.presets.files import usable
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
+from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.recovery.forecast import Estimates, outlook_of
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
 
@@ -35,7 +38,7 @@ _DEFAULT_RECIPE = "first-run"
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=completion.presets)
 @json_option
 def presets(name: str | None, as_json: bool) -> int:
-    """List the presets and what each of them would change.
+    """List the presets, what each of them would change, and the peak of GPU memory.
 
     They are compared with the newest run in progress, or with the recipe that they are for. NAME
     shows one preset in full.
@@ -43,13 +46,14 @@ def presets(name: str | None, as_json: bool) -> int:
     try:
         run = _run_in_progress(default_runs_dir())
         groups = _groups(run, name)
+        foresee = _foresee(run)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     if as_json:
-        rows = [_row(look) for _, looks in groups for look in looks]
+        rows = [_row(look, _peak(look, foresee)) for _, looks in groups for look in looks]
         print_json(rows[0] if name else rows)
         return 0
-    print_lines(*_table(groups), own=False)
+    print_lines(*_table(groups, foresee), own=False)
     if name:
         print_lines(*(line for _, looks in groups for look in looks for line in _full(look)))
     else:
@@ -101,12 +105,36 @@ def _base(recipe: str) -> Settings:
     return resolve(known, preset=load_presets()["standard"], whole=False)
 
 
+Foresee = Callable[[Settings], Forecast | str]
+
+
+def _foresee(run: RunState | None) -> Foresee:
+    """The peak of settings, or why there is none: on the GPU of the run, or on the emptiest one
+    here."""
+    from memtop.cli.gpus import emptiest, sample
+
+    machine = sample()
+    if run is not None:
+        outlook = outlook_of(run, read_configurations(Path(run.folder)), machine.gpus, machine.host)
+        if outlook.on_gpu:
+            return outlook.predicted
+    gpu = emptiest(machine)
+    if gpu is None or run is not None:
+        why = "the run trains on the CPU" if run is not None else machine.gpu_note or "no NVIDIA GPU"
+        return lambda settings: why
+    return Estimates(card=Card.of(gpu)).forecast
+
+
+def _peak(look: Outlook, foresee: Foresee) -> Forecast | str:
+    return look.reason if look.switch == "refused" else foresee(look.kept)
+
+
 def _describe(s: Settings) -> str:
     method = "" if s.lora is None else f", {s.method} r {s.lora.r}"
     return f"{s.split_text} = {s.effective_batch}, T {s.seq_len}, {s.zero}{method}"
 
 
-def _row(look: Outlook) -> dict[str, Any]:
+def _row(look: Outlook, peak: Forecast | str) -> dict[str, Any]:
     kept, whole = look.kept, look.whole
     return {
         **msgspec.to_builtins(look.preset),
@@ -127,6 +155,8 @@ def _row(look: Outlook) -> dict[str, Any]:
         "reason": look.reason,
         "reason_whole": look.reason_whole,
         "risk": look.risk,
+        "forecast": msgspec.to_builtins(peak) if isinstance(peak, Forecast) else None,
+        "forecast_unknown": peak if isinstance(peak, str) else None,
     }
 
 
@@ -136,7 +166,7 @@ _LESS = ("tokens/update", "with --fresh")
 """The columns that a narrow terminal has no room for."""
 
 
-def _table(groups: list[tuple[str, list[Outlook]]]) -> Iterator[str]:
+def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterator[str]:
     """One heading for all groups; below each preset, what it changes."""
     cells = [_cells(look) for _, looks in groups for look in looks]
     widths = [max(map(cell_len, column)) for column in zip(map(tr, _HEADS), *cells, strict=True)]
@@ -157,6 +187,9 @@ def _table(groups: list[tuple[str, list[Outlook]]]) -> Iterator[str]:
         for look in looks:
             yield aligned(_cells(look))
             yield from map(tr, _details(look))
+            peak = _peak(look, foresee)
+            if isinstance(peak, Forecast):
+                yield tr(f"     predicted peak {forecast_words(peak)}")
 
 
 def _cells(look: Outlook) -> tuple[str, ...]:

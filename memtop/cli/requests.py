@@ -11,7 +11,7 @@ from typing import NamedTuple
 import click
 
 from memtop.cli import completion
-from memtop.cli.common import find_run, readable_ledger
+from memtop.cli.common import find_run, forecast_words, readable_ledger
 from memtop.cli.foreground import stay
 from memtop.cli.interpreters import python_for
 from memtop.cli.options import (
@@ -29,7 +29,6 @@ from memtop.cli.options import (
 from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
 from memtop.presets.schema import Settings
-from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings, kept_length
 from memtop.supervisor.recovery.forecast import Outlook, outlook_of
@@ -297,9 +296,7 @@ def peak_words(outlook: Outlook, after: Settings) -> str:
     found = outlook.measured(after) or outlook.predicted(after)
     if isinstance(found, str):
         return f"{outlook.what} cannot be predicted: {found}"
-    total, band = units.size(found.total_bytes), found.band.value
-    share = "" if found.fraction is None else f" of {total} ({units.percent(found.fraction)}, {band})"
-    return f"predicted {outlook.what} {units.size(found.peak_bytes)}{share}: {found.basis}"
+    return f"predicted {outlook.what} {forecast_words(found)}"
 
 
 @click.command(epilog=f"{RUN_HELP} N is the number of a configuration.")

@@ -161,7 +161,7 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
         yield f"  warning     {warning}"
     for line in _memory_lines(state):
         yield f"  {line}"
-    if len(record["configurations"]) > 1:
+    if len(record["configurations"]) > 1 or any(row["foreseen"] for row in record["configurations"]):
         for row in record["configurations"]:
             yield f"  {_configuration_line(row)}"
     for attempt in record["attempts"]:
@@ -269,6 +269,8 @@ def _configuration_line(row: dict[str, Any]) -> str:
         parts.append(f"from update {row['since_update']}")
     if peak is not None:
         parts.append(f"peak {msgspec.convert(peak, Peak).words}")
+    if row["foreseen"] is not None:
+        parts.append(f"foreseen {units.size(row['foreseen']['peak_bytes'])}")
     if row["samples_per_second"] is not None:
         parts.append(f"mean {units.rate(row['samples_per_second'])} samples/s")
     outcome = row["outcome"]

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -373,9 +373,19 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    for words in told:
+    for words in (*told, *_foreseen(settings, place)):
         print_message(f"memtop: {words}")
     return NewRun(settings=settings, choice="; ".join(told) or None)
+
+
+def _foreseen(settings: Settings, place: Place) -> Iterator[str]:
+    """The peak of GPU memory where the run trains. Nothing without a GPU, and with --batch auto,
+    which finds the batch by measuring."""
+    if place.card is not None and settings.device != "cpu" and not settings.auto_batch:
+        # It loads what a run on the CPU does not need.
+        from memtop.supervisor.recovery.forecast import words_at_launch
+
+        yield from words_at_launch(settings, place.card)
 
 
 def recipe_named(name: str) -> Recipe:

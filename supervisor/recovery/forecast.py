@@ -1,21 +1,27 @@
-"""Forecasts the peak at another micro-batch from measured peaks. Pure functions.
+"""Forecasts the peak with other settings. Pure functions.
 
 The peak of a training step has a part that does not depend on the batch (context, weights,
 gradients, optimizer state) and a part that every sample adds (activations, logits). It is therefore
 a line in the micro-batch B. The accumulation A does not matter, because gradients are accumulated
-in place.
+in place. So two measured batches foresee a third one (`PeakLine`).
+
+On a GPU, the estimate without torch foresees all other settings (`Estimates`). Peaks that the run
+has measured scale it, because its error is about the same for settings like these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.values import GpuSample, HostSample, band_of
+from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample, band_of
+from memtop.supervisor.plan import SURE, Card, Need, estimated, largest_safe, peak_of
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
@@ -133,12 +139,10 @@ def _by_batch(peaks: Iterable[Peak]) -> tuple[dict[int, int], dict[int, int]]:
 def _exact_line(exact: dict[int, int], base_bytes: int | None) -> PeakLine | None:
     points = sorted(exact.items())
     if len(points) >= 2:
-        from statistics import median  # takes 4 ms
-
         # The median of all slopes (Theil-Sen estimator): up to a quarter of the points can be
         # outliers.
-        slope = median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
-        base = median(y - slope * x for x, y in points)
+        slope = _median([(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2)])
+        base = _median([y - slope * x for x, y in points])
         return PeakLine(slope_bytes=slope, base_bytes=base, basis=f"line through peaks at {_words(exact)}", measured=exact)
     if points and base_bytes is not None:
         ((batch, peak),) = points
@@ -169,7 +173,7 @@ def _not_below_zero(line: PeakLine, points: dict[int, int]) -> PeakLine:
     if line.base_bytes >= 0:
         return line
     steepest = max(size / batch for batch, size in points.items())
-    return msgspec.structs.replace(line, base_bytes=0.0, slope_bytes=steepest)
+    return replace(line, base_bytes=0.0, slope_bytes=steepest)
 
 
 def _lifted(line: PeakLine, failed: dict[int, int]) -> PeakLine:
@@ -177,7 +181,7 @@ def _lifted(line: PeakLine, failed: dict[int, int]) -> PeakLine:
     if missing < 1:
         return line
     basis = f"{line.basis}; lifted by {units.size(missing)}: a failure at {_words(failed)} needed more"
-    return msgspec.structs.replace(line, base_bytes=line.base_bytes + missing, basis=basis, at_least=True)
+    return replace(line, base_bytes=line.base_bytes + missing, basis=basis, at_least=True)
 
 
 def _words(batches: Iterable[int]) -> str:
@@ -194,6 +198,96 @@ def _why_none(exact: dict[int, int], failed: dict[int, int]) -> str:
     return "nothing was measured with these settings yet"
 
 
+_NEWEST = 3
+"""So many measured peaks scale an estimate at most; each takes a millisecond."""
+
+
+class Estimates(msgspec.Struct, frozen=True, kw_only=True):
+    """Foresees the peak of a process on a GPU by the estimate, scaled by measured peaks.
+
+    Bytes are those of the process, with the CUDA context, as in `Peak`.
+    """
+
+    card: Card
+    known: tuple[tuple[Settings, Peak], ...] = ()
+    """What the run has measured, oldest first."""
+    config: Mapping[str, Any] | None = None
+    """The model's configuration, if the settings name the model only by path; None: its file is
+    read."""
+
+    def forecast(self, settings: Settings) -> Forecast | str:
+        """The forecast for these settings, or why they cannot be estimated."""
+        key = settings_key(settings, on_gpu=True)
+        exact = {peak.batch: peak.bytes for _, peak in self._whole() if peak.settings_key == key}
+        if settings.batch in exact:
+            return self._foreseen(exact[settings.batch], f"measured at B {settings.batch}")
+        need = estimated(settings, self.card, self.config)
+        if isinstance(need, str):
+            return need
+        scales, basis, near = self._scales(key)
+        # What is measured without ZeRO says nothing about what torch reserves with it.
+        least, most = SURE["calibrated"] if scales and (near or not need.sharded) else need.sure
+        middle = _median(scales) if scales else 1.0
+        lifted = max(self._failed(settings.allocator), default=0.0)
+        if lifted > middle:
+            middle, basis = lifted, f"{basis}; lifted, because it needed more when it ran out of memory"
+        scales = [*scales, middle]
+        context = self.card.context_bytes
+        floor = max((size for batch, size in exact.items() if batch < settings.batch), default=0)
+        ceiling = min((size for batch, size in exact.items() if batch > settings.batch), default=None)
+
+        def size(scale: float) -> int:
+            drawn = max(floor, round(need.reserved * scale) + context)
+            return drawn if ceiling is None else min(drawn, max(floor, ceiling))
+
+        return self._foreseen(size(middle), basis, size(min(scales) * least), size(max(scales) * most))
+
+    def _foreseen(self, size: int, basis: str, least: int | None = None, most: int | None = None) -> Forecast:
+        found = foreseen(size, self.card.total_bytes, basis, self.card.others_bytes)
+        return replace(found, least_bytes=least, most_bytes=most)
+
+    def _whole(self) -> list[tuple[Settings, Peak]]:
+        # A configuration that ended before its first update never reached its peak.
+        return [(settings, peak) for settings, peak in self.known if peak.updates and not peak.failed]
+
+    def _scales(self, key: str) -> tuple[list[float], str, bool]:
+        """Measured peaks divided by their estimates; what the forecast rests on; and whether the
+        peaks are of the same settings except the batch. Peaks of other settings count if there are
+        no such peaks."""
+        whole = self._whole()
+        near = [one for one in whole if one[1].settings_key == key]
+        chosen = (near or whole)[-_NEWEST:]
+        found = {peak.batch: scale for settings, peak in chosen if (scale := self._scale(settings, peak)) is not None}
+        if not found:
+            return [], "estimate", False
+        where = _words(found)
+        if near:
+            return list(found.values()), f"estimate, calibrated by what was measured at {where}", True
+        return list(found.values()), f"estimate, calibrated by what was measured at {where} with other settings", False
+
+    def _failed(self, allocator: str) -> Iterator[float]:
+        """What failures with these options of the allocator needed at least, divided by the
+        estimate."""
+        failed = [one for one in self.known if one[1].failed and one[0].allocator == allocator]
+        for settings, peak in failed[-_NEWEST:]:
+            scale = self._scale(settings, peak)
+            if scale is not None:
+                yield scale
+
+    def _scale(self, settings: Settings, peak: Peak) -> float | None:
+        need = estimated(settings, self.card, self.config)
+        if isinstance(need, str):
+            return None
+        outside = self.card.context_bytes if peak.outside_bytes is None else peak.outside_bytes
+        return max(0, peak.bytes - outside) / need.reserved
+
+
+def _median(values: Sequence[float]) -> float:
+    from statistics import median  # takes 4 ms
+
+    return median(values)
+
+
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What a run has measured, and the memory that it has: with it, the peak of edited settings is
     foreseen."""
@@ -201,7 +295,11 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     peaks: tuple[Peak, ...] = ()
     current: Peak | None = None
     total_bytes: int | None = None
+    others_bytes: int | None = None
+    """What other processes hold of it; None: not known."""
     on_gpu: bool = False
+    estimates: Estimates | None = None
+    """None on the CPU."""
 
     @property
     def what(self) -> str:
@@ -213,25 +311,111 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         same = now is not None and not now.failed and now.batch == after.batch
         if now is None or not same or not peaks_of(after, [now], on_gpu=self.on_gpu):
             return None
-        return foreseen(now.bytes, self.total_bytes, f"measured at B {now.batch}")
+        return self.seen(now)
+
+    def seen(self, peak: Peak) -> Forecast:
+        """A measured peak as a part of the memory."""
+        return foreseen(peak.bytes, self.total_bytes, f"measured at B {peak.batch}", self.others_bytes)
 
     def predicted(self, after: Settings) -> Forecast | str:
-        """The forecast for these settings, or why there is none."""
-        return forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
+        """The forecast for these settings, or why there is none: from the line of measured peaks,
+        otherwise by the estimate."""
+        found = forecast(after, self.peaks, self.total_bytes, others_bytes=self.others_bytes, on_gpu=self.on_gpu)
+        return found if isinstance(found, Forecast) else or_estimated(found, self.estimates, after)
+
+
+def or_estimated(why: str, estimates: Estimates | None, settings: Settings) -> Forecast | str:
+    """The estimate where there is no line, which `why` explains; or both reasons."""
+    if estimates is None:
+        return why
+    found = estimates.forecast(settings)
+    return f"{why}; no estimate: {found}" if isinstance(found, str) else found
 
 
 def outlook_of(run: RunState | None, rows: Sequence[Configuration], gpus: Sequence[GpuSample], host: HostSample) -> Outlook:
     """From the run's configurations and the machine; of several cards the smallest counts."""
     used = {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
     wants_gpu = run is not None and run.settings is not None and run.settings.device != "cpu"
-    on_gpu = bool(used) or (wants_gpu and bool(gpus))
+    # Ranks that have done an update without naming a GPU train on the CPU.
+    on_cpu = run is not None and bool(run.ranks and run.updates)
+    on_gpu = bool(used) or (wants_gpu and bool(gpus) and not on_cpu)
+    others, estimates = None, None
+    peaks = tuple(row.peak for row in rows if row.peak is not None)
     if on_gpu:
-        totals = [gpu.total_bytes for gpu in gpus if gpu.total_bytes and (not used or gpu.uuid in used)]
-        total = min(totals, default=None)
+        own = [gpu for gpu in gpus if gpu.total_bytes and (not used or gpu.uuid in used)]
+        gpu = min(own, key=lambda one: one.total_bytes or 0, default=None)
+        total = None if gpu is None else gpu.total_bytes
+        if gpu is not None and run is not None:
+            others = _others(run, gpu)
+            estimates = estimates_on(gpu, rows, others_bytes=others or 0)
     else:
         total = host.limit_bytes or host.total_bytes
-    peaks = tuple(row.peak for row in rows if row.peak is not None)
     newest = rows[-1].peak if rows else None
     # Before its first update a configuration has not reached its peak.
     current = newest if newest is not None and (newest.updates or newest.failed) else None
-    return Outlook(peaks=peaks, current=current, total_bytes=total, on_gpu=on_gpu)
+    return Outlook(peaks=peaks, current=current, total_bytes=total, others_bytes=others, on_gpu=on_gpu, estimates=estimates)
+
+
+def outlook_on(gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None) -> Outlook:
+    """On this GPU, with what these configurations have measured."""
+    return Outlook(
+        peaks=tuple(row.peak for row in rows if row.peak is not None),
+        total_bytes=gpu.total_bytes,
+        others_bytes=others_bytes,
+        on_gpu=True,
+        estimates=estimates_on(gpu, rows, others_bytes=others_bytes or 0),
+    )
+
+
+def estimates_on(
+    gpu: GpuSample, rows: Iterable[Configuration], *, others_bytes: int = 0, config: Mapping[str, Any] | None = None
+) -> Estimates:
+    """With what these configurations have measured, and the CUDA context that the run was last seen
+    to have, or a usual one."""
+    known = tuple((row.settings, row.peak) for row in rows if row.settings is not None and row.peak is not None)
+    seen = [peak.outside_bytes for _, peak in known if peak.outside_bytes]
+    card = Card.of(gpu, others_bytes=others_bytes, context_bytes=seen[-1] if seen else None)
+    return Estimates(card=card, known=known, config=config)
+
+
+def _others(run: RunState, gpu: GpuSample) -> int | None:
+    """What is taken of the GPU without the run's own processes; None if theirs is not known."""
+    own = [process.used_bytes for process in gpu.processes if process.run == run.name]
+    if gpu.taken_bytes is None or None in own or (run.alive and not own):
+        return None
+    return max(0, gpu.taken_bytes - sum(size for size in own if size is not None))
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def foreseen_text(found: Forecast) -> str:
+    """The predicted peak of a configuration, and what the prediction rests on."""
+    size = units.size(found.peak_bytes)
+    if found.fraction is None:
+        return f"GPU memory is foreseen to peak at {size}: {found.basis}"
+    total, percent = units.size(found.total_bytes), units.percent(found.fraction)
+    return f"GPU memory is foreseen to peak at {size} of {total} ({percent}, {found.band.value}): {found.basis}"
+
+
+def words_at_launch(settings: Settings, card: Card) -> Iterator[str]:
+    """The predicted peak of a new run; if it is not safe, also the largest split with the same
+    effective batch that is."""
+    found = Estimates(card=card).forecast(settings)
+    if isinstance(found, str):
+        yield f"the peak of GPU memory cannot be foreseen: {found}"
+        return
+    yield foreseen_text(found)
+    if found.fraction is None or found.fraction < EDGE_FROM:
+        return
+
+    def ask(tried: Settings) -> Need | None:
+        need = estimated(tried, card)
+        return None if isinstance(need, str) else need
+
+    best = largest_safe(settings, card, ask, ask)
+    if best is None:
+        yield "no split with this effective batch is foreseen to be safe with this preset; memtop plan says what else would fit"
+    else:
+        split, size = best[0], units.size(peak_of(best[1], card).bytes)
+        yield f"--batch {split.batch} --accum {split.accumulation} keeps the effective batch, and peaks at about {size}"

@@ -24,7 +24,7 @@ from memtop.supervisor.recovery.advice import advice, larger_than_device, refusa
 from memtop.supervisor.recovery.configuration import applied, settings_key
 from memtop.supervisor.recovery.forecast import PeakLine
 from memtop.supervisor.recovery.situation import Situation, to_do, train_command
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Forecast, Remedy
 
 Rung = Remedy | str | None
 """A remedy, the reason why it is left out, or None if it does not concern this run."""
@@ -139,34 +139,39 @@ def smaller_split(situation: Situation) -> Rung:
     untried = {(one.batch, one.accumulation): one for one in smaller if not situation.tried(one)}
     if not untried:
         return "smaller batch: every smaller exact split has failed before"
-    found = _first_that_fits(situation, sorted(untried, reverse=True))
+    found = _first_that_fits(situation, [untried[split] for split in sorted(untried, reverse=True)])
     if isinstance(found, str):
         return found
-    after = untried[found]
     return situation.rung(
         "smaller_batch",
-        _why_smaller(situation, after.batch),
-        {"batch": after.batch_text, "accumulation": str(after.accumulation)},
-        title=f"{edits_text(settings, after, ('batch', 'accumulation'))}: effective batch stays {settings.effective_batch}",
+        _why_smaller(situation, found.batch),
+        {"batch": found.batch_text, "accumulation": str(found.accumulation)},
+        title=f"{edits_text(settings, found, ('batch', 'accumulation'))}: effective batch stays {settings.effective_batch}",
         speed=0.9,
     )
 
 
-def _first_that_fits(situation: Situation, splits: list[tuple[int, int]]) -> tuple[int, int] | str:
-    """`splits` with the largest B first."""
-    line, total = situation.line(), situation.total_bytes
-    half = next((split for split in splits if split[0] <= situation.settings.batch // 2), splits[-1])
-    if isinstance(line, str) or total is None:
+def _first_that_fits(situation: Situation, possible: list[Settings]) -> Settings | str:
+    """`possible` with the largest B first."""
+    now = situation.settings.batch
+    half = next((one for one in possible if one.batch <= now // 2), possible[-1])
+    forecasts = [(one, found) for one in possible if (found := _forecast_of(situation, one)) is not None]
+    if len(forecasts) < len(possible):
         return half
-    fractions = [(split, (line.at(split[0]) + (situation.others_bytes or 0)) / total) for split in splits]
     # A failure alone is a lower bound: it does not show that more than half of the failed batch
     # fits.
-    most = half[0] if line.at_least and not line.measured else situation.settings.batch
-    fits = next((split for split, fraction in fractions if split[0] <= most and fraction < EDGE_FROM), None)
-    smallest, fraction = fractions[-1]
-    if fits is None and fraction >= 1:
-        return f"smaller batch: even B {smallest[0]} is forecast at {units.percent(fraction)}"
+    most = now if situation.has_whole_peak else half.batch
+    fits = next((one for one, found in forecasts if one.batch <= most and (found.fraction or 0) < EDGE_FROM), None)
+    smallest, least = forecasts[-1]
+    if fits is None and least.runs_out:
+        return f"smaller batch: even B {smallest.batch} is forecast at {units.percent(least.fraction)}"
     return fits or smallest
+
+
+def _forecast_of(situation: Situation, settings: Settings) -> Forecast | None:
+    """The forecast as a part of the device; None if there is none."""
+    found = situation.foresee(settings)
+    return None if isinstance(found, str) or found.fraction is None else found
 
 
 def _why_smaller(situation: Situation, batch: int) -> str:

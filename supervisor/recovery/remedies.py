@@ -10,6 +10,7 @@ import msgspec
 from memtop.presets.parameters import TRAINED_BYTES, smaller_model
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.gpu_ladder import Rung, fewer_parameters, gpu_ladder
 from memtop.supervisor.recovery.host_ladder import disk_ladder, host_ladder, pinned_ladder, shm_ladder
 from memtop.supervisor.recovery.situation import Situation, restart_command, train_command
@@ -54,19 +55,23 @@ def ladder(situation: Situation) -> Ladder:
 
 
 def _what_fits_first(found: Sequence[Remedy]) -> tuple[Remedy, ...]:
-    """Remedies that are forecast to run out of memory again come after all others that need no
-    consent."""
-    hopeless = [one for one in found if not one.needs_consent and _runs_out(one)]
-    rest = [one for one in found if one not in hopeless]
+    """Of the remedies that need no consent, those that are forecast to come near the limit are the
+    last, and after them those that are forecast to run out of memory again."""
+    near = sorted((one for one in found if not one.needs_consent and _fraction(one) >= EDGE_FROM), key=_runs_out)
+    rest = [one for one in found if one not in near]
     free = [place for place, one in enumerate(rest) if not one.needs_consent]
     changing = [place for place, one in enumerate(rest) if not one.keeps_math]
     at = free[-1] + 1 if free else min(changing, default=len(rest))
-    return (*rest[:at], *hopeless, *rest[at:])
+    return (*rest[:at], *near, *rest[at:])
+
+
+def _fraction(remedy: Remedy) -> float:
+    """What is foreseen of the memory; 0 if nothing is."""
+    return (remedy.forecast.fraction if remedy.forecast is not None else None) or 0.0
 
 
 def _runs_out(remedy: Remedy) -> bool:
-    fraction = remedy.forecast.fraction if remedy.forecast is not None else None
-    return fraction is not None and fraction >= 1
+    return _fraction(remedy) >= 1
 
 
 # --- when no remedy fits ------------------------------------------------------------------------

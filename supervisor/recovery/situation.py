@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.presets import PresetFileError, SettingsError, compatibility, edit_settings, load_presets
 from memtop.presets.comparison import assignments_of_new_run, changes
@@ -18,7 +19,7 @@ from memtop.presets.parameters import trained_parameters
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key, settings_key
-from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import Estimates, PeakLine, line_through, or_estimated, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Written
 
 
@@ -74,6 +75,8 @@ class Situation:
     """The allocator options of the user's environment, which override the run's."""
     model_config: Mapping[str, Any] | None = None
     """The model's configuration, if the settings name the model only by path."""
+    estimates: Estimates | None = None
+    """None on the CPU, or if the GPU is not known."""
     _gone: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -95,18 +98,36 @@ class Situation:
         return line_through(peaks_of(settings, self.peaks, on_gpu=self.on_gpu), base_bytes=self.base_bytes)
 
     def foresee(self, after: Settings, estimate: PeakLine | None = None) -> Forecast | str:
-        """The forecast for `after` from its own peaks, or else from the estimate, or the reason why
-        there is none."""
-        line: PeakLine | str = self.line(after)
+        """The forecast for `after`, or the reason why there is none.
+
+        A line through two measured batches comes first, then the calibrated estimate, then a line
+        through one batch, and the line `estimate` at last. The calibrated estimate knows little of
+        ZeRO, so there the line `estimate` comes before it.
+        """
+        line = line_through(peaks_of(after, self.peaks, on_gpu=self.on_gpu))
+        if isinstance(line, str) and estimate is not None and after.zero.stage:
+            line = estimate
+        if isinstance(line, PeakLine):
+            return self._on(line, after)
+        found = or_estimated("", self.estimates, after)
+        if isinstance(found, Forecast):
+            return found
+        line = self.line(after)
         if isinstance(line, str) and estimate is not None:
             line = estimate
-        if isinstance(line, str):
-            same = settings_key(after, on_gpu=self.on_gpu) == settings_key(self.settings, on_gpu=self.on_gpu)
-            if same:
-                return line
+        if isinstance(line, PeakLine):
+            return self._on(line, after)
+        if settings_key(after, on_gpu=self.on_gpu) != settings_key(self.settings, on_gpu=self.on_gpu):
             present = self.line()
-            known = f"; with the current ones: {present}" if isinstance(present, str) else ""
-            return f"{line}{known}"
+            line += f"; with the current ones: {present}" if isinstance(present, str) else ""
+        return f"{line}{found}"
+
+    @property
+    def has_whole_peak(self) -> bool:
+        """Whether a peak was measured with the current settings that no failure cut short."""
+        return any(peak.updates and not peak.failed for peak in peaks_of(self.settings, self.peaks, on_gpu=self.on_gpu))
+
+    def _on(self, line: PeakLine, after: Settings) -> Forecast:
         return line.forecast(after.batch, self.total_bytes, self.others_bytes)
 
     def rung(
@@ -180,6 +201,11 @@ def situation_of(
     if others_bytes is None and of_gpu:
         others_bytes = diagnosis.other_process_bytes
     own = _failed_peak(diagnosis, settings, on_gpu=gpu)
+    estimates = more.pop("estimates", None)
+    if estimates is not None:
+        card = replace(estimates.card, total_bytes=total_bytes, others_bytes=others_bytes or 0)
+        known = (*estimates.known, *(() if own is None else ((settings, own),)))
+        more["estimates"] = replace(estimates, card=card, known=known)
     return Situation(
         diagnosis=diagnosis,
         settings=settings,
@@ -206,7 +232,8 @@ def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> P
         return None
     needed = diagnosis.process_bytes + (diagnosis.requested_bytes or 0)
     key = settings_key(settings, on_gpu=on_gpu)
-    return Peak(batch=settings.batch, bytes=needed, updates=0, failed=True, settings_key=key)
+    outside = diagnosis.context_bytes if on_gpu else None
+    return Peak(batch=settings.batch, bytes=needed, updates=0, failed=True, outside_bytes=outside, settings_key=key)
 
 
 def to_do(

@@ -29,12 +29,24 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Of the total, with what other processes hold."""
     band: Band = Band.UNKNOWN
     basis: str
-    """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`."""
+    """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`,
+    `estimate, calibrated by what was measured at B 4`."""
+    least_bytes: int | None = None
+    """The true peak is hardly below it, and hardly above `most_bytes`; None: not known."""
+    most_bytes: int | None = None
 
     @property
     def taken_bytes(self) -> int | None:
         """The bytes behind `fraction`."""
         return None if self.fraction is None or self.total_bytes is None else round(self.fraction * self.total_bytes)
+
+    @property
+    def runs_out(self) -> bool:
+        """Whether even the least that is foreseen is more than the total."""
+        if self.taken_bytes is None or self.total_bytes is None:
+            return False
+        spare = 0 if self.least_bytes is None else self.peak_bytes - self.least_bytes
+        return self.taken_bytes - spare >= self.total_bytes
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -107,6 +119,9 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """How many updates were measured."""
     failed: bool = False
     """Whether the configuration ran out of memory: it needed more."""
+    outside_bytes: int | None = None
+    """Of `bytes` on a GPU, what the process held outside torch's allocator: the CUDA context. None:
+    not known."""
     settings_key: str = ""
     """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
     key lie on one line."""

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.monitor.values import GpuSample
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
-from memtop.supervisor.wire import Answer, Change, Checkpoint, Event
+from memtop.supervisor.wire import Answer, Change, Checkpoint, Configuration, Event
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
@@ -167,6 +168,17 @@ class SaveConfigurations(msgspec.Struct, frozen=True, tag="save_configurations")
     records: tuple[ConfigurationRecord, ...]
 
 
+class Foresee(msgspec.Struct, frozen=True, kw_only=True, tag="foresee"):
+    """Predict the peak of this configuration. Answered by `Foreseen`."""
+
+    number: int
+    settings: Settings
+    gpu: GpuSample
+    """The smallest one that it uses."""
+    earlier: tuple[Configuration, ...]
+    """The configurations before it."""
+
+
 class FollowWorkers(msgspec.Struct, frozen=True, tag="follow_workers"):
     """The workers of the program have begun again: their output goes back."""
 
@@ -212,6 +224,7 @@ Effect = (
     | UpdateAttempt
     | SaveConfigurations
     | DropRows
+    | Foresee
     | FollowWorkers
     | Reply
     | GiveUp

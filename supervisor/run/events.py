@@ -15,7 +15,7 @@ from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
-from memtop.supervisor.recovery.values import Trend
+from memtop.supervisor.recovery.values import Forecast, Trend
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.output.values import Seen
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
@@ -229,6 +229,13 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):
     """Why the post-mortem itself failed; None if it did not."""
 
 
+class Foreseen(msgspec.Struct, frozen=True, kw_only=True, tag="foreseen"):
+    """The predicted peak of a configuration, or why there is none."""
+
+    number: int
+    found: Forecast | str
+
+
 class StoodStill(msgspec.Struct, frozen=True, tag="stood_still"):
     """The program has reported nothing for too long after these words in its output."""
 
@@ -428,6 +435,7 @@ Occurrence = (
     | ProgramEnded
     | LeftoversCleared
     | Examined
+    | Foreseen
     | StoodStill
     | WorkersStarted
     | LeftoversFound

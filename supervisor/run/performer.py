@@ -20,6 +20,7 @@ from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.recovery.forecast import outlook_on
 from memtop.supervisor.run.effects import (
     AddEvent,
     AskRanks,
@@ -31,6 +32,7 @@ from memtop.supervisor.run.effects import (
     Effect,
     Examine,
     FollowWorkers,
+    Foresee,
     GiveUp,
     HoldState,
     KeepCheckpoint,
@@ -49,6 +51,7 @@ from memtop.supervisor.run.events import (
     Answered,
     CheckpointKept,
     Examined,
+    Foreseen,
     Launched,
     LaunchRefused,
     LeftoversCleared,
@@ -154,6 +157,8 @@ class Performer:
             case SaveConfigurations(records=records):
                 self._outbox.save_configurations(records)
                 self._publisher.configurations_changed()
+            case Foresee():
+                return self._foreseen(effect)
             case FollowWorkers():
                 self._follow_workers()
             case DropRows(update=update):
@@ -223,6 +228,14 @@ class Performer:
     def _drop_rows(self, update: int) -> RowsDropped:
         self._publisher.take_back_from(update)
         return RowsDropped(best_loss=self._outbox.ledger.best_loss(update))
+
+    def _foreseen(self, effect: Foresee) -> Foreseen:
+        """What was in use when the attempt began is of other programs."""
+        gpu, evidence = effect.gpu, self._sensors.evidence
+        used = {} if evidence is None else evidence.baseline.gpu_used_bytes
+        others = used.get(gpu.uuid or "", 0)
+        found = outlook_on(gpu, effect.earlier, others).predicted(effect.settings)
+        return Foreseen(number=effect.number, found=found)
 
     def _follow_workers(self) -> None:
         """The workers of the program have begun again, and their output with them."""

@@ -17,6 +17,7 @@ from memtop.supervisor.run.events import (
     CheckpointKept,
     CommandEnded,
     Examined,
+    Foreseen,
     Launched,
     LaunchRefused,
     LeftoversCleared,
@@ -150,6 +151,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return ending.examined(model, event)
         case LeftoversFound():
             return ending.leftovers_found(model, event)
+        case Foreseen(number=number, found=found):
+            return configurations.foreseen(model, number, found)
         case StoodStill():
             return stopping.stood_still(model, event)
         case WorkersStarted():

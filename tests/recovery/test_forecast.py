@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memtop.presets import Settings
 from memtop.presets.schema import Lora, Zero
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample
+from memtop.supervisor.plan import SURE, Card, Need, estimated
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import PeakLine, forecast, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import Estimates, PeakLine, forecast, line_through, outlook_of, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak
-from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, gib, measured, peak
+from memtop.supervisor.wire import Configuration, Phase, RunState
+from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, T5_OOM, climb, gib, ids, measured, named, peak
 
 
 def line(*points: tuple[int, float] | tuple[int, float, bool], base: float | None = None) -> PeakLine:
@@ -231,3 +234,158 @@ def test_processes_count_if_they_share_state_or_communicate() -> None:
 
     assert keyed(2, Zero()) == keyed(8, Zero()) != keyed(1, Zero())
     assert len({keyed(world, Zero(stage=2)) for world in (1, 2, 8)}) == 3
+
+
+# --- by the estimate ------------------------------------------------------------------------------
+
+CONTEXT = gib(0.3)
+A20 = Card(total_bytes=CARD, generation=86, context_bytes=CONTEXT)
+
+
+def need(settings: Settings) -> Need:
+    found = estimated(settings, A20)
+    assert isinstance(found, Need), found
+    return found
+
+
+def known(settings: Settings, scale: float, *, failed: bool = False) -> tuple[Settings, Peak]:
+    """A measured peak that is so many times its estimate."""
+    size = round(need(settings).reserved * scale) + CONTEXT
+    key = settings_key(settings, on_gpu=True)
+    return settings, Peak(batch=settings.batch, bytes=size, updates=9, failed=failed, outside_bytes=CONTEXT, settings_key=key)
+
+
+def by_estimate(settings: Settings, *peaks: tuple[Settings, Peak]) -> Forecast:
+    found = Estimates(card=A20, known=peaks).forecast(settings)
+    assert isinstance(found, Forecast), found
+    return found
+
+
+def test_without_a_measurement_the_estimate_has_its_known_errors() -> None:
+    found = by_estimate(T5)
+    size = need(T5).reserved
+    assert (found.peak_bytes, found.basis, found.total_bytes) == (size + CONTEXT, "estimate", CARD)
+    assert (found.least_bytes, found.most_bytes) == tuple(round(size * part) + CONTEXT for part in SURE["estimate"])
+
+
+def test_a_measured_peak_scales_the_estimate_of_another_batch_and_makes_it_surer() -> None:
+    small = replace(T5, batch=8, accumulation=8)
+    found = by_estimate(T5, known(small, 1.1))
+    assert found.basis == "estimate, calibrated by what was measured at B 8"
+    assert found.peak_bytes == pytest.approx(need(T5).reserved * 1.1 + CONTEXT, rel=1e-6)
+    rough = by_estimate(T5)
+    width = [(one.most_bytes or 0) - (one.least_bytes or 0) for one in (found, rough)]
+    assert width[0] < width[1]
+    two = by_estimate(T5, known(small, 1.1), known(replace(T5, batch=4), 0.9))
+    assert two.basis == "estimate, calibrated by what was measured at B 4 and B 8"
+    assert two.peak_bytes == pytest.approx(need(T5).reserved + CONTEXT, rel=1e-6)
+    assert (two.most_bytes or 0) - (two.least_bytes or 0) > width[0], "the residuals differ"
+
+
+def test_peaks_with_the_same_settings_count_more_than_those_with_others() -> None:
+    other = replace(T5, gradient_checkpointing=True)
+    assert by_estimate(T5, known(other, 0.8)).basis == "estimate, calibrated by what was measured at B 32 with other settings"
+    both = by_estimate(T5, known(other, 0.8), known(replace(T5, batch=8), 1.1))
+    assert both.basis == "estimate, calibrated by what was measured at B 8"
+    # The residual of a run without ZeRO says little of a run with it.
+    sharded = replace(T5, zero=Zero(stage=2))
+    assert by_estimate(sharded, known(T5, 1.0)).most_bytes == by_estimate(sharded).most_bytes
+
+
+def test_a_failure_lifts_the_estimate_and_never_lowers_it() -> None:
+    small = replace(T5, batch=8)
+    assert by_estimate(small, known(T5, 0.5, failed=True)) == by_estimate(small)
+    lifted = by_estimate(small, known(T5, 1.2, failed=True))
+    assert lifted.peak_bytes == pytest.approx(need(small).reserved * 1.2 + CONTEXT, rel=1e-6)
+    assert lifted.basis == "estimate; lifted, because it needed more when it ran out of memory"
+    expandable = replace(small, allocator="expandable_segments:True")
+    assert "lifted" not in by_estimate(expandable, known(T5, 1.2, failed=True)).basis, "fragments may have been the cause"
+
+
+def test_what_was_measured_bounds_the_estimate() -> None:
+    assert by_estimate(T5, known(T5, 1.1)).basis == "measured at B 32"
+    assert by_estimate(T5, known(T5, 1.1)).least_bytes is None
+    peaks = known(replace(T5, batch=16), 2.0), known(replace(T5, batch=48), 0.7)
+    found = by_estimate(T5, *peaks)
+    assert peaks[0][1].bytes <= found.peak_bytes == found.least_bytes == found.most_bytes
+
+
+def test_it_foresees_the_failure_of_a_real_run_from_its_peak_at_half_the_batch() -> None:
+    half, whole = measured()
+    found = by_estimate(T5, (replace(T5, batch=16), half))
+    assert found.band is Band.DANGER, "it ran out of memory there"
+    assert (found.most_bytes or 0) > whole.bytes
+    safe = by_estimate(replace(T5, batch=24), (replace(T5, batch=16), half))
+    assert (safe.least_bytes or 0) < gib(15.61) < (safe.most_bytes or 0)
+
+
+def test_an_unknown_architecture_gives_both_reasons() -> None:
+    odd = replace(T5, model={"config": {"model_type": "mamba"}})
+    found = outlook(odd).predicted(odd)
+    assert isinstance(found, str)
+    assert found.startswith("nothing was measured with these settings yet; no estimate: model.config.model_type mamba")
+    gone = replace(T5, model={"path": "nobody/has-this"})
+    assert outlook(gone).predicted(gone) == (
+        "nothing was measured with these settings yet; no estimate: what the model is made of is not known before it is loaded"
+    )
+
+
+def outlook(settings: Settings, *peaks: tuple[Settings, Peak], **fields: Any) -> Any:
+    gpu = GpuSample(index=0, uuid="GPU-1", total_bytes=CARD, free_bytes=CARD - gib(5), **fields)
+    rows = [
+        Configuration(number=number, attempt=1, started=0, reason="", settings=of, peak=peak)
+        for number, (of, peak) in enumerate(peaks, 1)
+    ]
+    run = RunState(name="one", folder="", state=Phase.TRAINING, alive=True, created=0, settings=settings)
+    return outlook_of(run, rows, [gpu], HostSample(total_bytes=64 * GIB))
+
+
+def test_the_line_of_two_measured_batches_comes_before_the_estimate() -> None:
+    peaks = known(replace(T5, batch=4), 1.0), known(replace(T5, batch=8), 1.0)
+    found = outlook(T5, *peaks).predicted(T5)
+    assert found.basis == "line through peaks at B 4 and B 8"
+    one = outlook(T5, peaks[0]).predicted(T5)
+    assert one.basis == "estimate, calibrated by what was measured at B 4"
+
+
+def test_what_other_processes_hold_counts_unless_the_runs_own_is_not_known() -> None:
+    own, other = (GpuProcess(pid=pid, used_bytes=gib(size), run=run) for pid, size, run in ((1, 3, "one"), (2, 2, None)))
+    found = outlook(T5, processes=(own, other)).predicted(T5)
+    assert found.fraction == pytest.approx((found.peak_bytes + gib(2)) / CARD)
+    for processes in ((), (other,), (replace(own, used_bytes=None), other)):
+        alone = outlook(T5, processes=processes).predicted(T5)
+        assert alone.fraction == pytest.approx(alone.peak_bytes / CARD)
+
+
+def test_on_the_cpu_nothing_is_estimated() -> None:
+    on_cpu = replace(T5, device="cpu")
+    assert outlook(on_cpu).predicted(on_cpu) == "nothing was measured with these settings yet"
+
+
+# --- in the remedies ------------------------------------------------------------------------------
+
+
+def test_the_estimate_chooses_the_smaller_batch_and_is_what_remedies_say() -> None:
+    estimates = Estimates(card=A20, config=None)
+    found = climb(T5_OOM, T5, estimates=estimates)
+    split = named(found, "smaller_batch")
+    assert split.forecast is not None
+    assert split.forecast.basis.startswith("estimate")
+    assert split.assignments == {"batch": "16", "accumulation": "4"}
+    assert named(found, "checkpointing").forecast is not None
+    # What is near the limit comes after what is not.
+    near = [one.forecast is not None and (one.forecast.fraction or 0) >= 0.85 for one in found.remedies if one.keeps_math]
+    assert near == sorted(near)
+    # A card of half the size: no more than a quarter of the batch is safe.
+    small = climb(replace(T5_OOM, total_bytes=CARD // 2), T5, estimates=estimates)
+    assert int(named(small, "smaller_batch").assignments["batch"]) < 16
+
+
+def test_a_remedy_that_is_forecast_near_the_limit_is_the_last_of_those_without_consent() -> None:
+    small = replace(T5, batch=2, accumulation=32)
+    tight = replace(T5_OOM, total_bytes=gib(3.3), process_bytes=gib(3.2), requested_bytes=gib(0.1), requested_logits=None)
+    found = climb(tight, small, estimates=Estimates(card=A20))
+    without = [one for one in found.remedies if not one.needs_consent]
+    fractions = [0.0 if one.forecast is None else one.forecast.fraction or 0.0 for one in without]
+    assert any(fraction >= 0.85 for fraction in fractions), ids(found)
+    assert [fraction >= 0.85 for fraction in fractions] == sorted(fraction >= 0.85 for fraction in fractions)

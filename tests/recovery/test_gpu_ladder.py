@@ -61,8 +61,9 @@ def test_the_allocator_comes_later_without_fragmentation() -> None:
 def test_remedies_that_keep_training_unchanged_come_first() -> None:
     found = climb(T5_OOM, replace(T5, eval_every=100), host=ROOMY, peaks=measured())
     order = ids(found)
+    # With the offload, 93 % is forecast: what is forecast near the limit comes last.
     assert order == [
-        *("allocator", "smaller_batch", "checkpointing", "offload_optimizer", "eval_batch", "seq_len", "smaller_model"),
+        *("allocator", "smaller_batch", "checkpointing", "eval_batch", "offload_optimizer", "seq_len", "smaller_model"),
     ]
     after = {one.id: applied(T5, one) for one in found.remedies}
     for remedy in found.remedies[:5]:

@@ -36,6 +36,7 @@ def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
     # The peak is that of the fullest rank, with its CUDA context. The peak of a run on GPUs is not
     # host memory.
     assert (row.peak.bytes, row.peak.batch, row.peak.updates, row.peak.failed) == (354, SETTINGS.batch, 4, True)
+    assert row.peak.outside_bytes == 50
     # The first update warms up.
     assert row.samples_per_second == 64
     (record,) = all_of_them.to_save()

@@ -60,6 +60,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
         "get_per_process_memory_fraction": of_device(lambda: 1.0),
         "reset_peak_memory_stats": of_device(lambda: card.reset()),
         "get_device_name": of_device(lambda: "simulated"),
+        "get_device_capability": of_device(lambda: (8, 6)),
         "empty_cache": card.empty_cache,
     }.items():
         monkeypatch.setattr(torch.cuda, name, found, raising=False)

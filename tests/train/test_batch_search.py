@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.batch_choice import Tried, next_size
+from memtop.presets.estimate import estimate
+from memtop.train.batch_choice import Tried, first_size, next_size
 from memtop.train.batch_search import longest_sample
 from memtop.train.batch_sizer import CudaMemory
 from memtop.train.objective import IGNORED
@@ -26,6 +27,14 @@ GPU = torch.device("cuda", 0)
 HELD, EACH = 200_000, 50_000
 """Bytes of the model and of each sample in the simulated GPU, which has 1,000,000. The moments of
 the model take about 80,000."""
+
+
+class TooSmall(CudaMemory):
+    """The simulated GPU has less memory than torch's workspaces alone: nothing can be foreseen for
+    it."""
+
+    def generation(self) -> int | None:
+        return None
 
 
 @pytest.fixture
@@ -52,11 +61,12 @@ def on_card(
     fails_from: int = 1_000,
     extra: int = 0,
     peak: Callable[[int], int] = lambda batch: EACH * batch,
+    foresees: bool = False,
 ) -> Training:
     """A training on the simulated GPU. Micro-batches from `fails_from` on do not fit; the optimizer
     holds `extra` bytes more than its moments.
     """
-    training = fresh(folder, settings, channel=Reading(card), memory=CudaMemory(GPU))
+    training = fresh(folder, settings, channel=Reading(card), memory=CudaMemory(GPU) if foresees else TooSmall(GPU))
     moments = bytes_of_first_step(training.optimizer)
 
     def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
@@ -104,6 +114,37 @@ def test_few_sizes_are_tried(fixed: float, each: float, expected: list[int]) -> 
     while (size := next_size([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], 4, tried, full)) is not None:
         share = full(size) if full(size) <= 1 else None
         tried.append(Tried(size, share))
+    assert [one.batch for one in tried] == expected
+
+
+def test_it_begins_with_the_largest_size_that_is_foreseen_to_be_safe() -> None:
+    sizes = [1, 2, 4, 8, 16]
+    assert first_size(sizes, 4, lambda size: 0.1 * size) == 8
+    assert first_size(sizes, 4, lambda size: 0.01 * size) == 16
+    assert first_size(sizes, 4, lambda size: 0.9) == 1
+    assert first_size(sizes, 4, lambda size: None) == 4
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        # The estimate is right: one size is tried.
+        (1.0, [8]),
+        # It is too high, or too low: the scaled estimate chooses the next size.
+        (0.4, [8, 16]),
+        (1.3, [8, 4]),
+        # Memory runs out: half of it, as without an estimate.
+        (2.0, [8, 4]),
+    ],
+)
+def test_with_an_estimate_fewer_sizes_are_tried(scale: float, expected: list[int]) -> None:
+    tried: list[Tried] = []
+
+    def full(size: int) -> float:
+        return scale * (0.1 + 0.08 * size)
+
+    while (size := next_size([1, 2, 4, 8, 16], 8, tried, full, by_one=True)) is not None:
+        tried.append(Tried(size, full(size) if full(size) <= 1 else None))
     assert [one.batch for one in tried] == expected
 
 
@@ -174,6 +215,31 @@ def test_the_training_is_the_one_with_the_found_batch(tmp_path: Path, card: Card
     assert training.digests == direct.digests
     for name, weight in direct.weights().items():
         assert torch.equal(training.weights()[name], weight), name
+
+
+def test_the_search_begins_where_the_estimate_says(tmp_path: Path, card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = settings_of(batch=1, accumulation=48)
+    probe = on_card(tmp_path / "probe", card, settings, foresees=True)
+    config = probe.model.config.to_dict()
+
+    def foreseen(batch: int) -> int:
+        tried = msgspec.structs.replace(settings, batch=batch, accumulation=48 // batch)
+        return estimate(tried, config, generation=86, capacity=card.total).reserved
+
+    # 16 samples are safe by the estimate, 24 are not.
+    card.total = 1 << 40
+    card.total = int(foreseen(16) / 0.84)
+    assert foreseen(24) > 0.85 * card.total
+    # The search counts the moments of the first update itself.
+    less = HELD + bytes_of_first_step(probe.optimizer)
+    training = on_card(tmp_path / "a", card, settings, peak=lambda batch: foreseen(batch) - less, foresees=True)
+    training.run()
+    assert tried_in(training) == {16: True}
+    assert set(splits_of(training.channel).values()) == {(16, 3)}
+    (report,) = training.channel.of("batch_search")
+    assert report["forecast_batch"] == 24
+    assert report["forecast_share"] > 0.85
+    assert "memtop: batch auto: begins with 16, foreseen at 8" in capsys.readouterr().out
 
 
 def test_a_buffer_that_passes_change_is_restored(tmp_path: Path, card: Card) -> None:

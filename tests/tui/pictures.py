@@ -19,18 +19,23 @@ from textual.pilot import Pilot
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, create_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.output_log import OutputLog
 from memtop.supervisor.run.reports import Step
-from memtop.supervisor.wire import Event, Phase, Stage
+from memtop.supervisor.units import GIB
+from memtop.supervisor.wire import Configuration, Event, Phase, Stage
 from memtop.tui import recovery, runs
 from memtop.tui.app import DashboardApp
 from memtop.tui.choices import Choices
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.feed import Connected, Feed, FeedMessage
 from memtop.tui.replay import StreamRecording
+from tests.recovery.support import T5
 from tests.run.brain import spec
 from tests.terminal_svg import Piece, document, drawn
 from tests.tui.support import (
@@ -108,6 +113,11 @@ SCENES = (
     Scene("eight-gpus", (Picture("eight-gpus"),), gpus=8),
     Scene("failed", (Picture("recovery", over=True),), failed=True),
     Scene("machine", (Picture("machine"),), messages=lambda: [_machine(second) for second in range(200)]),
+    Scene(
+        "foreseen",
+        (Picture("foreseen"), Picture("what-if", ("r", "backspace", "backspace", "8")), Picture("preset-peaks", ("6",))),
+        messages=lambda: _foreseen(),
+    ),
 )
 """Scenes that need no stored run."""
 
@@ -115,6 +125,7 @@ SCENES = (
 CHINESE = (
     Scene("training", (Picture("dashboard-zh"), Picture("restart-zh", ("r", "backspace", "4")))),
     Scene("failed", (Picture("recovery-zh", over=True),), failed=True),
+    Scene("foreseen", (Picture("what-if-zh", ("r", "backspace", "backspace", "8")),), messages=lambda: _foreseen()),
 )
 """In Chinese, on the smallest terminal, dark."""
 
@@ -155,6 +166,17 @@ def _machine(second: int) -> MachineSnapshot:
         share = min(0.95, 0.3 + 0.1 * index + 0.05 * math.sin(second / 9 + index) + 0.001 * second * (index == 3))
         cards.append(gpu(index, share, utilization_fraction=0.5 + 0.5 * math.sin(second / 20 + index)))
     return machine(*cards, time=1_790_000_000.0 + second)
+
+
+def _foreseen() -> list[FeedMessage]:
+    """A run with its first peak measured, near what was foreseen."""
+    settings, card = replace(T5, world_size=1), gpu(0, 0.6)
+    key = settings_key(settings, on_gpu=True)
+    peak = Peak(batch=32, bytes=12 * GIB, updates=24, outside_bytes=GIB // 2, settings_key=key)
+    found = Forecast(peak_bytes=14 * GIB, total_bytes=20 * GIB, fraction=0.7, band=Band.SAFE, basis="estimate")
+    row = Configuration(number=1, attempt=1, started=NOW, reason="start", settings=settings, foreseen=found, peak=peak)
+    ranks = (RankMemory(rank=0, pid=7, connected=True, device_uuid=card.uuid),)
+    return [running(card, settings=settings, ranks=ranks), wire.ConfigurationRows(rows=(row,))]
 
 
 def _moment(recording: StreamRecording, scene: Scene) -> float:

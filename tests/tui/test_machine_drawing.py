@@ -10,13 +10,15 @@ from msgspec.structs import replace
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, Job, MigInstance
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run_memory import RoleMemory
+from memtop.supervisor.wire import Configuration, ConfigurationRows
 from memtop.tui.dashboard.overview import draw_compact_machine, draw_processes
 from memtop.tui.line import plain
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
 from memtop.tui.machine.host import draw_host
 from memtop.tui.machine.vram import vram_legend
-from tests.tui.support import GIB, HOST, NOW, gpu, machine, process, run_state, running, store_of, text_of
+from tests.tui.support import GIB, HOST, NOW, SETTINGS, gpu, machine, process, run_state, running, store_of, text_of
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,20 @@ def test_a_gpu_is_split_into_what_is_known() -> None:
     assert "17.0 / 20.0 GiB" in text, "with the driver's reserve, so that it divides to the percentage"
     bar = text.splitlines()[0]
     assert [bar.count(glyph) for glyph in "█▓▒░"] == [35, 11, 3, 11]
+
+
+def test_what_was_foreseen_stands_beside_what_is_in_use_on_the_cards_of_the_run() -> None:
+    cards = gpu(0, 0.5), gpu(1, 0.5)
+    rank = RankMemory(rank=0, pid=7, connected=True, device_uuid=cards[0].uuid)
+    found = Forecast(peak_bytes=15 * GIB, total_bytes=20 * GIB, fraction=0.75, band=Band.SAFE, basis="estimate")
+    rows = (Configuration(number=1, attempt=1, started=0, reason="start", settings=SETTINGS, foreseen=found),)
+    store = store_of(running(*cards, ranks=(rank,)), ConfigurationRows(rows=rows))
+    own, other = (text_of(draw_gpu(store, card, 90, 5)) for card in cards)
+    assert "▴ foreseen ~15.0" in own
+    assert own.splitlines()[0].index("▴") > own.splitlines()[0].index("░")
+    assert "▴" not in other
+    ended = store_of(running(*cards, ranks=(rank,), alive=False), ConfigurationRows(rows=rows))
+    assert "▴" not in text_of(draw_gpu(ended, cards[0], 90, 5))
 
 
 def test_unknown_shares_are_dashes_and_not_zeros() -> None:

@@ -25,6 +25,7 @@ from memtop.tui.line import plain
 from memtop.tui.remedies import outlook_lines
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
+from tests.recovery.support import T5
 from tests.tui.support import (
     CONFIGURATIONS,
     GIB,
@@ -65,6 +66,7 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_shown() -> Non
             assert not live.display
             assert "Apply now" not in screen_text(app)
             assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in words(app)
+            assert "no estimate: model.config.model_type" in words(app)
             app.screen.query_one("#batch", Input).value = "4"
             app.screen.query_one("#accumulation", Input).value = "8"
             await settle(pilot)
@@ -189,6 +191,33 @@ async def test_the_form_shows_the_expected_peak() -> None:
                 assert f"from: {basis}" in screen_text(app)
 
 
+async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_measured() -> None:
+    settings = replace(T5, world_size=1)
+    feed = RecordingFeed(running(gpu(), settings=settings))
+    async with opened(feed, "r", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            ends = []
+            for batch in ("8", "64"):
+                app.screen.query_one("#batch", Input).value = batch
+                await settle(pilot)
+                text = screen_text(app)
+                assert "GiB predicted" in text
+                assert "GiB, from: estimate" in words(app)
+                ends.append(text.splitlines()[next(n for n, row in enumerate(text.splitlines()) if "▴" in row)].index("▴"))
+            assert ends[0] < ends[1], "the bar moves at once"
+        await press(pilot, "escape", "5")
+        for size in SIZES:
+            await resize(pilot, *size)
+            (row,) = [row for row in screen_text(app).splitlines() if "▸" in row and "standard" in row]
+            assert "GiB · safe" in row
+            assert "Predicted peak ~" in words(app)
+    assert feed.requests == [], "nothing was restarted"
+    on_cpu = RecordingFeed(running(gpu(), settings=replace(settings, device="cpu")))
+    async with opened(on_cpu, "5", size=(160, 50)) as (app, _):
+        assert "predicted peak" not in screen_text(app)
+
+
 def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
@@ -198,6 +227,9 @@ def test_the_smallest_card_that_the_run_uses_counts() -> None:
 
 
 def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
+    on_cpu = (RankMemory(rank=0, pid=1, connected=True),)
+    trains = fold(Store(), running(gpu(), ranks=on_cpu))
+    assert not outlook_of(trains.run, (), trains.gpus, trains.host).on_gpu, "although there is a GPU"
     settings = replace(SETTINGS, device="cpu")
     store = fold(Store(), running(settings=settings))
     outlook = outlook_of(store.run, (), store.gpus, store.host)
@@ -223,7 +255,7 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
         return list(map(plain, outlook_lines(outlook_of(store.run, rows, store.gpus, store.host), settings, 200)))
 
     assert "1.0 GiB" not in " ".join(lines(begun))
-    (row,) = lines(replace(begun, updates=1))
+    row, _bar = lines(replace(begun, updates=1))
     assert row.startswith("RAM peak 1.0 GiB measured with these settings")
 
 

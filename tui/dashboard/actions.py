@@ -14,6 +14,7 @@ from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.recovery.forecast import outlook_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.processes.kill import KillDialog, end_chosen
@@ -117,8 +118,10 @@ async def preset(dashboard: Dashboard, key: str) -> None:
         listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
         dashboard.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}")
         return
-    failed = failed_settings(dashboard.store.configurations)
-    name = await dashboard.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed))
+    failed, store = failed_settings(dashboard.store.configurations), dashboard.store
+    peaks = outlook_of(run, store.configurations, store.gpus, store.host)
+    foresee = peaks.predicted if peaks.on_gpu else None
+    name = await dashboard.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed, foresee))
     if name is None:
         return
     if apply_preset(run.settings, presets[name], failed) == run.settings:

@@ -28,7 +28,7 @@ from memtop.tui.line import (
     wrap,
 )
 from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
-from memtop.tui.store import Store, seconds_until_full, step_peak
+from memtop.tui.store import Store, foreseen_on, seconds_until_full, step_peak
 from memtop.tui.words import age
 
 LABEL = 6
@@ -141,12 +141,14 @@ def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
         "   ",
     )
     peak = fact("┆ peak", f"{units.gib(store.gpu_peak_bytes.get(gpu_key(gpu)))} GiB")
-    step = step_peak(store, gpu)
-    if step is None:
-        return spread(left, peak, width)
+    step, foreseen = step_peak(store, gpu), foreseen_on(store, gpu)
     # The agent measures within an update, which sampling once a second cannot see.
-    both = join((fact("step peak", units.gib(step)), peak))
-    return spread(left, both if width_of(left) + 2 + width_of(both) <= width else peak, width)
+    before = [] if step is None else [fact("step peak", units.gib(step))]
+    if foreseen is not None:
+        before.insert(0, fact("▴ foreseen", f"~{units.gib(foreseen.peak_bytes)}", "predicted"))
+    while before and width_of(left) + 2 + width_of(join((*before, peak))) > width:
+        del before[0]
+    return spread(left, join((*before, peak)), width)
 
 
 def _state(store: Store, gpu: GpuSample, width: int) -> Line:

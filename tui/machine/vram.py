@@ -14,7 +14,7 @@ from memtop.supervisor.monitor.vram import VramParts
 from memtop.supervisor.names import shortened
 from memtop.tui.bars import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, foreign, join, join_fitting, line, width_of
-from memtop.tui.store import Store, vram_parts
+from memtop.tui.store import Store, foreseen_on, vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
 """Without a run on the screen, the largest jobs have different looks."""
@@ -42,7 +42,8 @@ def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
     peak_bytes = store.gpu_peak_bytes.get(gpu_key(gpu))
     peak = None if peak_bytes is None else peak_bytes / total
     shares = [Share((part.size or 0) / total, part.glyph, part.role) for part in bar_parts(store, gpu)]
-    return memory_bar(width, shares, peak=peak)
+    foreseen = foreseen_on(store, gpu)
+    return memory_bar(width, shares, peak=peak, predicted=None if foreseen is None else foreseen.fraction)
 
 
 def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.recovery.values import Peak
+from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run_memory import HostMemory
 from memtop.supervisor.wire import Configuration
@@ -223,6 +223,13 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
+    def note_foreseen(self, number: int, found: Forecast) -> Configurations:
+        """The peak that is predicted for this configuration. It stays as it was first predicted."""
+        last = self.present
+        if last is None or last.configuration.number != number or last.configuration.foreseen is not None:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, foreseen=found)))
+
     def note_step(
         self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None, each: int | None = None
     ) -> Configurations:
@@ -234,7 +241,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
-            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key, batch)
+            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key, batch, base_bytes or 0)
         last = now.present
         if rank != 0 or last is None:
             return now
@@ -252,15 +259,15 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         """Host memory of the run's processes, which is the peak of a run without a GPU."""
         return self if host_bytes is None or self.on_gpu else self._note_peak(host_bytes, key, batch)
 
-    def _note_peak(self, taken: int, key: str, batch: int | None) -> Configurations:
+    def _note_peak(self, taken: int, key: str, batch: int | None, outside: int | None = None) -> Configurations:
         last = self.present
         if last is None or last.configuration.outcome is not None or batch is None:
             return self
         known = last.configuration.peak
         if known is None:
-            peak = Peak(batch=batch, bytes=taken, updates=0, settings_key=key)
+            peak = Peak(batch=batch, bytes=taken, updates=0, outside_bytes=outside, settings_key=key)
         elif taken > known.bytes:
-            peak = replace(known, bytes=taken)
+            peak = replace(known, bytes=taken, outside_bytes=outside)
         else:
             return self
         return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))

@@ -67,7 +67,10 @@ def html(facts: Facts) -> str:
     parts += [_title("Training"), *curves] if curves else []
     parts += [_title("Attempts"), _table(("", "began", "lasted", "energy", "why", "end"), _attempts(facts))]
     if facts.configurations:
-        parts += [_title("Settings"), _table(("", "from update", "settings", "peak", "why"), _configurations(facts))]
+        parts += [
+            _title("Settings"),
+            _table(_COLUMNS, _configurations(facts)),
+        ]
     if facts.events:
         rows = [(_clock(event.time), str(event.attempt), event.word, in_words(event.message)) for event in facts.events]
         parts += [_title("Events"), _table(("", "attempt", "event", ""), rows)]
@@ -99,7 +102,7 @@ def markdown(facts: Facts) -> str:
     ]
     if len(facts.configurations) > 1:
         lines += ["", f"**{tr('Settings')}**", ""]
-        lines += _markdown_table(("", "from update", "settings", "peak", "why"), _configurations(facts))
+        lines += _markdown_table(_COLUMNS, _configurations(facts))
     if environment := environment_rows(facts):
         lines += ["", f"**{tr('Environment')}**", "", *_markdown_table(("", ""), environment)]
     if facts.events:
@@ -159,10 +162,15 @@ def _attempts(facts: Facts) -> Iterable[tuple[str, ...]]:
         yield str(attempt.number), _clock(attempt.started), lasted, used, in_words(attempt.reason), outcome_words(attempt)
 
 
+_COLUMNS = ("", "from update", "settings", "foreseen peak", "peak", "why")
+
+
 def _configurations(facts: Facts) -> Iterable[tuple[str, ...]]:
     for row, words in configuration_words(facts.configurations):
         since = units.UNKNOWN if row.since_update is None else units.count(row.since_update)
-        yield str(row.number), since, words, units.UNKNOWN if row.peak is None else row.peak.words, in_words(row.reason)
+        peak = units.UNKNOWN if row.peak is None else row.peak.words
+        foreseen = units.UNKNOWN if row.foreseen is None else f"~{units.size(row.foreseen.peak_bytes)}"
+        yield str(row.number), since, words, foreseen, peak, in_words(row.reason)
 
 
 def _clock(moment: float) -> str:

@@ -9,8 +9,10 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.program import first_known, known
 from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.forecast import foreseen_text
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.effects import SaveConfigurations
+from memtop.supervisor.run.effects import Foresee, SaveConfigurations
 from memtop.supervisor.run.grip import shape_key
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.record.configurations import Configurations, same
@@ -61,13 +63,37 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             kind = "survived" if report.survived else "oom"
             return announce(model, kind, explain.oom_text(rank, report), report)
         case SettingsChanged() if rank == 0:
-            return _settings_changed(model, report)
+            return _foresee(_settings_changed(model, report))
         case Plan() if rank == 0:
             model = note_uses(put(model, model.configurations.resumed(report.updates)))
             # The first allocation after this may be the one that fails, long before the next
             # sample.
-            return note_host(model, model.host_bytes)
+            return _foresee(note_host(model, model.host_bytes))
     return model
+
+
+def _foresee(model: Model) -> Model:
+    """Ask for the predicted peak of the present configuration on the smallest of its GPUs."""
+    present, uuids = model.configurations.present, set(model.progress.devices.values())
+    settings = present.configuration.settings if present is not None else None
+    if present is None or settings is None or model.sample is None or present.configuration.foreseen is not None:
+        return model
+    gpus = [gpu for gpu in model.sample.machine.gpus if gpu.uuid in uuids and gpu.total_bytes]
+    if not gpus:
+        return model
+    gpu = min(gpus, key=lambda one: one.total_bytes or 0)
+    number = present.configuration.number
+    return emit(model, Foresee(number=number, settings=settings, gpu=gpu, earlier=model.configurations.rows[:-1]))
+
+
+def foreseen(model: Model, number: int, found: Forecast | str) -> Model:
+    """The predicted peak, which stands beside the measured one from now on."""
+    if isinstance(found, str):
+        return model
+    after = put(model, model.configurations.note_foreseen(number, found))
+    if after is model:
+        return model
+    return note(after, "foreseen", foreseen_text(found), {"configuration": number, **msgspec.to_builtins(found)})
 
 
 def announce(model: Model, kind: str, text: str, report: Report) -> Model:

@@ -16,6 +16,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery import policy
 from memtop.supervisor.recovery.configuration import applied, change_for, changes_nothing, configuration_key
 from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
 from memtop.supervisor.recovery.policy import SURE, Candidate, Decision, Tried
@@ -224,6 +225,7 @@ def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Re
         diagnosis,
         settings,
         peaks=[peak for record in records if (peak := record.configuration.peak) is not None],
+        estimates=_estimates(model, facts),
         total_bytes=_total_bytes(model),
         run=model.run.name,
         host=host,
@@ -235,6 +237,16 @@ def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Re
         allocator=facts.inherited_allocator,
         model_config=facts.model_config,
     )
+
+
+def _estimates(model: Model, facts: RemedyFacts) -> Estimates | None:
+    """For the run's smallest GPU; None if it is not known, or without a GPU."""
+    uuids = set(model.progress.devices.values())
+    gpus = model.sample.machine.gpus if model.sample is not None and model.on_gpu else ()
+    gpu = min(
+        (gpu for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes), key=lambda one: one.total_bytes or 0, default=None
+    )
+    return None if gpu is None else estimates_on(gpu, model.configurations.rows, config=facts.model_config)
 
 
 def _command(model: Model, diagnosis: Diagnosis, facts: RemedyFacts, host: HostFacts) -> ExternalCommand:
