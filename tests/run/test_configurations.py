@@ -73,6 +73,21 @@ def test_a_failure_survived_in_the_process_starts_a_new_configuration() -> None:
     assert all_of_them.records[1].starts == (ConfigurationStart(attempt=1),)
 
 
+def test_what_a_process_has_kept_is_no_peak_of_its_new_settings() -> None:
+    """On the CPU, after a change in the running program."""
+    began = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key", SETTINGS.batch)
+    changed = began.change(7, "batch 8 -> 4", HALF, died=None, saved=None, changed_by=(1, 70.0))
+    kept = changed.note_host(500, "key", HALF.batch)
+    assert kept.rows[1].peak is None
+    more = kept.note_host(501, "key", HALF.batch).rows[1].peak
+    assert more is not None
+    assert (more.bytes, more.batch) == (501, HALF.batch)
+    # A new process has kept nothing.
+    restarted = kept.end("replaced", 9, 9).begin_attempt(2, "restart", HALF, 90.0).note_host(300, "key", HALF.batch)
+    assert restarted.rows[-1].peak is not None
+    assert restarted.rows[-1].peak.bytes == 300
+
+
 def test_rows_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
     outbox = Outbox(Ledger(tmp_path / "ledger.sqlite"))
     first = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)

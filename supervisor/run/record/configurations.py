@@ -256,8 +256,23 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
 
     def note_host(self, host_bytes: int | None, key: str, batch: int | None) -> Configurations:
-        """Host memory of the run's processes, which is the peak of a run without a GPU."""
-        return self if host_bytes is None or self.on_gpu else self._note_peak(host_bytes, key, batch)
+        """Host memory of the run's processes, which is the peak of a run without a GPU.
+
+        A process keeps memory that it has freed. So after a change in the running program, what it
+        holds is a peak of the present settings only if it never held as much before.
+        """
+        if host_bytes is None or self.on_gpu or host_bytes <= self._held_before:
+            return self
+        return self._note_peak(host_bytes, key, batch)
+
+    @property
+    def _held_before(self) -> int:
+        """The highest peak of earlier settings in the present process, in bytes."""
+        last = self.present
+        if last is None or last.changed_by is None:
+            return 0
+        earlier = (one.configuration for one in self.records[:-1] if one.newest_attempt == last.newest_attempt)
+        return max((one.peak.bytes for one in earlier if one.peak is not None), default=0)
 
     def _note_peak(self, taken: int, key: str, batch: int | None, outside: int | None = None) -> Configurations:
         last = self.present
