@@ -195,16 +195,19 @@ def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak
 
 def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:
     """Other settings that are safe, each with the largest B that is: those that allow a larger B
-    than the present ones, or need less memory. Training unchanged comes first, then the order of
+    than the present ones do, or need less memory. Training unchanged comes first, then the order of
     `others`."""
-    own = largest_safe(settings, card, quick, quick)
+    own, asked = largest_safe(settings, card, quick, quick), quick(settings)
+    least = None if own is None else own[1].reserved
+    if asked is not None and least is not None and is_safe(asked, card):
+        least = min(least, asked.reserved)
     found: list[Way] = []
     for other in others:
         best = None if other == settings else largest_safe(other, card, quick, quick)
         if best is None or best[0] in [way.settings for way in found]:
             continue
         tried, need = best
-        if own is not None and tried.batch <= own[0].batch and need.reserved > _LESS * own[1].reserved:
+        if own is not None and least is not None and tried.batch <= own[0].batch and need.reserved > _LESS * least:
             continue
         changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same))

@@ -98,6 +98,16 @@ def test_ways_are_those_that_gain_something_the_training_unchanged_first() -> No
     assert [(way.settings.seq_len, way.settings.batch, way.unchanged) for way in found] == [(128, 16, True), (64, 16, False)]
 
 
+def test_a_way_that_needs_more_than_what_is_safe_already_is_none() -> None:
+    settings = first_run(batch=2, accumulation=4)
+    assert is_safe(linear(settings), CARD)
+    checkpointed = replace(settings, gradient_checkpointing=True)
+    # 8 x 1 with checkpointing takes 400 MiB, the present 2 x 4 only 200.
+    assert ways(settings, [checkpointed], CARD, linear) == []
+    whole = replace(settings, batch=8, accumulation=1)
+    assert [way.settings.batch for way in ways(whole, [checkpointed], CARD, linear)] == [8]
+
+
 def test_parts_and_bounds_of_a_peak() -> None:
     need = Need(reserved=900 * MIB, phase="backward", components={"weights": 800 * MIB}, basis="dry run")
     peak = peak_of(need, replace(CARD, context_bytes=20 * MIB))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from memtop.presets.schema import Split, exact_splits, split_below
-from memtop.train import TrainingError
+from memtop.train import TrainingError, first_line
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.channel import Channel
 from memtop.train.devices import usable_fraction
@@ -74,7 +74,12 @@ class OomGuard:
             if not self._retries:
                 raise
             self.failed = True
-            if not survived:
+            if survived:
+                print(
+                    f"memtop: update {self.update}, {self.phase}: {first_line(error)}; it is done again in smaller pieces",
+                    flush=True,
+                )
+            else:
                 self._fatal = error
         return None
 

@@ -203,7 +203,9 @@ class _Answers:
         room = self._card.torch_bytes
         # The loss of what certainly does not fit is computed in tiny pieces: that takes minutes.
         hopeless = rough is not None and room is not None and rough.reserved > _HOPELESS * room
-        if self._runs is None or hopeless:
+        # The pieces of the loss follow the GPU's memory.
+        open_loss = room is None and settings.loss_chunk < 0 and rough is not None
+        if self._runs is None or hopeless or open_loss:
             return self.quick(settings)
         key = msgspec.json.encode(settings, order="deterministic")
         if key not in self._known:

@@ -34,7 +34,7 @@ def test_without_an_agent_all_numbers_are_the_outputs() -> None:
     assert state.program is not None
     assert state.program.grip == "output"
     assert state.program.why == "updates, total, loss, seconds of a step: read from the output, by lines like `x`"
-    assert brain.messages("output") == ["the step is read from the output, by lines like `x`"]
+    assert brain.messages("output") == ["values of the training are read from the output, by lines like `x`"]
     brain.tell(OutputRead(replace(SEEN, step=21, update=21)))
     assert len(brain.messages("output")) == 1
     assert brain.model.update == 21

@@ -263,11 +263,7 @@ def test_a_failure_on_the_cpu_is_the_peak_and_ends_the_configuration() -> None:
     assert brain.model.settings == HALF
 
 
-@pytest.mark.parametrize(
-    ("message", "requested"),
-    [("DefaultCPUAllocator: can't allocate memory: you tried to allocate 41943040 bytes.", 40 * MIB), ("bad alloc", 0)],
-)
-def test_a_failure_on_the_cpu_adds_what_has_grown_since_the_newest_sample(message: str, requested: int) -> None:
+def test_a_failure_on_the_cpu_adds_what_has_grown_since_the_newest_sample() -> None:
     """The rank reports resident bytes, in which shared pages count in full."""
     roles = (
         RoleMemory(role="rank", processes=1, pss_bytes=180 * MIB),
@@ -281,10 +277,10 @@ def test_a_failure_on_the_cpu_adds_what_has_grown_since_the_newest_sample(messag
     assert before.peak is not None
     assert before.peak.bytes == (180 + 70) * MIB
     assert [rank.pss_bytes for rank in run_state(brain.model).ranks] == [180 * MIB]
-    brain.report({**OOM, "message": message}, SPLIT)
+    brain.report(OOM, SPLIT)
     first, _ = brain.model.configurations.rows
     assert first.peak is not None
-    assert first.peak.bytes == (180 + 70 + 300 - 250) * MIB + requested, "a loader worker has not grown"
+    assert first.peak.bytes == (180 + 70 + 300 - 250) * MIB, "a loader worker has not grown"
 
 
 def test_the_plan_shows_that_what_was_sampled_is_the_peak() -> None:

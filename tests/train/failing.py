@@ -125,6 +125,9 @@ class Scripted:
     def fullness(self, peak_bytes: int) -> float | None:
         return peak_bytes / self.limit
 
+    def generation(self) -> int | None:
+        return None
+
     def retries(self) -> int | None:
         if self.trainer is not None and self.trainer.position.updates + 1 in self._retrying:
             self._retries += 1

@@ -31,8 +31,8 @@ def result_of(store: Store) -> DashboardResult:
         again = "it has ended" if run.state.final else f"memtop watch --pid {run.trainer_pid} shows it again"
         return DashboardResult("detach", f"{run.name}: {again}")
     if run.state.final:
-        message = f"{run.name}: {run.word}, memtop show {run.name}"
+        message = f"{run.name}: {run.word}. More: memtop show {run.name}"
         if run.reason:
-            message = f"{run.name}: {run.word} ({run.reason}), memtop show {run.name}"
+            message = f"{run.name}: {run.word} ({run.reason}). More: memtop show {run.name}"
         return DashboardResult("ended", message, exit_status=1 if run.state is Phase.FAILED else 0)
     return DashboardResult("detach", f"{run.name} continues; memtop watch {run.name} shows it again")

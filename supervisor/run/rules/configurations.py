@@ -140,24 +140,20 @@ def _batch(model: Model) -> int | None:
 
 
 def _note_failure(model: Model, rank: int, report: Oom) -> Model:
-    """On the CPU, the peak is at least the memory at the failure, which may fall between two
-    samples, and what was requested then."""
+    """On the CPU, the peak is the memory at the failure, which may fall between two samples."""
     present = model.configurations.present
     if present is None or report.rss_bytes is None:
         return model
     if (report.time or 0.0) < present.configuration.started:
         return model  # an earlier one's, which an earlier supervisor has dealt with
-    from memtop.supervisor.diagnosis import figures  # many patterns, for a failure only
-
-    requested = figures.read(report.message or "").requested or 0
     failed = model.progress.ranks.get(rank)
     before = model.sample.rss_bytes.get(failed.pid or 0) if model.sample is not None and failed is not None else None
     held = model.sample.host_memory.size if model.sample is not None else None
     if held is not None and before is not None:
         # What the rank has more of than at the newest sample is its own.
-        return note_host(model, held + max(0, report.rss_bytes - before) + requested)
+        return note_host(model, held + max(0, report.rss_bytes - before))
     others = sum(other.rss_bytes or 0 for other in model.progress.rank_memory() if other.rank != rank)
-    return note_host(model, report.rss_bytes + others + requested)
+    return note_host(model, report.rss_bytes + others)
 
 
 def _settings_changed(model: Model, report: SettingsChanged) -> Model:

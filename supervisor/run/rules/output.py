@@ -19,7 +19,7 @@ def read(model: Model, seen: Seen) -> Model:
     was_by_output = model.by_output
     model = replace(model, output=seen)
     if before is None and not seen.again:
-        model = note(model, "output", f"the step is read from the output, by lines like `{seen.example}`")
+        model = note(model, "output", f"values of the training are read from the output, by lines like `{seen.example}`")
     is_known = model.asked is not None and model.asked.resumed is not None
     if model.by_output and not was_by_output and not seen.again and seen.attempt > 1 and not is_known:
         # It has resumed: what the attempt before did after this step does not count.
