@@ -7,7 +7,7 @@ from __future__ import annotations
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.language import separator, tr
-from memtop.supervisor.monitor.values import mark
+from memtop.supervisor.monitor.values import EDGE_FROM, mark
 from memtop.supervisor.recovery.forecast import Outlook
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.tui.bars import ROLES, Share, memory_bar
@@ -64,7 +64,14 @@ def why_words(remedy: Remedy) -> str:
     """Why it helps and what its prediction comes from, in the reader's language."""
     if remedy.forecast is None:
         return tr(remedy.why)
-    return separator(". ").join((tr(remedy.why), tr(f"Predicted from: {remedy.forecast.basis}.")))
+    return separator(". ").join((tr(remedy.why), tr(_prediction(remedy.forecast))))
+
+
+def _prediction(found: Forecast) -> str:
+    if found.least_bytes is None or found.most_bytes is None:
+        return f"Predicted from: {found.basis}."
+    least, most = units.size(found.least_bytes), units.size(found.most_bytes)
+    return f"Predicted between {least} and {most}, from: {found.basis}."
 
 
 def predicted_line(forecast: Forecast, width: int) -> Line:
@@ -140,7 +147,20 @@ def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
     before = "" if now is None else f"{units.size(now.bytes)} measured -> "
     predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
     head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
-    return [fit(head, width), *_bar(found, None if now is None else outlook.seen(now), width), *basis_lines(found, width)]
+    bar = _bar(found, None if now is None else outlook.seen(now), width)
+    return [fit(head, width), *bar, *_safe_split(outlook, after, found, width), *basis_lines(found, width)]
+
+
+def _safe_split(outlook: Outlook, after: Settings, found: Forecast, width: int) -> list[Line]:
+    """What keeps the effective batch and is safe; empty if the prediction is safe."""
+    if found.fraction is None or found.fraction < EDGE_FROM:
+        return []
+    safe = outlook.safe_split(after)
+    if safe is None:
+        return wrap("no split with this effective batch is predicted to be safe", width, "edge")
+    settings, less = safe
+    words = f"{settings.batch} x {settings.accumulation} keeps the effective batch, safe at ~{units.size(less.peak_bytes)}"
+    return wrap(words, width, "edge")
 
 
 def basis_lines(found: Forecast, width: int) -> list[Line]:

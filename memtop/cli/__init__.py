@@ -53,7 +53,7 @@ COMMAND_GROUPS = {
         "config": "Show each value of the configuration and where it comes from.",
         "doctor": "Check what memtop finds on this machine.",
         "plan": "Foresee the GPU memory of a run before it starts.",
-        "presets": "List the presets, what each of them would change, and the peak of GPU memory.",
+        "presets": "List the presets, what each would change, and its peak of memory.",
     },
 }
 """Each command and the first sentence of its help, in the groups that `memtop --help` shows."""

@@ -38,7 +38,7 @@ _DEFAULT_RECIPE = "first-run"
 @click.argument("name", required=False, metavar="[NAME]", shell_complete=completion.presets)
 @json_option
 def presets(name: str | None, as_json: bool) -> int:
-    """List the presets, what each of them would change, and the peak of GPU memory.
+    """List the presets, what each would change, and its peak of memory.
 
     They are compared with the newest run in progress, or with the recipe that they are for. NAME
     shows one preset in full.

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample, band_of
-from memtop.supervisor.plan import SURE, Card, Need, estimated, largest_safe, peak_of
+from memtop.supervisor.plan import SURE, Card, Need, estimated, largest_safe, peak_of, splits_of, with_split
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
@@ -262,8 +262,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
             return [], "estimate", False
         where = _words(found)
         if near:
-            return list(found.values()), f"estimate, calibrated by what was measured at {where}", True
-        return list(found.values()), f"estimate, calibrated by what was measured at {where} with other settings", False
+            return list(found.values()), f"estimate, calibrated at {where}", True
+        return list(found.values()), f"estimate, calibrated at {where} with other settings", False
 
     def _failed(self, allocator: str) -> Iterator[float]:
         """What failures with these options of the allocator needed at least, divided by the
@@ -322,6 +322,17 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         otherwise by the estimate."""
         found = forecast(after, self.peaks, self.total_bytes, others_bytes=self.others_bytes, on_gpu=self.on_gpu)
         return found if isinstance(found, Forecast) else or_estimated(found, self.estimates, after)
+
+    def safe_split(self, settings: Settings) -> tuple[Settings, Forecast] | None:
+        """The largest smaller batch that is predicted to be safe and keeps the effective batch."""
+        for batch, accumulation in splits_of(settings):
+            if batch >= settings.batch:
+                continue
+            smaller = with_split(settings, batch, accumulation)
+            found = self.predicted(smaller)
+            if isinstance(found, Forecast) and found.fraction is not None and found.fraction < EDGE_FROM:
+                return smaller, found
+        return None
 
 
 def or_estimated(why: str, estimates: Estimates | None, settings: Settings) -> Forecast | str:

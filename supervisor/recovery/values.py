@@ -30,7 +30,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     band: Band = Band.UNKNOWN
     basis: str
     """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`,
-    `estimate, calibrated by what was measured at B 4`."""
+    `estimate, calibrated at B 4`."""
     least_bytes: int | None = None
     """The true peak is hardly below it, and hardly above `most_bytes`; None: not known."""
     most_bytes: int | None = None

@@ -271,22 +271,22 @@ def test_without_a_measurement_the_estimate_has_its_known_errors() -> None:
 def test_a_measured_peak_scales_the_estimate_of_another_batch_and_makes_it_surer() -> None:
     small = replace(T5, batch=8, accumulation=8)
     found = by_estimate(T5, known(small, 1.1))
-    assert found.basis == "estimate, calibrated by what was measured at B 8"
+    assert found.basis == "estimate, calibrated at B 8"
     assert found.peak_bytes == pytest.approx(need(T5).reserved * 1.1 + CONTEXT, rel=1e-6)
     rough = by_estimate(T5)
     width = [(one.most_bytes or 0) - (one.least_bytes or 0) for one in (found, rough)]
     assert width[0] < width[1]
     two = by_estimate(T5, known(small, 1.1), known(replace(T5, batch=4), 0.9))
-    assert two.basis == "estimate, calibrated by what was measured at B 4 and B 8"
+    assert two.basis == "estimate, calibrated at B 4 and B 8"
     assert two.peak_bytes == pytest.approx(need(T5).reserved + CONTEXT, rel=1e-6)
     assert (two.most_bytes or 0) - (two.least_bytes or 0) > width[0], "the residuals differ"
 
 
 def test_peaks_with_the_same_settings_count_more_than_those_with_others() -> None:
     other = replace(T5, gradient_checkpointing=True)
-    assert by_estimate(T5, known(other, 0.8)).basis == "estimate, calibrated by what was measured at B 32 with other settings"
+    assert by_estimate(T5, known(other, 0.8)).basis == "estimate, calibrated at B 32 with other settings"
     both = by_estimate(T5, known(other, 0.8), known(replace(T5, batch=8), 1.1))
-    assert both.basis == "estimate, calibrated by what was measured at B 8"
+    assert both.basis == "estimate, calibrated at B 8"
     # The residual of a run without ZeRO says little of a run with it.
     sharded = replace(T5, zero=Zero(stage=2))
     assert by_estimate(sharded, known(T5, 1.0)).most_bytes == by_estimate(sharded).most_bytes
@@ -345,7 +345,7 @@ def test_the_line_of_two_measured_batches_comes_before_the_estimate() -> None:
     found = outlook(T5, *peaks).predicted(T5)
     assert found.basis == "line through peaks at B 4 and B 8"
     one = outlook(T5, peaks[0]).predicted(T5)
-    assert one.basis == "estimate, calibrated by what was measured at B 4"
+    assert one.basis == "estimate, calibrated at B 4"
 
 
 def test_what_other_processes_hold_counts_unless_the_runs_own_is_not_known() -> None:

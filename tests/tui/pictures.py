@@ -115,7 +115,7 @@ SCENES = (
     Scene("machine", (Picture("machine"),), messages=lambda: [_machine(second) for second in range(200)]),
     Scene(
         "foreseen",
-        (Picture("foreseen"), Picture("what-if", ("r", "backspace", "backspace", "8")), Picture("preset-peaks", ("6",))),
+        (Picture("foreseen"), Picture("what-if", ("r", "backspace", "backspace", "6", "4")), Picture("preset-peaks", ("6",))),
         messages=lambda: _foreseen(),
     ),
 )
@@ -125,7 +125,7 @@ SCENES = (
 CHINESE = (
     Scene("training", (Picture("dashboard-zh"), Picture("restart-zh", ("r", "backspace", "4")))),
     Scene("failed", (Picture("recovery-zh", over=True),), failed=True),
-    Scene("foreseen", (Picture("what-if-zh", ("r", "backspace", "backspace", "8")),), messages=lambda: _foreseen()),
+    Scene("foreseen", (Picture("what-if-zh", ("r", "backspace", "backspace", "6", "4")),), messages=lambda: _foreseen()),
 )
 """In Chinese, on the smallest terminal, dark."""
 

@@ -3,6 +3,7 @@ failed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -206,6 +207,11 @@ async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_mea
                 assert "GiB, from: estimate" in words(app)
                 ends.append(text.splitlines()[next(n for n, row in enumerate(text.splitlines()) if "▴" in row)].index("▴"))
             assert ends[0] < ends[1], "the bar moves at once"
+            app.screen.query_one("#batch", Input).value = "128"
+            app.screen.query_one("#accumulation", Input).value = "1"
+            await settle(pilot)
+            assert re.search(r"(\d+) x (\d+) keeps the effective batch, safe at ~", words(app))
+            app.screen.query_one("#accumulation", Input).value = "2"
         await press(pilot, "escape", "5")
         for size in SIZES:
             await resize(pilot, *size)
