@@ -75,6 +75,13 @@ ROWS = (
     Row(f"sft-lora --preset standard --batch 2 --accum 2 --seq-len 128 {_FROM_FILE}".replace("MODEL", "fp32")),
     Row(f"sft-lora --preset low --batch 4 --accum 1 --seq-len 192 {_FROM_FILE}".replace("MODEL", "bf16"), unseen=True),
     Row(f"sft-qlora --preset standard --batch 1 --accum 2 --seq-len 128 {_FROM_FILE}".replace("MODEL", "bf16"), unseen=True),
+    Row(f"sft-lora --preset standard --batch 4 --accum 1 --seq-len 256 {_FROM_FILE}".replace("MODEL", "fp32"), unseen=True),
+    Row("first-run --preset standard --batch 32 --accum 1 --seq-len 128 --set model.config.hidden_size=256", unseen=True),
+    Row(
+        "pretrain-causal --preset standard --batch 4 --accum 4 --seq-len 192 --set model.config.num_hidden_layers=5",
+        unseen=True,
+    ),
+    Row("first-run --preset standard --batch 8 --accum 2 --set model.config.model_type=qwen2", unseen=True),
     # Processes.
     Row("first-run --preset standard --set workers=2"),
     Row("first-run --preset standard", processes=2),

@@ -31,7 +31,11 @@ Measure = Literal["PSS", "RSS"]
 
 
 class HostMemory(NamedTuple):
-    """Host memory of all processes of a run together."""
+    """Host memory of all processes of a run together: of its ranks, their loader workers, the
+    launcher and the shim, but not of the supervisor and dashboards.
+
+    It is what `presets/host_estimate.py` foresees.
+    """
 
     size: int | None = None
     """Bytes; None if they are not known."""
