@@ -1,6 +1,7 @@
 """The host memory that `presets.host_estimate` foresees, compared with that of real runs on a CPU.
 
     python -m bench.host_memory [--only TEXT] [--unseen]
+    python -m bench.host_memory --again FILE
 
 Each row is a whole run under its supervisor, a few updates long, with a save in between. Measured
 is the highest PSS of the run's processes together, read about ten times a second by the function
@@ -62,7 +63,7 @@ ROWS = (
     Row("pretrain-causal --preset standard --batch 4 --accum 1 --seq-len 128"),
     Row("pretrain-causal --preset standard --batch 4 --accum 2 --seq-len 256"),
     Row("pretrain-causal --preset standard --batch 2 --accum 2 --seq-len 512", unseen=True),
-    Row("first-run --preset standard --batch 16 --accum 1 --seq-len 256", unseen=True),
+    Row("first-run --preset standard --batch 16 --accum 1 --seq-len 256"),
     Row("first-run --preset standard --batch 2 --accum 4 --seq-len 64 --set precision=bf16", unseen=True),
     Row("pretrain-causal --preset standard --batch 4 --accum 1 --seq-len 128 --set optimizer=adafactor", unseen=True),
     # Other models and methods.
@@ -144,7 +145,6 @@ def measured(row: Row, inputs: Path) -> dict[str, Any]:
                 raise RuntimeError(f"{' '.join(arguments)}: {done.stderr[-1000:]}")
             return done.stdout
 
-        available = psutil.virtual_memory().available
         memtop("train", "--detach", "--name", "a", *words)
         highest, parts = _highest(psutil.Process(json.loads(memtop("show", "a", "--json"))["supervisor_pid"]))
         shown = json.loads(memtop("show", "a", "--json"))
@@ -152,20 +152,33 @@ def measured(row: Row, inputs: Path) -> dict[str, Any]:
             raise RuntimeError(f"{row.words}: is {shown['state']}: {memtop('diagnose', 'a')}")
         listed = json.loads(memtop("runs", "--json"))[0]["host_peak_bytes"]
         settings = msgspec.json.decode((folder / "runs/a/attempts/0001/settings.json").read_bytes(), type=Settings)
-        foreseen = host_estimate(settings, stored_config(settings) or {}, on_gpu=False, available=available)
+        config = stored_config(settings)
+    return _row(
+        row.words,
+        row.processes,
+        unseen=row.unseen,
+        measured_mib=highest // MIB,
+        measured_parts_mib={name: size // MIB for name, size in parts.items()},
+        shown_mib=None if listed is None else listed // MIB,
+        settings=msgspec.to_builtins(settings),
+        config=config,
+    )
+
+
+def _row(run: str, processes: int, **measured: Any) -> dict[str, Any]:
+    settings = msgspec.convert(measured["settings"], Settings)
+    foreseen = host_estimate(settings, measured["config"], on_gpu=False)
     return {
-        "run": row.words,
-        "processes": row.processes,
-        "unseen": row.unseen,
+        "run": run,
+        "processes": processes,
         "level": settings.host_level,
         "batch": settings.batch,
+        "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
-        "error_percent": round(100 * (foreseen.peak - highest) / highest, 1),
+        "error_percent": round(100 * (foreseen.peak / MIB / measured["measured_mib"] - 1), 1),
         "foreseen_mib": foreseen.peak // MIB,
-        "measured_mib": highest // MIB,
-        "shown_mib": None if listed is None else listed // MIB,
         "foreseen_parts_mib": {name: size // MIB for name, size in foreseen.components.items()},
-        "measured_parts_mib": {name: size // MIB for name, size in parts.items()},
+        **measured,
     }
 
 
@@ -215,14 +228,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="TEXT", help="rows with this text")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="no runs: foresee again what this result has measured")
     parser.add_argument("--unseen", action="store_true", help="also the rows that no rule was fitted to")
     arguments = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="memtop-inputs-") as inputs:
-        make_inputs(Path(inputs))
-        for row in ROWS:
-            if arguments.only in row.words and (arguments.unseen or not row.unseen):
-                rows.append(measured(row, Path(inputs)))
+    if arguments.again is not None:
+        computed = ("level", "batch", "accumulation", "seq_len", "error_percent", "foreseen_mib", "foreseen_parts_mib")
+        for row in json.loads(arguments.again.read_text())["rows"]:
+            rows.append(_row(**{name: value for name, value in row.items() if name not in computed}))
+    else:
+        with tempfile.TemporaryDirectory(prefix="memtop-inputs-") as inputs:
+            make_inputs(Path(inputs))
+            chosen = [row for row in ROWS if arguments.only in row.words and (arguments.unseen or not row.unseen)]
+            if any("zero" in row.words for row in chosen):
+                # DeepSpeed compiles its extensions.
+                measured(next(row for row in chosen if "zero" in row.words), Path(inputs))
+            for one in chosen:
+                rows.append(measured(one, Path(inputs)))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     libraries = versions("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes")
     report("host_memory", {"versions": libraries, "summary": summary(rows), "rows": rows})
