@@ -160,7 +160,7 @@ def measured(row: Row, inputs: Path) -> dict[str, Any]:
         measured_mib=highest // MIB,
         measured_parts_mib={name: size // MIB for name, size in parts.items()},
         shown_mib=None if listed is None else listed // MIB,
-        settings=msgspec.to_builtins(settings),
+        settings=json.loads(msgspec.json.encode(settings).decode().replace(str(inputs), "{folder}")),
         config=config,
     )
 
