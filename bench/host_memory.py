@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 
 from bench.common import printed_by, report, versions
 from memtop.presets import Settings
@@ -160,7 +161,7 @@ def measured(row: Row, inputs: Path) -> dict[str, Any]:
         measured_mib=highest // MIB,
         measured_parts_mib={name: size // MIB for name, size in parts.items()},
         shown_mib=None if listed is None else listed // MIB,
-        settings=json.loads(msgspec.json.encode(settings).decode().replace(str(inputs), "{folder}")),
+        settings=json.loads(msgspec.json.encode(replace(settings, python="")).decode().replace(str(inputs), "{folder}")),
         config=config,
     )
 
