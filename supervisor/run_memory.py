@@ -34,7 +34,8 @@ class HostMemory(NamedTuple):
     """Host memory of all processes of a run together: of its ranks, their loader workers, the
     launcher and the shim, but not of the supervisor and dashboards.
 
-    It is what `presets/host_estimate.py` foresees.
+    `presets/host_estimate.py` foresees its peak. It is read once a second at most, so a short peak
+    can be higher than what is recorded.
     """
 
     size: int | None = None

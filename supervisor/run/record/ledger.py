@@ -453,11 +453,7 @@ class Ledger:
         return tiers.read(self._db, key, since, until)
 
     def host_peak(self) -> HostMemory:
-        """The highest host memory of the run's processes together that was read; `host_estimate`
-        foresees it. Older ledgers have no PSS.
-
-        It is read once a second at most, so a short peak can be higher.
-        """
+        """The highest host memory of the run's processes together. Older ledgers have no PSS."""
         sizes = (tiers.highest(self._db, HOST, name, wherever="run_rss_bytes") for name in ("run_pss_bytes", "run_rss_bytes"))
         return configurations.with_peaks(host_memory(*sizes), () if metrics.of_gpu(self._db) else self.configurations())
 
