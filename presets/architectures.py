@@ -13,6 +13,8 @@ from memtop.presets.states import UnknownMemoryError
 
 BF16_FROM = 80
 """The compute capability from which on a GPU computes in bf16 and has flash attention."""
+CPU = 0
+"""In place of a compute capability: the kernels of a CPU."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,6 +327,9 @@ def kernel_of(shape: Shape, generation: int, *, half: str | None, masked: bool) 
     """What computes attention on a GPU of this compute capability; `half`: bf16, fp16 or None."""
     if shape.score_cap or shape.kind == "gemma2":
         return "eager"
+    if generation == CPU:
+        # It takes shared keys and masks, but neither dropout nor a bias that is trained.
+        return "math" if shape.buckets or shape.attention_dropout else "flash"
     width, step = shape.width, 8 if half else 4
     # A consumer card has no backward pass for the widest heads.
     rate = shape.attention_dropout

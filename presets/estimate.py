@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.architectures import BF16_FROM, Shape, causal_layer, kernel_of, shape_of, t5_layer
+from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, kernel_of, shape_of, t5_layer
 from memtop.presets.layers import Kernel, Layer, Tensor
 from memtop.presets.logits import ROWS, tokens_at_once
 from memtop.presets.schema import Settings
@@ -136,7 +136,8 @@ class _Run:
         fixed = states_of(
             self.settings, parameters, self.shape.hidden, max(stacks, key=lambda stack: len(stack.parameters)).parameters
         )
-        fixed.workspace += 2 * (32 * _MIB if self.generation >= 90 else 8_519_680)
+        if self.generation != CPU:
+            fixed.workspace += 2 * (32 * _MIB if self.generation >= 90 else 8_519_680)
         points = self._points(stacks, tail, fixed)
         peaks: dict[Phase, int] = {}
         for point in points:

@@ -31,7 +31,12 @@ Measure = Literal["PSS", "RSS"]
 
 
 class HostMemory(NamedTuple):
-    """Host memory of all processes of a run together."""
+    """Host memory of all processes of a run together: of its ranks, their loader workers, the
+    launcher and the shim, but not of the supervisor and dashboards.
+
+    `presets/host_estimate.py` foresees its peak. It is read once a second at most, so a short peak
+    can be higher than what is recorded.
+    """
 
     size: int | None = None
     """Bytes; None if they are not known."""

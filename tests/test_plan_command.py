@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from memtop.cli import gpus as gpus_of
 from memtop.cli import run
+from memtop.cli.plan_host import host_text, planned_host
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.supervisor.dry_runs import DryRuns
-from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
+from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -128,10 +129,14 @@ def test_a_plan_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert gpu["peak_phase"] in ("forward", "backward", "optimizer")
     assert found["effective_batch"] == found["settings"]["batch"] * found["settings"]["accumulation"] == 32
     assert found["max_safe_batch"] == 32
-    assert found["host"]["peak_bytes"] is None
+    host = found["host"]
+    assert sum(host["components"].values()) == host["peak_bytes"] > GIB
+    assert host["least_bytes"] < host["peak_bytes"] < host["most_bytes"]
+    assert "assumption" in host["reason"]
     assert found["model"]["parameters"] > 1e6
     # The second time, the answers that were kept are the same.
-    assert document(capsys, "first-run", "--vram", "1") == found
+    again = document(capsys, "first-run", "--vram", "1")
+    assert {**again, "host": None} == {**found, "host": None}
     assert list((tmp_path / "cache").rglob("dry_runs/*"))
 
 
@@ -144,7 +149,38 @@ def test_a_plan_for_a_model_and_a_method(capsys: pytest.CaptureFixture[str], mod
     same = document(
         capsys, "--model", str(model / "config.json"), "--method", "lora", "--batch", "2", "--accum", "3", "--vram", "0.6"
     )
-    assert same == found
+    assert {**same, "host": None} == {**found, "host": None}
+
+
+def test_without_a_gpu_the_host_memory_is_that_of_a_training_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "first-run", "--host-ram", "1")
+    host = found["host"]
+    assert (host["total_bytes"], host["available_bytes"], host["reason"]) == (GIB, GIB, "")
+    assert host["fraction"] == host["peak_bytes"] / GIB
+    assert {"weights", "activations", "optimizer"} <= host["components"].keys()
+    assert host["band"] == "safe"
+    assert document(capsys, "first-run", "--host-ram", "0.45")["host"]["band"] == "danger"
+    assert run(["plan", "first-run", "--host-ram", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("host memory ") and "· safe" in line for line in lines)
+    assert any("trained on this CPU: between" in line for line in lines)
+
+
+def test_the_host_memory_of_a_model_that_was_not_downloaded_is_unknown() -> None:
+    settings = first_run(model={"path": "nobody/nothing"})
+    found = planned_host(settings, HostSample(total_bytes=GIB, available_bytes=GIB), None, on_gpu=False)
+    assert found.row["peak_bytes"] is None
+    assert found.row["band"] == "unknown"
+    assert "not known before it is downloaded" in found.reason
+    assert [*host_text(found, on_gpu=False)] == [f"host memory –: {found.reason}"]
+
+
+def test_in_a_limited_cgroup_the_limit_counts() -> None:
+    host = HostSample(total_bytes=64 * GIB, limit_bytes=GIB, available_bytes=GIB // 2)
+    found = planned_host(first_run(), host, None, on_gpu=False)
+    assert found.foreseen is not None
+    assert found.total == GIB
+    assert found.fraction == (GIB // 2 + found.foreseen.peak) / GIB
 
 
 def test_without_torch_it_is_an_estimate(
@@ -164,6 +200,8 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["preset"]: row for row in json.loads(capsys.readouterr().out)}
     assert {"standard", "deepspeed", "stage2_offload", "stage3", "minimal"} <= set(rows)
     assert rows["stage2_offload"]["peak_bytes"] < rows["standard"]["peak_bytes"]
+    of_host = {name: row["host"]["peak_bytes"] for name, row in rows.items()}
+    assert of_host["stage2_offload"] > of_host["standard"]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +253,7 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     assert {name: settings[name] for name in expected} == expected
     assert (settings["method"], settings["gradient_checkpointing"], settings["world_size"]) == ("full", True, 1)
     assert "the weights are in fp32" in found["assumed"]
+    assert (found["host"]["peak_bytes"], found["host"]["reason"]) == (None, "that of your own program is not foreseen")
     alternatives = {row["preset"] for row in found["alternatives"]}
     assert alternatives <= {"standard"}, "presets are for recipes"
     with contextlib.closing(DryRuns("")) as runs:

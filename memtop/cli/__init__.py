@@ -52,7 +52,7 @@ COMMAND_GROUPS = {
         "advise": "Show what limits a run's speed and what would make it faster.",
         "config": "Show each value of the configuration and where it comes from.",
         "doctor": "Check what memtop finds on this machine.",
-        "plan": "Foresee the GPU memory of a run before it starts.",
+        "plan": "Foresee the GPU and the host memory of a run before it starts.",
         "presets": "List the presets, what each would change, and its peak of memory.",
     },
 }

@@ -15,6 +15,7 @@ from memtop.cli.configuration import configured
 from memtop.cli.interpreters import search
 from memtop.cli.options import WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
+from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
@@ -71,7 +72,7 @@ def plan(
     host_ram: float | None,
     as_json: bool,
 ) -> int:
-    """Foresee the GPU memory of a run before it starts.
+    """Foresee the GPU and the host memory of a run before it starts.
 
     It needs no GPU: it runs the model without numbers, in the Python that would train it, and says
     what else would fit. Without torch it estimates. `memtop plan -- COMMAND` reads the options of a
@@ -95,7 +96,9 @@ def plan(
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
-            _print_all(rows, card, as_json=as_json)
+            on_gpu = card.total_bytes is not None
+            hosts = [planned_host(kept, machine.host, host_ram, on_gpu=on_gpu) for _, kept, _, _ in rows]
+            _print_all(rows, hosts, card, as_json=as_json)
             return 0
         _print_one(settings, own, card, answers, host_ram, machine, as_json=as_json)
     finally:
@@ -259,13 +262,15 @@ def _print_one(
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
     found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
-    host = _host(settings, answers, host_ram, machine)
+    host = planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+    if own is not None:
+        host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
     if as_json:
         document = _document(settings, peak, card, host, None if best is None else best[0].batch, found)
         document["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(document | {"assumed": [] if own is None else list(own.assumed)})
         return
-    print_lines(*_text(settings, own, peak, card, best, least, found))
+    print_lines(*_text(settings, own, peak, card, best, least, found), *host_text(host, on_gpu=card.total_bytes is not None))
     if answers.problem is not None:
         print_message(f"memtop: estimated without a dry run: {answers.problem}")
     if card.total_bytes is None:
@@ -292,19 +297,8 @@ def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> tuple[P
     return preset, look.kept, answers.sure(look.kept), answers.problem or ""
 
 
-def _host(settings: Settings, answers: _Answers, host_ram: float | None, machine: MachineSnapshot) -> dict[str, Any]:
-    total = machine.host.total_bytes if host_ram is None else round(host_ram * _GIB)
-    return {
-        "peak_bytes": None,
-        "components": {},
-        "total_bytes": total,
-        "band": band_of(None).value,
-        "reason": "the host memory of a run is not foreseen",
-    }
-
-
 def _document(
-    settings: Settings, peak: Peak, card: Card, host: dict[str, Any], best: int | None, found: list[Way]
+    settings: Settings, peak: Peak, card: Card, host: PlannedHost, best: int | None, found: list[Way]
 ) -> dict[str, Any]:
     size, config = model_size(settings), stored_config(settings) or {}
     return {
@@ -320,7 +314,7 @@ def _document(
             "components": dict(peak.components),
             "total_bytes": card.total_bytes,
         },
-        "host": host,
+        "host": host.row,
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
         "max_safe_batch": best,
@@ -404,17 +398,22 @@ def _way_text(way: Way, own: TrainerCommand | None) -> str:
     return tr(text)
 
 
-def _print_all(rows: list[tuple[Preset, Settings, Need | None, str]], card: Card, *, as_json: bool) -> None:
+def _print_all(
+    rows: list[tuple[Preset, Settings, Need | None, str]], hosts: list[PlannedHost], card: Card, *, as_json: bool
+) -> None:
     if as_json:
-        print_json([_preset_row(*row, card) for row in rows])
+        print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
         return
-    for preset, settings, need, why in rows:
+    for (preset, settings, need, why), host in zip(rows, hosts, strict=True):
         if need is None:
             print_lines(f"{preset.name:16} {units.UNKNOWN}: {why}")
             continue
         peak = peak_of(need, card)
         fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {peak.band.value}"
-        print_lines(f"{preset.name:16} {settings.split_text:12} {units.size(peak.bytes):>10}{fraction}  {peak.basis}")
+        of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
+        print_lines(
+            f"{preset.name:16} {settings.split_text:12} {units.size(peak.bytes):>10}{fraction}  {peak.basis}  RAM {of_host}"
+        )
 
 
 def _preset_row(preset: Preset, settings: Settings, need: Need | None, why: str, card: Card) -> dict[str, Any]:

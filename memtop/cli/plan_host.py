@@ -1,0 +1,95 @@
+"""The part of `memtop plan` about host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memtop.presets import Settings
+from memtop.presets.host_estimate import HostEstimate, host_estimate
+from memtop.presets.parameters import stored_config
+from memtop.presets.states import UnknownMemoryError
+from memtop.supervisor import units
+from memtop.supervisor.language import tr
+from memtop.supervisor.monitor.values import band_of, mark
+
+if TYPE_CHECKING:
+    from memtop.supervisor.monitor.values import HostSample
+
+_GIB = 1 << 30
+_ASSUMED = "what Python and CUDA take in host memory is an assumption"
+
+
+class PlannedHost(NamedTuple):
+    """Host memory of a run. Bytes; None: not known."""
+
+    foreseen: HostEstimate | None
+    reason: str
+    """Why it is not known, or what is assumed; else empty."""
+    total: int | None
+    """Of the machine, or of the cgroup if that is less."""
+    available: int | None
+
+    @property
+    def fraction(self) -> float | None:
+        """The part of the memory that is taken with the run."""
+        if self.foreseen is None or self.total is None or self.available is None:
+            return None
+        return (self.total - self.available + self.foreseen.peak) / self.total
+
+    @property
+    def row(self) -> dict[str, Any]:
+        found = self.foreseen
+        return {
+            "peak_bytes": None if found is None else found.peak,
+            "least_bytes": None if found is None else found.least,
+            "most_bytes": None if found is None else found.most,
+            "components": {} if found is None else dict(found.components),
+            "total_bytes": self.total,
+            "available_bytes": self.available,
+            "fraction": self.fraction,
+            "band": band_of(self.fraction).value,
+            "reason": self.reason,
+        }
+
+
+def planned_host(settings: Settings, host: HostSample, host_ram: float | None, *, on_gpu: bool) -> PlannedHost:
+    """`host_ram`: GiB of another machine, of which nothing is taken; None: this one."""
+    if host_ram is None:
+        total, available = host.limit_bytes or host.total_bytes, host.available_bytes
+    else:
+        total = available = round(host_ram * _GIB)
+    config = stored_config(settings)
+    if config is None:
+        return PlannedHost(None, "the configuration of the model is not known before it is downloaded", total, available)
+    try:
+        found = host_estimate(settings, config, on_gpu=on_gpu, available=available)
+    except UnknownMemoryError as error:
+        return PlannedHost(None, str(error), total, available)
+    reason = _ASSUMED if on_gpu else ""
+    return PlannedHost(found, reason, total, available)
+
+
+def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
+    found = host.foreseen
+    if found is None:
+        yield f"host memory {units.UNKNOWN}: {host.reason}"
+        return
+    yield f"host memory {_host_share(host)}"
+    least, most = units.size(found.least), units.size(found.most)
+    if on_gpu:
+        yield f"by          estimate, {host.reason}: between {least} and {most}"
+    else:
+        yield f"by          estimate, trained on this CPU: between {least} and {most}"
+    parts = sorted(found.components.items(), key=lambda one: -one[1])
+    yield f"parts       {', '.join(f'{tr(name)} {units.size(size)}' for name, size in parts)}"
+
+
+def _host_share(host: PlannedHost) -> str:
+    """`1.5 GiB of 23.5 GiB, 8.1 % · safe, with 0.4 GiB of other programs`"""
+    assert host.foreseen is not None
+    if host.total is None or host.available is None:
+        return units.size(host.foreseen.peak)
+    band, taken = band_of(host.fraction), host.total - host.available
+    text = f"{units.used_of(host.foreseen.peak, host.total)}, {units.percent(host.fraction)} {mark(band)} {tr(band.value)}"
+    return f"{text}, with {units.size(taken)} of other programs" if taken else text
