@@ -221,6 +221,7 @@ _TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "gpt2": (("c_attn",), ("all-linear",)),
     "phi3": (("qkv_proj", "o_proj"), ("all-linear",)),
 }
+_OTHER_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "adafactor")
 _KINDS = ("llama", "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "gpt2", "t5", "t5")
 _SIZES = (
     (576, 1536, 9, 3),
@@ -268,6 +269,7 @@ def drawn(rng: random.Random, kind: str | None = None) -> Compared:
     if kind in ("gpt2", "t5", "gemma2") or generation == 75 or precision == "fp32":
         length = min(length, 1024)  # matrices of scores
     reads = method == "lora" and rng.random() < 0.6
+    zero = _zero(rng, method) if rng.random() < 0.35 else Zero()
     settings = Settings(
         recipe="",
         preset="",
@@ -283,12 +285,19 @@ def drawn(rng: random.Random, kind: str | None = None) -> Compared:
         accumulation=rng.choice((1, 1, 4)),
         gradient_checkpointing=rng.random() < 0.4,
         loss_chunk=rng.choice((-1, -1, 0, 512, 1024, 4096)),
-        optimizer=rng.choice(("adamw", "adamw", "adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor")),
-        world_size=rng.choice((1, 1, 2)),
+        optimizer="adamw" if zero.stage else rng.choice(("adamw", "adamw", "adamw", *_OTHER_OPTIMIZERS)),
+        world_size=rng.choice((1, 2, 4, 8) if zero.stage else (1, 1, 2)),
+        zero=zero,
         bf16_residual=rng.random() < 0.3,
         allocator=rng.choice(("", "expandable_segments:True")),
     )
     return Compared(settings, config, generation, rng.choice((24, 80)) * GIB)
+
+
+def _zero(rng: random.Random, method: str) -> Zero:
+    """A base in 4 bits cannot be sharded."""
+    stage, offloads = rng.choice((1, 2) if method == "qlora" else (1, 2, 3, 3)), rng.random() < 0.4
+    return Zero(stage=stage, offload_optimizer=offloads, offload_parameters=stage == 3 and offloads and rng.random() < 0.5)
 
 
 def _config(rng: random.Random, kind: str) -> dict[str, Any]:
@@ -334,7 +343,9 @@ def closed_row(one: Compared) -> dict[str, Any]:
     chosen = ("method", "precision", "batch", "seq_len", "accumulation", "gradient_checkpointing", "loss_chunk", "optimizer")
     return {
         "model": one.config,
-        "settings": {name: getattr(one.settings, name) for name in (*chosen, "bf16_residual", "allocator", "lora")},
+        "settings": {
+            name: getattr(one.settings, name) for name in (*chosen, "bf16_residual", "allocator", "lora", "zero", "world_size")
+        },
         "from_folder": one.from_folder,
         "generation": one.generation,
         "capacity_gib": one.capacity // GIB,
@@ -349,6 +360,7 @@ def closed_row(one: Compared) -> dict[str, Any]:
 def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     groups = {"all": rows} | {kind: [row for row in rows if row["model"]["model_type"] == kind] for kind in sorted({*_KINDS})}
+    groups |= {f"ZeRO-{stage}": [row for row in rows if row["settings"]["zero"].stage == stage] for stage in range(4)}
     for name, chosen in groups.items():
         for kind in ("allocated", "reserved"):
             errors = [row["errors"][kind] for row in chosen]

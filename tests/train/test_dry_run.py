@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, masking_utils
 
 from bench.predict import A6000, MIB, T4, a6000_training, t4_training
+from memtop.presets.allocator import Allocator
 from memtop.presets.schema import Lora, Settings
 from memtop.train import BadInputError
-from memtop.train.dry_run.allocator import Allocator
 from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtop.presets.allocator import MIB, Allocator, CannotFit
 from memtop.train import BadInputError
-from memtop.train.dry_run.allocator import MIB, Allocator, CannotFit
 from memtop.train.dry_run.build import (
     DTYPES,
     Training,
