@@ -130,18 +130,20 @@ class _Sharded:
         self._has_moments = False
         self._last = False
 
-    def _load(self, *, only_frozen: bool = False) -> list[int]:
-        """The weights come to the GPU; the keys of those that are trained."""
-        found = []
-        for unit in self._units:
-            for trained in (False, True):
-                chosen = [one for one in unit.parameters if one.trained is trained]
-                if unit.times == 1:
-                    keys = [self._sequence.begin(weight_bytes(one), "weights") for one in chosen]
-                else:
-                    keys = [self._sequence.begin(unit.times * sum(map(weight_bytes, chosen)), "weights")]
-                found += keys if trained else []
-        return found
+    def _load(self) -> list[tuple[Parameter, int]]:
+        """The weights come to the GPU; each one, and its key."""
+        return [
+            (one, key)
+            for unit in self._units
+            for one in unit.parameters
+            for key in self._sequence.begin_for(unit.times, weight_bytes(one), "weights")
+        ]
+
+    def _flatten(self) -> None:
+        """The trained ones become views of one tensor."""
+        loaded = self._load()
+        self._sequence.begin(self._item * self._count, "weights")
+        self._sequence.end(*(key for one, key in loaded if one.trained))
 
     def _make_moments(self, size: int) -> None:
         if not self._has_moments and not self._offloads:
@@ -162,9 +164,8 @@ class _Sharded:
 
 class Stage1InBf16(_Sharded):
     def load(self) -> None:
-        sequence, loaded = self._sequence, self._load()
-        sequence.begin(self._item * self._count, "weights")
-        sequence.end(*loaded)
+        sequence = self._sequence
+        self._flatten()
         part = sequence.begin(self._item * self._part, "temporary")
         sequence.begin(4 * self._part, "master weights")
         sequence.end(part)
@@ -192,9 +193,8 @@ class Stage1InBf16(_Sharded):
 
 class Stages1And2(_Sharded):
     def load(self) -> None:
-        sequence, loaded = self._sequence, self._load()
-        sequence.begin(self._item * self._count, "weights")
-        sequence.end(*loaded)
+        sequence = self._sequence
+        self._flatten()
         part = sequence.begin(self._item * self._part, "temporary")
         if self._offloads:
             sequence.end(part)
@@ -293,25 +293,16 @@ class Stage3(_Sharded):
         self._most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
         self._ahead = int(0.9 * self._bucket)
         self._is_known = False
+        self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
         self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
         # Weights that are read from files are sharded at once.
         if settings.model.get("path"):
             sequence.pass_through(self._item * max(one.numbers for unit in self._units for one in unit.parameters))
-            loaded = []
+            sequence.begin(self._item * self._frozen // self._world if self._keeps else 0, "weights")
         else:
-            loaded = self._load_all()
-        parts = []
+            self._partition()
         if self._keeps:
-            for unit, keys in zip(self._units, loaded or [[]] * len(self._units), strict=True):
-                parts.append(sequence.begin(self._item * unit.count // self._world, "weights"))
-                frozen = sum(one.numbers for one in unit.parameters if not one.trained) * unit.times
-                sequence.begin(self._item * frozen // self._world, "weights")
-                sequence.end(*keys)
-            sequence.end(*parts)
             sequence.begin(self._item * self._part, "weights")
-        else:
-            for keys in loaded:
-                sequence.end(*keys)
         self._group = min(self._part, self._most + self._largest // self._world)
         if not self._offloads:
             converted = sequence.begin(4 * self._group, "temporary")
@@ -322,14 +313,14 @@ class Stage3(_Sharded):
         if not self._offloads:
             sequence.begin(4 * self._part, "gradients")
 
-    def _load_all(self) -> list[list[int]]:
-        found = []
-        for unit in self._units:
-            if unit.times == 1:
-                found.append([self._sequence.begin(weight_bytes(one), "weights") for one in unit.parameters])
-            else:
-                found.append([self._sequence.begin(unit.times * sum(map(weight_bytes, unit.parameters)), "weights")])
-        return found
+    def _partition(self) -> None:
+        """The weights come whole, and each one makes room for this process's part."""
+        trained = []
+        for one, key in self._load():
+            part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
+            self._sequence.end(key)
+            trained += [part] if one.trained else []
+        self._sequence.end(*trained)
 
     # --- gathering
 

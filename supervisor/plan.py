@@ -36,11 +36,18 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Its compute capability without the point."""
     context_bytes: int = CONTEXT_BYTES
     """The CUDA context of a process with its libraries."""
+    communication_bytes: int = 0
+    """NCCL's buffers, if there are several processes."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """What a process holds beside torch's memory."""
+        return self.context_bytes + self.communication_bytes
 
     @property
     def torch_bytes(self) -> int | None:
         """What torch can reserve there."""
-        return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.context_bytes)
+        return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.outside_bytes)
 
     def fraction(self, peak_bytes: int) -> float | None:
         return None if self.total_bytes is None else (peak_bytes + self.others_bytes) / self.total_bytes
@@ -86,10 +93,12 @@ Ask = Callable[[Settings], Need | None]
 
 
 def peak_of(need: Need, card: Card) -> Peak:
-    size = need.reserved + card.context_bytes
-    least, most = (round(need.reserved * part) + card.context_bytes for part in _SURE[need.basis])
+    size = need.reserved + card.outside_bytes
+    least, most = (round(need.reserved * part) + card.outside_bytes for part in _SURE[need.basis])
     fraction = card.fraction(size)
     components = {**need.components, "unused": need.reserved - sum(need.components.values()), "context": card.context_bytes}
+    if card.communication_bytes:
+        components["communication"] = card.communication_bytes
     return Peak(
         bytes=size,
         least=least,
@@ -106,7 +115,7 @@ def is_safe(need: Need | None, card: Card) -> bool:
     """Whether it is known to stay below the edge band."""
     if need is None:
         return False
-    fraction = card.fraction(need.reserved + card.context_bytes)
+    fraction = card.fraction(need.reserved + card.outside_bytes)
     return fraction is not None and fraction < EDGE_FROM
 
 

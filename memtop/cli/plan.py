@@ -16,6 +16,7 @@ from memtop.cli.interpreters import search
 from memtop.cli.options import WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets.choosing import COMMUNICATION_BYTES
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.estimate import estimate
@@ -37,8 +38,6 @@ _GENERATION = 80
 """Of a GPU that is not in this machine: Ampere."""
 _BY_METHOD = {"full": "pretrain-causal", "lora": "sft-lora", "qlora": "sft-qlora"}
 _GIB = 1 << 30
-_HOPELESS = 1.3
-"""An estimate above this part of the GPU's memory is not far enough off to fit."""
 
 
 @click.command()
@@ -84,7 +83,7 @@ def plan(
     if every and preset is not None:
         raise UsageError(f"--all with --preset {preset}: give one of them")
     machine = _machine()
-    card = _card(machine, vram)
+    card = replace(_card(machine, vram), communication_bytes=COMMUNICATION_BYTES if (gpus or 1) > 1 else 0)
     values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
     settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
     answers = _Answers(card)
@@ -188,6 +187,7 @@ class _Answers:
     def __init__(self, card: Card) -> None:
         self._card = card
         self._known: dict[bytes, Need | None] = {}
+        self._rough: dict[bytes, Need | None] = {}
         self._factor = 1.0
         self.problem: str | None = None
         """Why there is no dry run."""
@@ -203,10 +203,7 @@ class _Answers:
     def sure(self, settings: Settings) -> Need | None:
         """By the dry run, or the estimate without one."""
         rough = self._estimated(settings)
-        room = self._card.torch_bytes
-        # The loss of what certainly does not fit is computed in tiny pieces: that takes minutes.
-        hopeless = rough is not None and room is not None and rough.reserved > _HOPELESS * room
-        if self._runs is None or hopeless:
+        if self._runs is None:
             return self.quick(settings)
         key = msgspec.json.encode(settings, order="deterministic")
         if key not in self._known:
@@ -232,6 +229,12 @@ class _Answers:
         return self._runs.foresee(settings, generation=self._card.generation, capacity=self._card.torch_bytes)
 
     def _estimated(self, settings: Settings) -> Need | None:
+        key = msgspec.json.encode(settings, order="deterministic")
+        if key not in self._rough:
+            self._rough[key] = self._estimated_anew(settings)
+        return self._rough[key]
+
+    def _estimated_anew(self, settings: Settings) -> Need | None:
         config = stored_config(settings)
         if config is None:
             return None
