@@ -279,7 +279,9 @@ class _Run:
         )
 
     def _layer(self, *, saves: bool = True) -> Layer:
-        return Layer(self.numbers, self.settings.batch, self.settings.seq_len, saves=saves)
+        # In a large model, what is small hardly counts.
+        least = min(_MIB, self.tokens * self.shape.hidden * self.numbers.compute // 8)
+        return Layer(self.numbers, self.settings.batch, self.settings.seq_len, least=least, saves=saves)
 
     def _outside(self) -> list[Parameter]:
         """The parameters that are neither in a layer nor in the last norm."""

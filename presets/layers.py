@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from memtop.presets.allocator import MIB
 from memtop.presets.states import OWN_SEGMENT, Numbers, Parameter, block_bytes
 
 Kernel = Literal["flash", "efficient", "math", "eager"]
@@ -77,9 +76,10 @@ class _Node(msgspec.Struct):
 class Layer:
     """Runs operations forward, then backward, and knows which large tensors were live when."""
 
-    def __init__(self, numbers: Numbers, batch: int, length: int, *, saves: bool = True) -> None:
-        """`saves`: whether there will be a backward pass; a checkpoint runs a layer without it
-        first."""
+    def __init__(self, numbers: Numbers, batch: int, length: int, *, least: int, saves: bool = True) -> None:
+        """`least`: what takes no more bytes is small. `saves`: whether there will be a backward
+        pass; a checkpoint runs a layer without it first."""
+        self.least = least
         self.numbers, self.batch, self.length, self.saves = numbers, batch, length, saves
         self.tokens = batch * length
         self.live = self.kept = 0
@@ -90,7 +90,7 @@ class Layer:
         self.names: set[str] = set()
         self._nodes: list[_Node | None] = []
         self.large: list[tuple[int, str]] = []
-        """What takes more than 1 MiB: bytes, and what it is for."""
+        """What is not small: bytes, and what it is for."""
         self.events: list[int] = []
         """In their order: n where `large[n]` begins, ~n where it ends."""
         self.last_saved = 0
@@ -107,7 +107,7 @@ class Layer:
 
     def began(self, size: int, use: str) -> int:
         """The place in `large` of what begins now; -1 if it is small."""
-        if size <= MIB:
+        if size <= self.least:
             return -1
         self.large.append((size, use))
         self.events.append(len(self.large) - 1)
