@@ -236,7 +236,7 @@ class Stages1And2(_Sharded):
         start, end = self._starts[id(unit)], self._starts[id(unit)] + unit.count
         own = max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
         oversized = unit.times * sum(one.numbers for one in unit.trained if one.numbers > self._bucket)
-        kept = min(own, oversized)
+        kept = 0 if self._offloads else min(own, oversized)
         largest = max((one.numbers for one in unit.trained), default=0)
         if kept:
             kept = max(kept, largest)
@@ -349,9 +349,11 @@ class Stage3(_Sharded):
     def after_forward(self, unit: Unit) -> None:
         after = self._units[self._units.index(unit) + 1 :]
         distance = 2 * sum(one.times * sum(p.numbers for p in one.parameters) for one in after)
-        if unit is self._units[0] and self._is_tied:
-            distance //= 2  # the head uses it
-        if not self._is_known or distance > self._most:
+        unused = False
+        if unit is self._units[0]:
+            # The head uses tied ones. Frozen ones are not used in the backward pass.
+            distance, unused = distance // (2 if self._is_tied else 1), not (self._is_tied or self._numbers.full)
+        if not self._is_known or unused or distance > self._most:
             self._release(unit)
 
     def before_backward(self, unit: Unit) -> None:
