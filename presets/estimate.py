@@ -8,7 +8,7 @@ torch's allocator (`sequence.py`). So this serves sliders, and machines without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -101,6 +101,22 @@ class _Stack(msgspec.Struct):
     """Of all its weights; 0 if they are added to older ones."""
     parameters: list[Parameter]
     names: set[str]
+
+
+class _Places(NamedTuple):
+    """The parameters of the parts of a model."""
+
+    embeddings: Unit
+    layers: list[list[Unit]]
+    """Of each stack."""
+    tail: Unit
+    head: Unit | None
+    """With weights of its own."""
+
+    @property
+    def units(self) -> list[Unit]:
+        layers = [unit for stack in self.layers for unit in stack]
+        return [self.embeddings, *layers, self.tail, *([] if self.head is None else [self.head])]
 
 
 class _Ran(msgspec.Struct):
@@ -301,12 +317,10 @@ class _Run:
         settings, tail = self.settings, self.tail
         sequence = self.sequence = Sequence()
         places = self._places()
-        units = list(places.values())
-        layers = [[unit for name, unit in places.items() if name.startswith(f"{n} ")] for n in range(len(self.stacks))]
-        engine = engine_of(settings, self.numbers, units, sequence, rank, self.shape.hidden)
+        engine = engine_of(settings, self.numbers, places.units, sequence, rank, self.shape.hidden)
         engine.load()
         workspace = 32 * _MIB if self.generation >= 90 else 8_519_680
-        head = places.get("head", places["embeddings"])
+        head = places.head or places.embeddings
         loss = Loss(settings, self.shape, self.numbers, sequence, item=self.head_item, capacity=self.capacity)
         start, biases, made, held = self._start(tail)
         holds = -1
@@ -315,17 +329,17 @@ class _Run:
             micro_batches = min(settings.accumulation, 1 + update)
             for number in range(micro_batches):
                 sequence.phase("forward")
-                engine.before_forward(places["embeddings"])
+                engine.before_forward(places.embeddings)
                 started = [sequence.begin(size, "activations") for size in start]
                 added = [sequence.begin(size, "activations") for size in biases]
-                engine.after_forward(places["embeddings"])
+                engine.after_forward(places.embeddings)
                 if not update:
                     sequence.begin(workspace, "workspace")
                 ran: list[_Ran] = []
                 source = -1
-                for place, stack in enumerate(self.stacks):
+                for stack, layers in zip(self.stacks, places.layers, strict=True):
                     source = -1
-                    for unit in layers[place]:
+                    for unit in layers:
                         engine.before_forward(unit)
                         if unit.times > 1:
                             saved = sequence.begin_for(unit.times, stack.saved, "activations")
@@ -337,9 +351,9 @@ class _Run:
                             ran.append(_Ran(unit, stack, running))
                             source = running.result
                         engine.after_forward(unit)
-                engine.before_forward(places["tail"])
+                engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
-                engine.after_forward(places["tail"])
+                engine.after_forward(places.tail)
                 engine.before_forward(head)
                 if loss.in_pieces:
                     # The head's forward pass computes it, with the gradients.
@@ -358,11 +372,11 @@ class _Run:
                 engine.begin_backward(last=number + 1 == micro_batches)
                 engine.before_backward(head)
                 gradient, of_head = loss.backward(0 if update else workspace)
-                if "head" in places:
+                if places.head is not None:
                     engine.after_backward(head)
-                engine.before_backward(places["tail"])
+                engine.before_backward(places.tail)
                 gradient = sequence.backward(normed, gradient)
-                engine.after_backward(places["tail"])
+                engine.after_backward(places.tail)
                 summed = [sequence.begin(size, "temporary") for size in made]
                 for one in reversed(ran):
                     engine.before_backward(one.unit)
@@ -373,7 +387,7 @@ class _Run:
                     engine.after_backward(one.unit)
                 sequence.end(*summed)
                 self._embedded(sequence, of_head, gradient)
-                engine.after_backward(places["embeddings"])
+                engine.after_backward(places.embeddings)
                 engine.end_backward()
                 sequence.end(*started)
                 holds = sequence.begin(held, "activations")
@@ -391,21 +405,17 @@ class _Run:
                 size = one.unit.times * one.stack.gradients // (len(one.blocks) - 1)
                 sequence.kept.append(sequence.begin(size, "gradients"))
 
-    def _places(self) -> dict[str, Unit]:
+    def _places(self) -> _Places:
         """The model's parts in their order."""
         outside = self._outside()
-        tied = self.shape.tied
-        found = {"embeddings": Unit(outside if tied else [outside[0], *outside[2:]])}
-        for place, stack in enumerate(self.stacks):
+        head = None if self.shape.tied else Unit([outside.pop(1)])
+        layers = []
+        for stack in self.stacks:
             ones = stack.count if stack.count <= _LAYERS + 1 else _LAYERS
-            for number in range(ones):
-                if number == 1 and stack.count > ones:
-                    found[f"{place} between"] = Unit(stack.parameters, stack.count - ones)
-                found[f"{place} {number}"] = Unit(stack.parameters)
-        found["tail"] = Unit(self.tail.parameters)
-        if not tied:
-            found["head"] = Unit([outside[1]])
-        return found
+            layers.append([Unit(stack.parameters) for _ in range(ones)])
+            if stack.count > ones:
+                layers[-1].insert(1, Unit(stack.parameters, stack.count - ones))
+        return _Places(Unit(outside), layers, Unit(self.tail.parameters), head)
 
     def _embedded(self, sequence: Sequence, of_head: int, gradient: int) -> None:
         """The gradient of the embeddings. If they are tied, its sum with the head's is a third
