@@ -242,7 +242,9 @@ class Stages1And2(_Sharded):
             kept = max(kept, largest)
             self._own.append(sequence.begin(self._item * kept, "gradients"))
         # Through the bucket, or as they are.
+        as_it_is = self._sequence.begin(self._item * largest if largest > self._bucket and not kept else 0, "gradients")
         self._reduce(max(largest, min(self._bucket, unit.count)), own)
+        sequence.end(as_it_is)
 
     def _reduce(self, size: int, own: int) -> None:
         sequence = self._sequence
@@ -336,7 +338,9 @@ class Stage3(_Sharded):
         if not self._keeps and self._world > 1:
             self._sequence.pass_through(self._item * sum(sizes) // self._world, "gathered weights", _GATHERING)
         if self._is_known and self._world > 1:
-            self._sequence.pass_through(self._item * self._ahead, stream=_GATHERING)
+            # Several weights arrive together, those that come next among them.
+            together = max(self._ahead, min(sum(sizes), self._ahead + max(sizes, default=0)))
+            self._sequence.pass_through(self._item * together, stream=_GATHERING)
         unit.gathered = [key for key in keys if key >= 0]
 
     def _release(self, unit: Unit) -> None:
@@ -351,8 +355,11 @@ class Stage3(_Sharded):
         distance = 2 * sum(one.times * sum(p.numbers for p in one.parameters) for one in after)
         unused = False
         if unit is self._units[0]:
-            # The head uses tied ones. Frozen ones are not used in the backward pass.
-            distance, unused = distance // (2 if self._is_tied else 1), not (self._is_tied or self._numbers.full)
+            # The head uses tied ones. The backward pass uses frozen ones only for checkpoints.
+            distance, unused = (
+                distance // (2 if self._is_tied else 1),
+                not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing),
+            )
         if not self._is_known or unused or distance > self._most:
             self._release(unit)
 
