@@ -19,6 +19,10 @@ from memtop.presets.schema import Preset, Settings
 _GIB = 1 << 30
 CONTEXT_BYTES = _GIB // 2
 """The CUDA context with its libraries, on each process."""
+COMMUNICATION_BYTES = _GIB // 2
+"""What NCCL takes on each of several processes, beside torch's memory. It has buffers of 4 MiB
+(NCCL_BUFFSIZE in its documentation) for each channel and connection, and 2 to 32 channels: some ten
+MiB over PCIe, up to 1 GiB with NVLink. Not measured."""
 MOST_OF_FREE = 0.85
 """What the estimate may take of the free memory. The rest is for activations, which a smaller
 micro-batch and checkpointing reduce."""

@@ -1,32 +1,44 @@
-"""The GPU memory of a training, estimated in about a millisecond and without torch.
+"""The GPU memory of a training, estimated in a few milliseconds and without torch.
 
 `train.dry_run` runs the whole model on tensors without contents. Here one layer of each kind is
-run, with sizes alone (`layers.py`), and counted as often as the model has it. So this serves
-sliders, and machines without torch. It is rather a little too high than too low.
+run, with sizes alone (`layers.py`). Its large tensors, as often as the model has them, go through
+torch's allocator (`sequence.py`). So this serves sliders, and machines without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, kernel_of, shape_of, t5_layer
 from memtop.presets.layers import Kernel, Layer, Tensor
-from memtop.presets.logits import ROWS, tokens_at_once
+from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
-from memtop.presets.states import Parameter, States, UnknownMemoryError, block_bytes, numbers_of, states_of
+from memtop.presets.sequence import Passes, Phase, Running, Sequence
+from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
+from memtop.presets.updates import Unit, engine_of
 
-Phase = Literal["forward", "backward", "optimizer"]
-Component = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace", "temporary"]
+Component = Literal[
+    "weights",
+    "gathered weights",
+    "master weights",
+    "gradients",
+    "buckets",
+    "optimizer",
+    "activations",
+    "logits",
+    "workspace",
+    "temporary",
+]
 _MIB = 1 << 20
-_PLENTY = 1 << 50
-"""Bytes that no GPU has."""
 _MOST_SAMPLES = 1 << 20
-_LAST = {"down_proj", "c_proj", "wo"}
-"""The linear layer that gives a layer's result, in any architecture."""
+_ABOVE = 1.02
+"""It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
+_LAYERS = 3
+"""Of equal layers, how many are there one by one."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +46,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     allocated: int
     reserved: int
-    """With what torch keeps for later: less sure, because it depends on the order of all sizes."""
+    """With what torch keeps for later: less sure, because small tensors decide where large ones
+    fit."""
     peaks: dict[Phase, int]
     """The most that is allocated in each phase of an update."""
     peak_phase: Phase
@@ -75,40 +88,46 @@ def largest_batch(
     return low
 
 
-class _Point(msgspec.Struct):
-    """A moment with much memory: bytes in addition to what is there all the time."""
-
-    phase: Phase
-    gradients: int
-    activations: int
-    logits: int = 0
-    temporary: int = 0
-    even: int = 0
-    """Of what is temporary, what leaves no gaps: it is as large as what was there before."""
-
-    @property
-    def size(self) -> int:
-        return self.gradients + self.activations + self.logits + self.temporary
-
-
 class _Stack(msgspec.Struct):
     """Equal layers, one of which was run. Bytes."""
 
     count: int
+    passes: Passes
     saved: int
     """What a layer adds to what is live until the backward pass has run it."""
     copies: int
     """The same until the forward pass ends: autocast's copies of weights."""
-    forward: int
-    """The most that is live above what was live before the layer; so `backward`."""
-    backward: int
-    passing: int
-    """Of the latter, what no forward pass has made; so `kept`, new gradients of weights."""
-    kept: int
     gradients: int
     """Of all its weights; 0 if they are added to older ones."""
     parameters: list[Parameter]
     names: set[str]
+
+
+class _Places(NamedTuple):
+    """The parameters of the parts of a model."""
+
+    embeddings: Unit
+    layers: list[list[Unit]]
+    """Of each stack."""
+    tail: Unit
+    head: Unit | None
+    """With weights of its own."""
+
+    @property
+    def units(self) -> list[Unit]:
+        layers = [unit for stack in self.layers for unit in stack]
+        return [self.embeddings, *layers, self.tail, *([] if self.head is None else [self.head])]
+
+
+class _Ran(msgspec.Struct):
+    """A layer, or several, between the forward and the backward pass."""
+
+    unit: Unit
+    stack: _Stack
+    running: Running | None = None
+    """Otherwise there are blocks: what was before them, and what each layer has saved."""
+    blocks: list[int] = []
+    copies: list[int] = []
 
 
 class _Run:
@@ -120,45 +139,40 @@ class _Run:
         self.half = None if precision == "fp32" else precision
         self.generation = generation
         self.numbers = numbers_of(settings, self.half)
+        if shape.norm == "gemma" and self.half == "bf16" and self.numbers.weights == 2:
+            # Its norms give the precision that they get, also with weights in fp32.
+            self.numbers = replace(self.numbers, stream=2)
         if (settings.task == "seq2seq") != bool(shape.decoder_layers):
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
         self.tokens = settings.batch * settings.seq_len
         self.square = settings.seq_len * settings.seq_len
 
     def estimate(self) -> Estimate:
-        stacks, tail = self._stacks(), self._tail()
-        targets, names = self.numbers.targets, set[str]().union(*(stack.names for stack in stacks))
+        self.stacks, self.tail = self._stacks(), self._tail()
+        targets, names = self.numbers.targets, set[str]().union(*(stack.names for stack in self.stacks))
         if targets and targets != ("all-linear",) and names.isdisjoint(targets):
             known = ", ".join(sorted(names))
             raise UnknownMemoryError(f"lora.targets {', '.join(targets)}: no such layers (there are {known})")
-        parameters = [(one, 1) for one in (*self._outside(), *tail.parameters)]
-        parameters += [(one, stack.count) for stack in stacks for one in stack.parameters]
-        fixed = states_of(
-            self.settings, parameters, self.shape.hidden, max(stacks, key=lambda stack: len(stack.parameters)).parameters
+        zero, last = self.settings.zero, self.settings.world_size - 1
+        # Of ZeRO-1 and 2, the last process has the gradient of a head with weights of its own.
+        ranks = {0, last} if zero.stage in (1, 2) and not self.shape.tied else {0}
+        return max((self._of_rank(rank) for rank in ranks), key=lambda found: found.reserved)
+
+    def _of_rank(self, rank: int) -> Estimate:
+        sequence = self._sequence(rank)
+        by_phase, at = sequence.peaks(expandable="expandable_segments:True" in self.settings.allocator, capacity=self.capacity)
+        peaks = {phase: allocated for phase, (allocated, _) in by_phase.items()}
+        top = max(peaks, key=lambda phase: peaks[phase])
+        components = dict.fromkeys(get_args(Component), 0)
+        components |= sequence.components(at)
+        # What is not split off a block belongs to it.
+        components["temporary"] += peaks[top] - sum(components.values())
+        reserved = max(reserved for _, reserved in by_phase.values())
+        if self.capacity is None or reserved <= self.capacity:
+            reserved = min(round(_ABOVE * reserved), max(reserved, self.capacity or reserved * 2))
+        return Estimate(
+            allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
         )
-        if self.generation != CPU:
-            fixed.workspace += 2 * (32 * _MIB if self.generation >= 90 else 8_519_680)
-        points = self._points(stacks, tail, fixed)
-        peaks: dict[Phase, int] = {}
-        for point in points:
-            peaks[point.phase] = max(peaks.get(point.phase, 0), fixed.size + point.size)
-        top = max(points, key=lambda point: point.size)
-        components: dict[Component, int] = {
-            "weights": fixed.weights,
-            "gradients": top.gradients,
-            "optimizer": fixed.optimizer,
-            "activations": top.activations,
-            "logits": top.logits,
-            "workspace": fixed.workspace,
-            "temporary": top.temporary,
-        }
-        allocated = sum(components.values())
-        expandable = "expandable_segments:True" in self.settings.allocator
-        reserved = _reserved(allocated, top.temporary - top.even, 0 if self._in_pieces else top.logits, expandable=expandable)
-        if self.capacity is not None:
-            # Short of memory, torch gives back what it keeps for later.
-            reserved = max(allocated, min(reserved, self.capacity))
-        return Estimate(allocated=allocated, reserved=reserved, peaks=peaks, peak_phase=top.phase, components=components)
 
     # --- the model's parts
 
@@ -229,44 +243,61 @@ class _Run:
         """`run` gives what was live before the layer, and its result."""
         layer = self._layer()
         before, found = run(layer)
-        with_copies, forward = layer.live - before, layer.peak - before
+        ran, with_copies = len(layer.events), layer.live - before
         copied = sum(copy.size for copy in layer.copies)
         layer.copies.clear()
-        saved = layer.live - before
-        node, size, item = found.node, found.count, found.item
+        saved, ended = layer.live - before, len(layer.events)
+        result, node, size, item = found.number, found.node, found.count, found.item
         del found
+        began = len(layer.events)
         if node is not None:
-            layer.peak = layer.live
             layer.backward(node, size, item)
-        backward, passing, kept = layer.peak - before, layer.passing_at_peak, layer.kept_at_peak
+        events, source = layer.events, layer.inputs[-1]
+        forward, ends, backward, made = events[:ran], events[ran:ended], events[began:], layer.large
+        again = None
         copies = with_copies - saved
         if may_checkpoint and self.settings.gradient_checkpointing:
-            # Forward, a layer keeps only its result. Backward, it is run again at the first
-            # gradient that needs something saved, up to what was saved last. The gradients of sums,
-            # dropout and constant factors come before.
-            early = self._early(size, item)
-            forward = layer.peak_at_last_saved - before
-            again = forward + early
-            if again > backward:
-                backward, passing, kept = again, early, 0
+            # Forward, a layer keeps only its result. Backward, it is run again up to what was saved
+            # last.
+            last = layer.last_saved
+            late = {event for event in events[last:ran] if event >= 0}
+            gone = [event for event in events[last:ended] if event < 0 and ~event not in late]
+            backward = [*events[:last], *gone, *(event for event in backward if event >= 0 or ~event not in late)]
+            backward = [event for event in backward if event >= 0 or ~event != source]
+            again = made
             saved, copies = size * item, copied
             only = self._layer(saves=False)
-            before = run(only)[0]
-            forward = only.peak - before
-        return _Stack(count, saved, copies, forward, backward, passing, kept, layer.kept, layer.parameters, layer.names)
-
-    def _early(self, size: int, item: int) -> int:
-        """Bytes of the gradients that need nothing saved, from a layer's result on."""
-        numbers = self.numbers
-        found = size * item + size * numbers.compute * ((item != numbers.compute) + (self.shape.residual_dropout > 0))
-        if numbers.targets == ("all-linear",) or _LAST.intersection(numbers.targets):
-            return found + 2 * size * numbers.compute
-        if numbers.quantized and not self.shape.decoder_layers:
-            return found + self.tokens * self.shape.inner * numbers.compute
-        return found
+            found = run(only)[1]
+            forward, made, result = only.events[:], only.large, found.number
+            ends = [~copy.number for copy in only.copies if copy.number >= 0]
+            source = only.inputs[-1]
+            forward = [event for event in forward if event >= 0 or ~event != source]
+        return _Stack(
+            count,
+            Passes(
+                forward=forward,
+                made_forward=made,
+                ends=ends,
+                backward=backward,
+                made_backward=again,
+                source=source,
+                result=result,
+                given=layer.given[0] if layer.given else -1,
+                passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
+                others=layer.inputs[:-1],
+                rest=[number for numbers in layer.passed_on[1:] for number in numbers],
+            ),
+            saved,
+            copies,
+            layer.kept,
+            layer.parameters,
+            layer.names,
+        )
 
     def _layer(self, *, saves: bool = True) -> Layer:
-        return Layer(self.numbers, self.settings.batch, self.settings.seq_len, saves=saves)
+        # In a large model, what is small hardly counts.
+        least = min(_MIB, self.tokens * self.shape.hidden * self.numbers.compute // 8)
+        return Layer(self.numbers, self.settings.batch, self.settings.seq_len, least=least, saves=saves)
 
     def _outside(self) -> list[Parameter]:
         """The parameters that are neither in a layer nor in the last norm."""
@@ -280,117 +311,152 @@ class _Run:
             found.append(Parameter(shape.hidden, 0, self.numbers.vectors, full))
         return found
 
-    # --- what is live when
+    # --- one after the other
 
-    def _points(self, stacks: list[_Stack], tail: _Stack, fixed: States) -> list[_Point]:
-        shape, numbers, settings = self.shape, self.numbers, self.settings
-        of_stream = self.tokens * shape.hidden * numbers.stream
-        start, biases, made, again, held = self._start(tail)
-        resident = fixed.resident
-        points = [_Point("optimizer", fixed.gradients, held, temporary=fixed.step)]
-        # The forward pass. Copies of weights, and what an earlier micro-batch holds, end with it.
-        live = start + (held if settings.accumulation > 1 else 0)
-        for stack in stacks:
-            added = stack.saved + stack.copies
-            points.append(_Point("forward", resident, live + (stack.count - 1) * added + stack.forward + biases))
-            live += stack.count * added
-        points.append(_Point("forward", resident, live + tail.forward))
-        below = start + sum(stack.count * stack.saved for stack in stacks)
-        new, of_loss = self._loss(live + tail.saved, below + tail.saved, fixed)
-        points += of_loss
-        # The backward pass: the last norm, and each stack from its last layer to its first.
-        points.append(_Point("backward", resident + new, below + tail.backward - tail.passing, temporary=tail.passing))
-        new += tail.gradients
-        for stack in reversed(stacks):
-            for done in (0, stack.count - 1):
-                activations = below - (done + 1) * stack.saved + stack.backward - stack.passing - stack.kept
-                gradients = resident + new + done * stack.gradients + stack.kept
-                first = again if done == stack.count - 1 else 0
-                points.append(_Point("backward", gradients, activations + first, temporary=stack.passing + made))
-            below -= stack.count * stack.saved
-            new += stack.count * stack.gradients
-        if numbers.full:
-            # The gradient of the embeddings. If they are tied, its sum with the head's is a third
-            # matrix.
-            embedded = (2 if shape.tied else 1) * shape.vocabulary * shape.hidden * numbers.weights
-            points.append(_Point("backward", resident + new, start, temporary=of_stream + embedded, even=embedded))
-        return points
+    def _sequence(self, rank: int) -> Sequence:
+        settings, tail = self.settings, self.tail
+        sequence = self.sequence = Sequence()
+        places = self._places()
+        engine = engine_of(settings, self.numbers, places.units, sequence, rank, self.shape.hidden)
+        engine.load()
+        workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
+        head = places.head or places.embeddings
+        loss = Loss(settings, self.shape, self.numbers, sequence, item=self.head_item, capacity=self.capacity)
+        start, biases, made, held = self._start(tail)
+        holds = -1
+        for update in range(2):
+            engine.begin_update()
+            micro_batches = min(settings.accumulation, 1 + update)
+            for number in range(micro_batches):
+                sequence.phase("forward")
+                engine.before_forward(places.embeddings)
+                started = [sequence.begin(size, "activations") for size in start]
+                added = [sequence.begin(size, "activations") for size in biases]
+                engine.after_forward(places.embeddings)
+                if not update:
+                    sequence.begin(workspace, "workspace")
+                ran: list[_Ran] = []
+                source = -1
+                for stack, layers in zip(self.stacks, places.layers, strict=True):
+                    source = -1
+                    for unit in layers:
+                        engine.before_forward(unit)
+                        if unit.times > 1:
+                            saved = sequence.begin_for(unit.times, stack.saved, "activations")
+                            copies = sequence.begin_for(unit.times, stack.copies, "activations")
+                            ran.append(_Ran(unit, stack, blocks=[source, *saved], copies=copies))
+                            source = -1
+                        else:
+                            running = sequence.forward(stack.passes, source)
+                            ran.append(_Ran(unit, stack, running))
+                            source = running.result
+                        engine.after_forward(unit)
+                engine.before_forward(places.tail)
+                normed = sequence.forward(tail.passes, source)
+                engine.after_forward(places.tail)
+                engine.before_forward(head)
+                if loss.in_pieces:
+                    # The head's forward pass computes it, with the gradients.
+                    loss.forward()
+                    engine.after_forward(head)
+                else:
+                    engine.after_forward(head)
+                    loss.forward()
+                for one in ran:
+                    if one.running is not None:
+                        sequence.end_forward(one.running)
+                    sequence.end(*one.copies)
+                sequence.end_forward(normed)
+                sequence.end(*added, holds, normed.result)
+                sequence.phase("backward")
+                engine.begin_backward(last=number + 1 == micro_batches)
+                engine.before_backward(head)
+                gradient, of_head = loss.backward(0 if update else workspace)
+                if places.head is not None:
+                    engine.after_backward(head)
+                engine.before_backward(places.tail)
+                gradient = sequence.backward(normed, gradient)
+                engine.after_backward(places.tail)
+                summed = [sequence.begin(size, "temporary") for size in made]
+                for one in reversed(ran):
+                    engine.before_backward(one.unit)
+                    if one.running is not None:
+                        gradient = sequence.backward(one.running, gradient)
+                    else:
+                        self._ran_backward(sequence, one)
+                    engine.after_backward(one.unit)
+                sequence.end(*summed)
+                self._embedded(sequence, of_head, gradient)
+                engine.after_backward(places.embeddings)
+                engine.end_backward()
+                sequence.end(*started)
+                holds = sequence.begin(held, "activations")
+            sequence.phase("optimizer")
+            engine.step()
+            sequence.end(holds)
+            holds = -1
+        return sequence
 
-    def _start(self, tail: _Stack) -> tuple[int, int, int, int, int]:
+    def _ran_backward(self, sequence: Sequence, one: _Ran) -> None:
+        """Layers that are one block each."""
+        for block in reversed(one.blocks):
+            sequence.end(block)
+            if one.stack.gradients and block is not one.blocks[0]:
+                size = one.unit.times * one.stack.gradients // (len(one.blocks) - 1)
+                sequence.kept.append(sequence.begin(size, "gradients"))
+
+    def _places(self) -> _Places:
+        """The model's parts in their order."""
+        outside = self._outside()
+        head = None if self.shape.tied else Unit([outside.pop(1)])
+        layers = []
+        for stack in self.stacks:
+            ones = stack.count if stack.count <= _LAYERS + 1 else _LAYERS
+            layers.append([Unit(stack.parameters) for _ in range(ones)])
+            if stack.count > ones:
+                layers[-1].insert(1, Unit(stack.parameters, stack.count - ones))
+        return _Places(Unit(outside), layers, Unit(self.tail.parameters), head)
+
+    def _embedded(self, sequence: Sequence, of_head: int, gradient: int) -> None:
+        """The gradient of the embeddings. If they are tied, its sum with the head's is a third
+        matrix."""
+        shape, numbers = self.shape, self.numbers
+        if not numbers.full:
+            sequence.end(of_head, gradient)
+            return
+        size = shape.vocabulary * shape.hidden * numbers.weights
+        embedded = sequence.begin(size, "temporary")
+        sequence.end(gradient)
+        if shape.tied:
+            total = sequence.begin(size, "temporary")
+            sequence.end(embedded, of_head)
+            embedded = total
+        if numbers.resident:
+            sequence.end(embedded)
+        else:
+            sequence.uses[embedded] = "gradients"
+            sequence.kept.append(embedded)
+
+    def _start(self, tail: _Stack) -> tuple[list[int], list[int], list[int], int]:
         """What is live before the first layer; what else is during the layers' forward passes;
-        what their backward passes have made for what was before them; what the first layer's
-        makes again; and what the loss of an earlier micro-batch still holds."""
+        what their backward passes have made for what was before them; and what the loss of an
+        earlier micro-batch still holds."""
         shape, numbers, settings = self.shape, self.numbers, self.settings
         checkpointed = settings.gradient_checkpointing
         count = self.tokens * shape.hidden
         item = numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
-        embedded = count * item + (count if shape.embedding_dropout else 0)
         stacks = 2 if shape.decoder_layers else 1
-        start = 16 * self.tokens * stacks + embedded * stacks
+        start = [16 * self.tokens * stacks, *[count * item, count if shape.embedding_dropout else 0] * stacks]
         # The gradient of frozen embeddings, which makes checkpoints run backward.
         held = 2 * count * item * stacks if checkpointed and not numbers.full else 0
         if not shape.decoder_layers:
-            angles = 0 if shape.positions else 2 * settings.seq_len * shape.width * numbers.stream
-            return start + angles, 0, 0, 0, held
+            angles = 0 if shape.positions else settings.seq_len * shape.width * numbers.stream
+            return [*start, angles, angles], [], [], held
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
-        start += tail.saved + self.square * (2 * settings.batch + (16 if numbers.full else 0))
-        made = bias if numbers.full else 0
+        start += [tail.saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
+        made = [bias] if numbers.full else []
         if not checkpointed:
-            return start, bias + zeros, made, 0, held
-        return start + 2 * bias + zeros, 0, made + zeros, 2 * bias + zeros, held + 2 * zeros
-
-    @property
-    def _in_pieces(self) -> bool:
-        return self.settings.loss_chunk != 0 and not self.shape.logit_cap
-
-    def _loss(self, forward: int, kept: int, fixed: States) -> tuple[int, list[_Point]]:
-        """The new gradient of the head's weights, and what is live in the loss and at the beginning
-        of the backward pass. `forward` and `kept`: what is live then without the loss."""
-        shape, numbers, tokens, resident = self.shape, self.numbers, self.tokens, fixed.resident
-        compute, head, of_hidden = numbers.compute, shape.vocabulary * shape.hidden, self.tokens * shape.hidden
-        copy = head * compute if numbers.weights != compute else 0
-        if not self._in_pieces:
-            logits = tokens * shape.vocabulary
-            capped = logits * compute if shape.logit_cap else 0
-            more = copy + (of_hidden * compute if self.head_item != compute else 0)
-            wide = 4 * logits if compute != 4 else 0
-            first = _Point("forward", resident, forward + more, capped + logits * compute + wide + 4 * logits)
-            # The log-softmax, its gradient and that of the logits.
-            second = _Point("backward", resident, kept + more, capped + 12 * logits)
-            new = head * numbers.weights if numbers.full else 0
-            made = of_hidden * compute + (head * compute if numbers.full else 0)
-            third = _Point("backward", resident + new, kept + more, capped + logits * compute, made)
-            return new, [first, second, third]
-        new = 4 * head if numbers.full else 0
-        of_hidden_32 = 4 * of_hidden
-        chunk = self.settings.loss_chunk
-        if chunk < 0:
-            free = _PLENTY if self.capacity is None else self.capacity - fixed.size - resident - forward
-            chunk = tokens_at_once(max(0, free - new), shape.vocabulary, tokens, compute)
-        chunk = min(chunk, tokens)
-        logits = block_bytes(chunk * shape.vocabulary * compute)
-        # The last rows in 32 bits are there until the next ones are; bf16 also needs them widened.
-        rows = min(ROWS, chunk) * shape.vocabulary * 4 * ((1 if self.half == "fp16" else 2) + (chunk > ROWS))
-        rows = 0 if compute == 4 else rows
-        products = chunk * shape.hidden * (compute + 8)
-        live = forward + of_hidden_32
-        several = chunk < tokens
-        first = _Point("forward", resident + (new if several else 0), live, logits * (2 if several else 1) + rows, copy)
-        second = _Point("forward", resident + new, live, logits, copy + products)
-        narrow = of_hidden * self.head_item if self.head_item != 4 else 0
-        third = _Point("backward", resident + new, kept + of_hidden_32, temporary=narrow)
-        return new, [first, second, third]
-
-
-_GAPS, _GAPS_EXPANDABLE = (1.08, 0.42, 0.16), (1.0, 0.46, 0.22)
-"""Of what is allocated, of what is temporary, and of logits that exist whole, the part that is
-reserved: fitted to the dry run, see docs/performance.md."""
-
-
-def _reserved(allocated: int, temporary: int, whole_logits: int, *, expandable: bool) -> int:
-    """Large tensors of different sizes, one after the other, leave gaps that the next ones do not
-    fill."""
-    of_all, of_temporary, of_logits = _GAPS_EXPANDABLE if expandable else _GAPS
-    return int(of_all * allocated + of_temporary * temporary + of_logits * whole_logits)
+            return start, [bias, zeros], made, held
+        return [*start, bias, bias, zeros], [], [*made, zeros], held + 2 * zeros

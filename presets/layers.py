@@ -20,13 +20,16 @@ Kernel = Literal["flash", "efficient", "math", "eager"]
 class Tensor:
     """A result: `count` numbers of `item` bytes. `node` computes its gradient, if it has one."""
 
-    __slots__ = ("count", "item", "layer", "node", "size")
+    __slots__ = ("count", "item", "layer", "node", "number", "size")
 
     def __init__(self, layer: Layer, count: int, item: int, size: int, node: int | None) -> None:
         self.layer, self.count, self.item, self.size, self.node = layer, count, item, size, node
+        self.number = layer.began(size, "activations")
 
     def __del__(self) -> None:
         self.layer.live -= self.size
+        if self.number >= 0:
+            self.layer.events.append(~self.number)
 
 
 class _View(Tensor):
@@ -46,21 +49,23 @@ class _Gradient(msgspec.Struct):
     """What the backward pass computes; `holders`: how many operations hold it."""
 
     size: int
-    item: int
+    numbers: tuple[int, ...]
+    """In `Layer.large`, if it is not small."""
+    item: int = 0
     holders: int = 1
 
 
 class _Node(msgspec.Struct):
     """An operation whose result has a gradient."""
 
-    parents: list[tuple[int, int, int, int]]
+    parents: list[tuple[int, int | tuple[int, ...], int, int]]
     """Of each operand with a gradient: its node, bytes that exist only while the gradient is
     computed, and the gradient's count and item."""
     saved: tuple[Tensor | None, ...]
     weights: Sequence[tuple[int, int]] = ()
     """Of each trained weight: bytes that exist only while its gradient is computed, and those of
     the gradient."""
-    hidden: int = 0
+    hidden: tuple[int, ...] = ()
     """Bytes that exist while all gradients do."""
     passes: bool = False
     """Whether the operands' gradient is the result's own."""
@@ -69,64 +74,83 @@ class _Node(msgspec.Struct):
 
 
 class Layer:
-    """Runs operations forward, then backward, and knows the most bytes that were live."""
+    """Runs operations forward, then backward, and knows which large tensors were live when."""
 
-    def __init__(self, numbers: Numbers, batch: int, length: int, *, saves: bool = True) -> None:
-        """`saves`: whether there will be a backward pass; a checkpoint runs a layer without it
-        first."""
+    def __init__(self, numbers: Numbers, batch: int, length: int, *, least: int, saves: bool = True) -> None:
+        """`least`: what takes no more bytes is small. `saves`: whether there will be a backward
+        pass; a checkpoint runs a layer without it first."""
+        self.least = least
         self.numbers, self.batch, self.length, self.saves = numbers, batch, length, saves
         self.tokens = batch * length
-        self.live = self.peak = self.passing = 0
-        self.passing_at_peak = self.kept_at_peak = self.kept = 0
-        self.peak_at_last_saved = 0
-        """A checkpoint that runs the layer again ends there."""
+        self.live = self.kept = 0
+        """Bytes; kept: of new gradients of weights."""
         self.parameters: list[Parameter] = []
         self.copies: list[Tensor] = []
         """Weights in 16 bits, which autocast keeps until the forward pass ends."""
         self.names: set[str] = set()
         self._nodes: list[_Node | None] = []
+        self.large: list[tuple[int, str]] = []
+        """What is not small: bytes, and what it is for."""
+        self.events: list[int] = []
+        """In their order: n where `large[n]` begins, ~n where it ends."""
+        self.last_saved = 0
+        """How many events there were when something was saved last. A checkpoint that runs the
+        layer again ends there."""
+        self.inputs: list[int] = []
+        """In `large`, what was there before the layer."""
+        self.given: tuple[int, ...] = ()
+        """In `large`, the gradient of the result."""
+        self.passed_on: list[tuple[int, ...]] = []
+        """The gradients of the inputs, from the last input to the first."""
 
     # --- what operations consist of
 
-    def _take(self, size: int) -> None:
-        self.live += size
-        if self.live > self.peak:
-            self.peak, self.passing_at_peak, self.kept_at_peak = self.live, self.passing, self.kept
+    def began(self, size: int, use: str) -> int:
+        """The place in `large` of what begins now; -1 if it is small."""
+        if size <= self.least:
+            return -1
+        self.large.append((size, use))
+        self.events.append(len(self.large) - 1)
+        return len(self.large) - 1
 
     def new(self, count: int, item: int, node: int | None = None) -> Tensor:
         size = count * item
         if size >= OWN_SEGMENT:
             size = block_bytes(size)
-        self._take(size)
+        self.live += size
         return Tensor(self, count, item, size, node)
 
-    def _make(self, size: int) -> int:
-        """Allocate what no forward pass makes; its bytes."""
+    def _make(self, size: int, item: int = 0) -> _Gradient:
+        """Allocate what no forward pass makes."""
         if size >= OWN_SEGMENT:
             size = block_bytes(size)
-        self.passing += size
-        self._take(size)
-        return size
+        self.live += size
+        number = self.began(size, "temporary")
+        return _Gradient(size, () if number < 0 else (number,), item)
 
-    def _drop(self, size: int) -> None:
-        self.passing -= size
-        self.live -= size
+    def _drop(self, gone: _Gradient) -> None:
+        self.live -= gone.size
+        for number in gone.numbers:
+            self.events.append(~number)
 
     def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
         """What the layer gets from the one before it."""
-        if not (trained and self.saves):
-            return self.new(count, item)
-        self._nodes.append(None)
-        return self.new(count, item, len(self._nodes) - 1)
+        node = None
+        if trained and self.saves:
+            self._nodes.append(None)
+            node = len(self._nodes) - 1
+        found = self.new(count, item, node)
+        self.inputs.append(found.number)
+        return found
 
     def _result(
         self,
         count: int,
         item: int,
-        operands: Sequence[tuple[Tensor, int, int]],
+        operands: Sequence[tuple[Tensor, int | tuple[int, ...], int]],
         saved: tuple[Tensor | None, ...] = (),
         weights: Sequence[tuple[int, int]] = (),
-        hidden: int = 0,
+        hidden: tuple[int, ...] = (),
         passes: bool = False,
         saves_itself: bool = False,
     ) -> Tensor:
@@ -143,17 +167,21 @@ class Layer:
         if saves_itself:
             node.saved = (*saved, found)
         if node.saved:
-            self.peak_at_last_saved = self.peak
+            self.last_saved = len(self.events)
         return found
 
     def backward(self, node: int, count: int, item: int) -> None:
         """From the gradient of the result of this node."""
-        gradients = {node: _Gradient(self._make(count * item), item)}
+        gradients = {node: self._make(count * item, item)}
+        self.given = gradients[node].numbers
         nodes = self._nodes
         for number in range(len(nodes) - 1, -1, -1):
             step, nodes[number] = nodes[number], None
             gradient = gradients.pop(number, None)
-            if step is None or gradient is None:
+            if gradient is None:
+                continue
+            if step is None:
+                self.passed_on.append(gradient.numbers)
                 continue
             found = self._passed_on(step, gradient) if step.passes else self._computed(step)
             step = None  # with what it has saved
@@ -168,49 +196,52 @@ class Layer:
             if gradient.item == item:
                 gradient.holders += 1
             else:
-                own = _Gradient(self._make(count * item), item)
+                own = self._make(count * item, item)
             found.append((parent, own))
         return found
 
     def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
-        hidden = self._make(step.hidden)
+        hidden = [self._make(size) for size in step.hidden]
         found = []
         for parent, extra, count, item in step.parents:
-            passing = self._make(extra)
-            found.append((parent, _Gradient(self._make(count * item), item)))
-            self._drop(passing)
+            passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
+            found.append((parent, self._make(count * item, item)))
+            for one in passing:
+                self._drop(one)
         for extra, size in step.weights:
-            passing = self._make(extra)
+            copy = self._make(extra)
             if self.numbers.resident:
                 self._drop(self._make(size))
             else:
                 size = block_bytes(size)
                 self.kept += size
-                self._take(size)
-            self._drop(passing)
-        self._drop(hidden)
+                self.live += size
+                self.began(size, "gradients")
+            self._drop(copy)
+        for one in hidden:
+            self._drop(one)
         return found
 
     def _release(self, gradient: _Gradient) -> None:
         gradient.holders -= 1
         if not gradient.holders:
-            self._drop(gradient.size)
+            self._drop(gradient)
 
     def _accumulate(self, gradients: dict[int, _Gradient], parent: int, own: _Gradient) -> None:
         before = gradients.get(parent)
         node = self._nodes[parent]
         if node is not None and node.joins:
             if own.holders > 1:
-                own = _Gradient(self._make(own.size), own.item)
+                own = self._make(own.size, own.item)
             if before is not None:
-                own.size += before.size
+                own.size, own.numbers = own.size + before.size, own.numbers + before.numbers
             gradients[parent] = own
         elif before is None:
             gradients[parent] = own
         else:
             if before.holders > 1:
                 # Somebody else needs it: the sum is new.
-                gradients[parent] = _Gradient(self._make(before.size), before.item)
+                gradients[parent] = self._make(before.size, before.item)
                 self._release(before)
             self._release(own)
 
@@ -240,7 +271,7 @@ class Layer:
     def activation(self, x: Tensor, name: str) -> Tensor:
         if name == "gelu_new":
             wide = self.cast(x, 4) if self.numbers.autocast else x
-            cube = self.changed(self._result(x.count, wide.item, ((wide, 3 * x.count * wide.item, wide.item),), (wide,)))
+            cube = self.changed(self._result(x.count, wide.item, ((wide, (x.count * wide.item,) * 3, wide.item),), (wide,)))
             del wide
             inner = self.changed(self.add(x, cube))
             del cube
@@ -274,7 +305,7 @@ class Layer:
         rows = x.count // width
         # The square, its mean and the root. The power's gradient takes three matrices.
         square = self.new(x.count, 4)
-        root = self._result(rows, 4, ((wide, 3 * 4 * x.count + 4 * x.count, 4),), (wide, self.new(2 * rows, 4)))
+        root = self._result(rows, 4, ((wide, (4 * x.count,) * 4, 4),), (wide, self.new(2 * rows, 4)))
         del square
         base = x if kind == "t5" else wide
         # The root's gradient is a sum over a product of the whole size.
@@ -308,10 +339,9 @@ class Layer:
         self.parameters.append(Parameter(outputs, inputs, 0 if quantized else item, numbers.full))
         weights = [*self._vector(outputs)] if bias else []
         if quantized:
-            unpacked = size * item + size // 8
             narrow = self.cast(x, compute)
-            passing = self.new(size * compute + size // 8, 1)
-            found = self._result(count, compute, ((narrow, unpacked, compute),))
+            passing = [self.new(size, compute), self.new(size // 16, 1), self.new(size // 16, 1)]
+            found = self._result(count, compute, ((narrow, (size * item, size // 16, size // 16), compute),))
             del passing, narrow
             found = self.cast(found, x.item)
         else:
@@ -321,7 +351,9 @@ class Layer:
                 self.copies.append(copy)
             if numbers.full:
                 weights.append((size * compute if compute != item else 0, size * item))
-            found = self._result(count, compute, ((narrow, 0, compute),), (narrow if numbers.full else None, copy), weights)
+            found = self._result(
+                count, compute, ((narrow, 0, compute),), (narrow if numbers.keeps_inputs else None, copy), weights
+            )
             del narrow, copy
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
@@ -358,7 +390,7 @@ class Layer:
         one = self._result(x.count, wide, ((x, extra, x.item),))
         half = self.new(x.count // 2, x.item)
         # The gradients of both halves fill matrices of the whole size.
-        turned = self._result(x.count, x.item, ((x, 2 * x.count * x.item, x.item),))
+        turned = self._result(x.count, x.item, ((x, (x.count * x.item,) * 2, x.item),))
         del half
         two = self._result(x.count, wide, ((turned, extra, x.item),))
         del turned
@@ -396,7 +428,7 @@ class Layer:
         scores = rows * self.length
         if kernel == "flash":
             padded = self.batch * heads * -(-self.length // 128) * 128
-            hidden = 4 * padded + 4 * padded * -(-(count // rows) // 32) * 32 + (2 * count * item if times > 1 else 0)
+            hidden = (4 * padded, 4 * padded * -(-(count // rows) // 32) * 32, *([count * item] * 2 if times > 1 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value))
             sums = self.new(rows, 4)
             return self._result(count, item, operands, (query, key, value, sums), hidden=hidden, saves_itself=True)
@@ -407,7 +439,7 @@ class Layer:
         if kernel == "efficient":
             sums = self.new(self.batch * heads * -(-self.length // 32) * 32, 4)
             mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
-            hidden = 4 * rows + (4 * count if item == 2 else 0)
+            hidden = (4 * rows, *([4 * count] if item == 2 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
             return self._result(count, item, operands, (query, key, value, sums, mask), hidden=hidden, saves_itself=True)
         return self._eager(query, key, value, scores, cap, rate)

@@ -4,11 +4,11 @@ of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 
 _BUCKET, _BUCKETS = 16 << 20, 2
@@ -24,7 +24,7 @@ OWN_SEGMENT, _ROUND_SEGMENT = 10 << 20, 2 << 20
 
 def block_bytes(size: int) -> int:
     """What torch's allocator takes for a request: at most 1 MiB is left at the end of a segment of
-    its own, of which the size is rounded. See train/dry_run/allocator.py."""
+    its own, of which the size is rounded. See presets/allocator.py."""
     if size >= OWN_SEGMENT:
         left = -size % _ROUND_SEGMENT
         return size + left if left <= 1 << 20 else size
@@ -57,10 +57,15 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """Of matrix products."""
     stream: int
     """Of the sum to which the layers add their outputs."""
+    half: str | None = None
+    """The precision in 16 bits, if there is one."""
     autocast: bool = False
     """Whether products get copies of their operands in 16 bits."""
     narrow_norms: bool = False
     """Whether norms give what they compute in fp32 in 16 bits."""
+    keeps_inputs: bool = True
+    """Whether a linear layer keeps its input: for the gradient of its weight, or because it is
+    DeepSpeed's own."""
     full: bool = True
     """Whether everything is trained; otherwise only the adapters are."""
     quantized: bool = False
@@ -72,24 +77,6 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The layers with adapters, with ("all-linear",) all."""
     resident: bool = False
     """Whether gradients of an earlier micro-batch exist, to which new ones are added."""
-
-
-class States(msgspec.Struct):
-    """Bytes."""
-
-    weights: int
-    optimizer: int
-    workspace: int
-    gradients: int
-    """Of all weights, when the optimizer runs."""
-    resident: int
-    """Of all weights, during the passes of a later micro-batch."""
-    step: int
-    """What the optimizer allocates and releases."""
-
-    @property
-    def size(self) -> int:
-        return self.weights + self.optimizer + self.workspace
 
 
 def numbers_of(settings: Settings, half: str | None) -> Numbers:
@@ -112,9 +99,11 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
         kept=4 if quantized and half == "fp16" else weights,
         vectors=vectors,
         compute=2 if half else 4,
+        half=half,
         stream=stream,
         autocast=autocast,
         narrow_norms=narrow_norms,
+        keeps_inputs=full or settings.zero.stage == 3,
         full=full,
         quantized=quantized,
         rank=lora.r if lora else 0,
@@ -125,59 +114,14 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
     )
 
 
-def states_of(settings: Settings, parameters: list[tuple[Parameter, int]], width: int, layer: list[Parameter]) -> States:
-    trained = [(one, times) for one, times in parameters if one.trained]
-    if settings.zero.stage:
-        return _sharded(settings, parameters, trained, width, layer)
-    gradients = sum(block_bytes(one.numbers * one.item) * times for one, times in trained)
-    largest = max(one.numbers * one.item for one, _ in trained)
-    ring = _BUCKETS * min(_BUCKET, max(largest, gradients)) if settings.world_size > 1 else 0
-    step = 512 * sum(times for _, times in trained)
-    if settings.optimizer == "adafactor":
-        # The square of a gradient and its sum with a constant; later the change and its negative.
-        step += 2 * 4 * max(one.numbers for one, _ in trained)
-    return States(
-        weights=sum(_weight_bytes(one) * times for one, times in parameters),
-        optimizer=sum(_optimizer_bytes(settings.optimizer, one) * times for one, times in trained),
-        workspace=ring,
-        gradients=gradients,
-        resident=gradients if settings.accumulation > 1 else 0,
-        step=step,
-    )
+def ring_bytes(settings: Settings, trained: Sequence[Parameter], gradients: int) -> int:
+    """The buckets through which several processes sum their gradients."""
+    if settings.world_size == 1:
+        return 0
+    return _BUCKETS * min(_BUCKET, max(max(one.numbers * one.item for one in trained), gradients))
 
 
-def _sharded(
-    settings: Settings,
-    parameters: list[tuple[Parameter, int]],
-    trained: list[tuple[Parameter, int]],
-    width: int,
-    layer: list[Parameter],
-) -> States:
-    """With DeepSpeed's ZeRO, with the sizes of train/zero.py. Its parts are whole buffers."""
-    zero, processes = settings.zero, settings.world_size
-    weights = sum(_weight_bytes(one) * times for one, times in parameters)
-    item = max(one.item for one, _ in trained)
-    count = sum(one.numbers * times for one, times in trained)
-    part = -(-count // processes)
-    bucket = min(max(width * width, 12_500_000), 50_000_000) * item
-    if zero.stage == 3:
-        most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
-        # A layer's weights are gathered, and those that come next.
-        gathered = min(most * item, sum(_weight_bytes(one) for one in layer) + int(0.9 * bucket))
-        weights = gathered + (0 if zero.offload_parameters else weights // processes)
-        step = 4 * min(most, part)
-    else:
-        step = (4 + item) * part
-    # fp32 weights, and Adam's moments of them.
-    optimizer = 12 * part
-    gradients = item * (count if zero.stage == 1 else part)
-    if zero.offload_optimizer:
-        optimizer, step = 0, item * max(one.numbers for one, _ in trained)
-        gradients = gradients if zero.stage == 1 else 0
-    return States(weights, optimizer, bucket, gradients, gradients, step)
-
-
-def _weight_bytes(one: Parameter) -> int:
+def weight_bytes(one: Parameter) -> int:
     if one.item:
         return block_bytes(one.numbers * one.item)
     # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
@@ -185,7 +129,7 @@ def _weight_bytes(one: Parameter) -> int:
     return block_bytes(-(-one.numbers // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
 
 
-def _optimizer_bytes(kind: str, one: Parameter) -> int:
+def optimizer_bytes(kind: str, one: Parameter) -> int:
     count = one.numbers
     if kind == "adafactor":
         if not one.columns:

@@ -20,15 +20,10 @@ from memtop.presets.states import UnknownMemoryError
 from memtop.supervisor.monitor.values import EDGE_FROM, Band, GpuSample, band_of
 
 Basis = Literal["dry run", "estimate"]
-SURE: dict[str, tuple[float, float]] = {
-    "dry run": (0.93, 1.07),
-    "estimate": (0.85, 1.3),
-    "sharded": (0.85, 2.1),
-    "calibrated": (0.8, 1.18),
-}
+SURE: dict[str, tuple[float, float]] = {"dry run": (0.93, 1.07), "estimate": (0.8, 1.25), "calibrated": (0.8, 1.18)}
 """The true size divided by the foreseen one, at the least and at the most: the largest errors of
 `bench.predict`, of the dry run against measurements and of the estimate against the dry run.
-`sharded`: of the estimate with ZeRO; `calibrated`: of an estimate that a known peak scales."""
+`calibrated`: of an estimate that a known peak scales."""
 GENERATION = 80
 """Of a GPU that does not say it: Ampere."""
 MOST_WAYS = 6
@@ -47,11 +42,18 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Its compute capability without the point."""
     context_bytes: int = CONTEXT_BYTES
     """The CUDA context of a process with its libraries."""
+    communication_bytes: int = 0
+    """NCCL's buffers, if there are several processes."""
+
+    @property
+    def outside_bytes(self) -> int:
+        """What a process holds beside torch's memory."""
+        return self.context_bytes + self.communication_bytes
 
     @property
     def torch_bytes(self) -> int | None:
         """What torch can reserve there."""
-        return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.context_bytes)
+        return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.outside_bytes)
 
     @classmethod
     def of(cls, gpu: GpuSample, *, others_bytes: int | None = None, context_bytes: int | None = None) -> Card:
@@ -77,13 +79,6 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     components: Mapping[str, int]
     """What is allocated at the peak."""
     basis: Basis
-    sharded: bool = False
-    """With ZeRO. The estimate knows little of what torch reserves there."""
-
-    @property
-    def sure(self) -> tuple[float, float]:
-        """See `SURE`."""
-        return SURE["sharded" if self.sharded and self.basis == "estimate" else self.basis]
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,15 +123,16 @@ def estimated(settings: Settings, card: Card, config: Mapping[str, Any] | None =
     except UnknownMemoryError as error:
         return str(error)
     components = {str(name): size for name, size in found.components.items()}
-    sharded = settings.zero.stage > 0
-    return Need(reserved=found.reserved, phase=found.peak_phase, components=components, basis="estimate", sharded=sharded)
+    return Need(reserved=found.reserved, phase=found.peak_phase, components=components, basis="estimate")
 
 
 def peak_of(need: Need, card: Card) -> Peak:
-    size = need.reserved + card.context_bytes
-    least, most = (round(need.reserved * part) + card.context_bytes for part in need.sure)
+    size = need.reserved + card.outside_bytes
+    least, most = (round(need.reserved * part) + card.outside_bytes for part in SURE[need.basis])
     fraction = card.fraction(size)
     components = {**need.components, "unused": need.reserved - sum(need.components.values()), "context": card.context_bytes}
+    if card.communication_bytes:
+        components["communication"] = card.communication_bytes
     return Peak(
         bytes=size,
         least=least,
@@ -153,7 +149,7 @@ def is_safe(need: Need | None, card: Card) -> bool:
     """Whether it is known to stay below the edge band."""
     if need is None:
         return False
-    fraction = card.fraction(need.reserved + card.context_bytes)
+    fraction = card.fraction(need.reserved + card.outside_bytes)
     return fraction is not None and fraction < EDGE_FROM
 
 

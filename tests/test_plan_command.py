@@ -17,7 +17,7 @@ from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.cli.plan_host import host_text, planned_host
 from memtop.presets import Settings, load_presets, load_recipes, resolve
-from memtop.presets.choosing import CONTEXT_BYTES
+from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
@@ -119,6 +119,18 @@ def test_parts_and_bounds_of_a_peak() -> None:
     assert peak_of(need, replace(CARD, total_bytes=None)).band is Band.UNKNOWN
 
 
+def test_several_processes_have_memory_to_communicate() -> None:
+    several = replace(CARD, context_bytes=20 * MIB, communication_bytes=30 * MIB)
+    assert several.torch_bytes == GIB - 50 * MIB
+    need = Need(reserved=820 * MIB, phase="backward", components={"weights": 800 * MIB}, basis="dry run")
+    peak = peak_of(need, several)
+    assert peak.components["communication"] == 30 * MIB
+    assert sum(peak.components.values()) == peak.bytes == 870 * MIB
+    assert "communication" not in peak_of(need, CARD).components
+    assert is_safe(need, CARD)
+    assert not is_safe(replace(need, reserved=840 * MIB), several)
+
+
 def test_a_plan_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = document(capsys, "first-run", "--vram", "1")
     gpu = found["gpu"]
@@ -138,6 +150,12 @@ def test_a_plan_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     again = document(capsys, "first-run", "--vram", "1")
     assert {**again, "host": None} == {**found, "host": None}
     assert list((tmp_path / "cache").rglob("dry_runs/*"))
+
+
+def test_a_plan_for_two_gpus_names_the_memory_of_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (document(capsys, "first-run", "--vram", "4", "--gpus", gpus)["gpu"]["components"] for gpus in "12")
+    assert two["communication"] == COMMUNICATION_BYTES
+    assert "communication" not in one
 
 
 def test_a_plan_for_a_model_and_a_method(capsys: pytest.CaptureFixture[str], model: Path) -> None:

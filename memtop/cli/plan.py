@@ -17,6 +17,7 @@ from memtop.cli.options import WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets.choosing import COMMUNICATION_BYTES
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 _BY_METHOD = {"full": "pretrain-causal", "lora": "sft-lora", "qlora": "sft-qlora"}
 _GIB = 1 << 30
-_HOPELESS = 1.3
-"""An estimate above this part of the GPU's memory is not far enough off to fit."""
 
 
 @click.command()
@@ -81,7 +80,7 @@ def plan(
     if every and preset is not None:
         raise UsageError(f"--all with --preset {preset}: give one of them")
     machine = _machine()
-    card = _card(machine, vram)
+    card = replace(_card(machine, vram), communication_bytes=COMMUNICATION_BYTES if (gpus or 1) > 1 else 0)
     values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
     own = None
     if program:
@@ -188,6 +187,7 @@ class _Answers:
     def __init__(self, card: Card) -> None:
         self._card = card
         self._known: dict[bytes, Need | None] = {}
+        self._rough: dict[bytes, Need | None] = {}
         self._factor = 1.0
         self.problem: str | None = None
         """Why there is no dry run."""
@@ -203,12 +203,9 @@ class _Answers:
     def sure(self, settings: Settings) -> Need | None:
         """By the dry run, or the estimate without one."""
         rough = self._estimated(settings)
-        room = self._card.torch_bytes
-        # The loss of what certainly does not fit is computed in tiny pieces: that takes minutes.
-        hopeless = rough is not None and room is not None and rough.reserved > _HOPELESS * room
         # The pieces of the loss follow the GPU's memory.
-        open_loss = room is None and settings.loss_chunk < 0 and rough is not None
-        if self._runs is None or hopeless or open_loss:
+        open_loss = self._card.torch_bytes is None and settings.loss_chunk < 0 and rough is not None
+        if self._runs is None or open_loss:
             return self.quick(settings)
         key = msgspec.json.encode(settings, order="deterministic")
         if key not in self._known:
@@ -234,8 +231,11 @@ class _Answers:
         return self._runs.foresee(settings, generation=self._card.generation, capacity=self._card.torch_bytes)
 
     def _estimated(self, settings: Settings) -> Need | None:
-        found = estimated(settings, self._card)
-        return None if isinstance(found, str) else found
+        key = msgspec.json.encode(settings, order="deterministic")
+        if key not in self._rough:
+            found = estimated(settings, self._card)
+            self._rough[key] = None if isinstance(found, str) else found
+        return self._rough[key]
 
 
 def _need(found: Foreseen) -> Need:

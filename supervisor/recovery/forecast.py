@@ -224,9 +224,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         need = estimated(settings, self.card, self.config)
         if isinstance(need, str):
             return need
-        scales, basis, near = self._scales(key)
-        # What is measured without ZeRO says nothing about what torch reserves with it.
-        least, most = SURE["calibrated"] if scales and (near or not need.sharded) else need.sure
+        scales, basis = self._scales(key)
+        least, most = SURE["calibrated" if scales else "estimate"]
         middle = _median(scales) if scales else 1.0
         lifted = max(self._failed(settings.allocator), default=0.0)
         if lifted > middle:
@@ -250,20 +249,19 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         # A configuration that ended before its first update never reached its peak.
         return [(settings, peak) for settings, peak in self.known if peak.updates and not peak.failed]
 
-    def _scales(self, key: str) -> tuple[list[float], str, bool]:
-        """Measured peaks divided by their estimates; what the forecast rests on; and whether the
-        peaks are of the same settings except the batch. Peaks of other settings count if there are
-        no such peaks."""
+    def _scales(self, key: str) -> tuple[list[float], str]:
+        """Measured peaks divided by their estimates, and what the forecast rests on. Peaks of
+        settings that differ in more than the batch count if there are no others."""
         whole = self._whole()
         near = [one for one in whole if one[1].settings_key == key]
         chosen = (near or whole)[-_NEWEST:]
         found = {peak.batch: scale for settings, peak in chosen if (scale := self._scale(settings, peak)) is not None}
         if not found:
-            return [], "estimate", False
+            return [], "estimate"
         where = _words(found)
         if near:
-            return list(found.values()), f"estimate, calibrated at {where}", True
-        return list(found.values()), f"estimate, calibrated at {where} with other settings", False
+            return list(found.values()), f"estimate, calibrated at {where}"
+        return list(found.values()), f"estimate, calibrated at {where} with other settings"
 
     def _failed(self, allocator: str) -> Iterator[float]:
         """What failures with these options of the allocator needed at least, divided by the

@@ -287,9 +287,6 @@ def test_peaks_with_the_same_settings_count_more_than_those_with_others() -> Non
     assert by_estimate(T5, known(other, 0.8)).basis == "estimate, calibrated at B 32 with other settings"
     both = by_estimate(T5, known(other, 0.8), known(replace(T5, batch=8), 1.1))
     assert both.basis == "estimate, calibrated at B 8"
-    # The residual of a run without ZeRO says little of a run with it.
-    sharded = replace(T5, zero=Zero(stage=2))
-    assert by_estimate(sharded, known(T5, 1.0)).most_bytes == by_estimate(sharded).most_bytes
 
 
 def test_a_failure_lifts_the_estimate_and_never_lowers_it() -> None:

@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, masking_utils
 
-from bench.predict import A6000, MIB, T4, a6000_training, t4_training
+from bench.predict import MIB
+from bench.published import A6000, T4, a6000_training, t4_training
+from memtop.presets.allocator import Allocator
 from memtop.presets.schema import Lora, Settings
 from memtop.train import BadInputError
-from memtop.train.dry_run.allocator import Allocator
+from memtop.train.dry_run import run
 from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
@@ -63,6 +65,15 @@ def weights_of(config: dict[str, Any]) -> int:
 
 PARAMETERS = weights_of(LLAMA)
 SMALL = 3 * (2 * 256 * 256 + 2 * 256 * 128)
+
+
+def test_pieces_of_the_loss_that_repeat_are_left_out_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: tuple[dict[str, Any], ...] = ({}, {"accumulation": 2, "autocast": None}, {"method": "lora", "lora": QKVO})
+    few = [foreseen(batch=4, loss_chunk=60, **one) for one in changes]
+    monkeypatch.setattr(run, "_PIECES", 1000)
+    for one, found in zip(changes, few, strict=True):
+        every = foreseen(batch=4, loss_chunk=60, **one)
+        assert msgspec.structs.replace(every, seconds=found.seconds) == found
 
 
 @pytest.mark.parametrize("row", [T4[6], T4[17]], ids=lambda row: "-".join(row[1:3]))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from memtop.train.dry_run.allocator import MIB, Allocator, CannotFit
+from memtop.presets.allocator import MIB, Allocator, CannotFit
 
 
 def test_a_request_is_rounded_to_512_bytes_and_small_ones_share_a_segment() -> None:

@@ -16,7 +16,7 @@ from memtop.train import BadInputError
 from memtop.train import zero as configured
 from memtop.train.dry_run import run, zero
 from memtop.train.dry_run.build import Training, config_of, training_of
-from memtop.train.dry_run.run import foresee
+from memtop.train.dry_run.run import foresee, needing_most
 from memtop.train.dry_run.trace import Component
 from tests.train.launching import LAUNCHED, ended, environment, two_ranks
 from tests.train.support import TINY, edited
@@ -159,11 +159,29 @@ def test_without_zero_the_host_is_not_foreseen() -> None:
 
 
 def test_weights_that_are_read_in_parts_never_are_whole_on_the_gpu() -> None:
-    training = of_settings(Zero(stage=3), precision="bf16")
-    whole, parts = (
-        foresee(msgspec.structs.replace(training, sharded_when_read=on)).phases[0].allocated for on in (False, True)
+    training = msgspec.structs.replace(of_settings(Zero(stage=3), precision="bf16"), sharded_when_read=True)
+    trace = run.recorded(training, config_of(training))[0]
+    part, live, most = 37280 // 4, 0, 0
+    for event in trace.events:
+        found = trace.allocations[event if event >= 0 else ~event]
+        if found.size == 4 * part:
+            break  # the optimizer's weights, in fp32
+        if found.place == "gpu":
+            live += found.size if event >= 0 else -found.size
+            most = max(most, live)
+    # One whole weight at a time, and this process's part of all before and after they are flat.
+    assert 2 * part <= most < 2 * (260 * 32 + 2 * part) + 1024
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_process_that_needs_most_is_the_one_with_the_heads_gradient(tied: bool) -> None:
+    config = TINY.model["config"] | {"tie_word_embeddings": tied}
+    training = of_settings(Zero(stage=2), precision="bf16", model={"config": config})
+    chosen = needing_most(training)
+    assert chosen.rank == (0 if tied else 3)
+    assert foresee(chosen).allocated == max(
+        foresee(msgspec.structs.replace(training, rank=rank)).allocated for rank in range(4)
     )
-    assert parts < whole
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ and how far it is from the dry run."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -51,8 +52,10 @@ def test_the_estimate_is_near_the_dry_run_and_rather_above_it(kind: str) -> None
     for _ in range(2):
         one = drawn(rng, kind)
         found = estimate(one.settings, one.config, generation=one.generation, capacity=one.capacity)
-        exact = one.foreseen().allocated
-        assert -0.03 <= (found.allocated - exact) / exact <= 0.15, one
+        exact = one.foreseen()
+        least = -0.1 if one.settings.zero.stage else -0.03
+        assert least <= found.allocated / exact.allocated - 1 <= 0.15, one
+        assert -0.2 <= found.reserved / exact.reserved - 1 <= 0.25, one
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +107,8 @@ def test_few_tokens_peak_where_the_embeddings_get_their_gradient_and_whole_logit
 def test_more_tokens_never_take_less(config: dict[str, Any], name: str) -> None:
     task = "seq2seq" if config is T5 else "causal"
     found = [estimated(config, task=task, **{name: size}).allocated for size in (1, 2, 16, 64, 256)]
-    assert found == sorted(found)
+    # Of a block that was not split, up to 1 MiB is the rest of a larger one.
+    assert all(more > 0.99 * less for less, more in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,8 @@ def test_zero_shards_what_its_stage_says() -> None:
     assert parameters is not None
     one, two, three = (sharded(stage) for stage in (1, 2, 3))
     for found in (one, two, three):
-        assert found.components["optimizer"] == pytest.approx(12 * parameters / 8, rel=0.01)
+        assert found.components["master weights"] == pytest.approx(4 * parameters / 8, rel=0.01)
+        assert found.components["optimizer"] == pytest.approx(8 * parameters / 8, rel=0.01)
     assert one.components["gradients"] >= 2 * parameters
     assert two.allocated < one.allocated
     assert two.components["weights"] == pytest.approx(2 * parameters, rel=0.01)

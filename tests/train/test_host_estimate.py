@@ -68,7 +68,7 @@ def test_the_levels_take_less_and_less() -> None:
 
 def test_more_samples_take_more_and_checkpointing_takes_less() -> None:
     one, two = estimated(batch=1), estimated(batch=2)
-    assert two.components["unused heap"] == pytest.approx(2 * one.components["unused heap"], rel=0.05)
+    assert 1.5 < two.components["unused heap"] / one.components["unused heap"] < 2.1
     assert estimated(gradient_checkpointing=True).peak < two.peak
 
 

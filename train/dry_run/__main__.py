@@ -58,7 +58,7 @@ def _foreseen(request: Request) -> dict[str, Any]:
 
     from memtop.train import BadInputError
     from memtop.train.dry_run.build import training_of
-    from memtop.train.dry_run.run import foresee
+    from memtop.train.dry_run.run import foresee, needing_most
 
     transformers_logging.set_verbosity_error()
     try:
@@ -67,7 +67,7 @@ def _foreseen(request: Request) -> dict[str, Any]:
             generation=request.generation,
             capacity=request.capacity,
         )
-        return {"foresight": msgspec.to_builtins(foresee(training))}
+        return {"foresight": msgspec.to_builtins(foresee(needing_most(training)))}
     except BadInputError as error:
         return {"problem": str(error)}
 

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtop.train import BadInputError
-from memtop.train.dry_run.allocator import MIB, Allocator, CannotFit
+from memtop.presets.allocator import MIB, Allocator, CannotFit
+from memtop.train import BadInputError, objective
 from memtop.train.dry_run.build import (
     DTYPES,
     Training,
@@ -43,6 +43,7 @@ from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 
 FreeBytes = Callable[[torch.device], int | None]
+_PIECES = 4
 _UPDATES = 2
 """The first update allocates the moments; later ones are like the second."""
 
@@ -120,6 +121,16 @@ def foresee(training: Training) -> Foresight:
     )
 
 
+def needing_most(training: Training) -> Training:
+    """The same in the process that needs the most memory. With ZeRO-1 and 2 that is the last one,
+    if it has the gradient of a head with weights of its own: it keeps that from the beginning of
+    the backward pass on."""
+    config = config_of(training)
+    has_head = training.method == "full" and not getattr(config, "tie_word_embeddings", True)
+    last = training.zero.stage in (1, 2) and has_head
+    return msgspec.structs.replace(training, rank=training.world_size - 1 if last else 0)
+
+
 def _traced(training: Training) -> Recorded:
     config = config_of(training)
     layers = layers_of(config)
@@ -151,7 +162,7 @@ def recorded(training: Training, config: Any, live: list[int] | None = None) -> 
         return None if training.capacity is None else max(0, training.capacity - allocated)
 
     try:
-        with _without_reports(), torch.random.fork_rng(devices=[]), mode, trace:
+        with _without_reports(), _few_pieces(), torch.random.fork_rng(devices=[]), mode, trace:
             _load(training, model, mode, trace)
             # What exists at the end is released after the trace.
             kept = _train(training, model, mode, trace, free)
@@ -180,6 +191,23 @@ def _without_reports() -> Iterator[None]:
         yield
     finally:
         log.disabled = was
+
+
+@contextmanager
+def _few_pieces() -> Iterator[None]:
+    """Leave out pieces of the loss that do what the one before did. With little memory there are
+    thousands; the first, the second and the last one differ."""
+    own = objective._pieces
+
+    def pieces(count: int, chunk: int) -> list[slice]:
+        found = own(count, chunk)
+        return found if len(found) <= _PIECES else [*found[: _PIECES - 1], found[-1]]
+
+    objective._pieces = pieces
+    try:
+        yield
+    finally:
+        objective._pieces = own
 
 
 def _load(training: Training, model: Any, mode: FakeTensorMode, trace: Trace) -> None:

@@ -32,6 +32,8 @@ Place = Literal["gpu", "host", "pinned"]
 """Where memory is; pinned: page-locked host memory."""
 Hidden = Callable[..., list[int]]
 """Maps an operation's arguments to the bytes of what its CUDA kernel allocates and releases."""
+_ELSEWHERE = -1
+"""In place of the number of an allocation that is not counted."""
 _KEPT_BY: dict[Phase, Component] = {"forward": "activations", "optimizer": "optimizer"}
 """What temporary memory of a phase is if it outlives the phase."""
 
@@ -150,9 +152,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a tensor that no operation has made, or change what a recorded one is for."""
         storage = tensor.untyped_storage()
         known = self._storages.get(id(storage))
-        if known is None and self._counts:
+        if known is None:
             self._keep(storage, component, "load")
-        elif known is not None:
+        elif known.number >= 0:
             self.recorded.allocations[known.number].component = component
 
     @classmethod
@@ -169,7 +171,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = [] if before is None else [self._allocate(size, str(func), "temporary") for size in before(*args, **kwargs)]
         found = func(*args, **kwargs)
         # A number that Python turns into a tensor stays in host memory.
-        if self._counts and func is not torch.ops.aten.lift_fresh.default:
+        if func is not torch.ops.aten.lift_fresh.default:
             self._track(func, found)
         after = self._kernels.after.get(func)
         if after is not None:
@@ -199,12 +201,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, storage: Any, component: Component, operation: str) -> None:
         death = _Death(storage, self._forget)
-        death.key, death.number = id(storage), self._allocate(storage.nbytes(), operation, component)
+        death.key = id(storage)
+        # What is elsewhere must be known, too: later operations give views of it.
+        death.number = self._allocate(storage.nbytes(), operation, component) if self._counts else _ELSEWHERE
         self._storages[death.key] = death
 
     def _forget(self, death: Any) -> None:
         del self._storages[death.key]
-        self._release(death.number)
+        if death.number >= 0:
+            self._release(death.number)
 
     def _open_workspace(self) -> None:
         if self._phase not in self._with_workspace and self._place == "gpu":

@@ -1,0 +1,413 @@
+"""What holds weights, gradients and moments in a training, and when it allocates them: without
+DeepSpeed, or with its ZeRO as in train/dry_run/zero*.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import msgspec
+
+from memtop.presets.allocator import MIB
+from memtop.presets.parameters import LIVE_PARAMETERS
+from memtop.presets.schema import Settings
+from memtop.presets.sequence import Sequence
+from memtop.presets.states import Numbers, Parameter, block_bytes, optimizer_bytes, ring_bytes, weight_bytes
+
+_GATHERING, _REDUCING = 1, 2
+"""Streams of ZeRO-3, beside 0 of the computation."""
+
+
+class Unit(msgspec.Struct, eq=False):
+    """Parameters that are used together: of a layer, of `times` equal layers, or of the
+    embeddings."""
+
+    parameters: Several[Parameter]
+    times: int = 1
+    gathered: list[int] = []
+    """With ZeRO-3: where its weights are, whole."""
+
+    @property
+    def trained(self) -> list[Parameter]:
+        return [one for one in self.parameters if one.trained]
+
+    @property
+    def count(self) -> int:
+        """Numbers that are trained."""
+        return self.times * sum(one.numbers for one in self.parameters if one.trained)
+
+
+class Plain:
+    """One process, or several with a whole model each."""
+
+    def __init__(self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence) -> None:
+        self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
+        self._has_moments = False
+        self._gradients: list[int] = []
+
+    def load(self) -> None:
+        sequence = self._sequence
+        for unit in self._units:
+            for one in unit.parameters:
+                if not one.item:
+                    sequence.pass_through(one.numbers * self._numbers.weights)
+                if unit.times == 1 and weight_bytes(one) > MIB:
+                    sequence.begin(weight_bytes(one), "weights")
+            sizes = [weight_bytes(one) for one in unit.parameters if unit.times > 1 or weight_bytes(one) <= MIB]
+            self._together(unit, sizes, "weights")
+        trained = [one for unit in self._units for one in unit.trained]
+        gradients = sum(block_bytes(one.numbers * one.item) * unit.times for unit in self._units for one in unit.trained)
+        sequence.begin(ring_bytes(self._settings, trained, gradients), "workspace")
+
+    def before_forward(self, unit: Unit) -> None:
+        """Do nothing."""
+
+    after_forward = before_backward = before_forward
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Do nothing."""
+
+    def after_backward(self, unit: Unit) -> None:
+        """The gradients of a unit are there, if they have not been made by its layer."""
+        if self._numbers.resident and unit not in self._done:
+            self._done.append(unit)
+            self._blocks(unit, [one.numbers * one.item for one in unit.trained], "gradients", self._gradients)
+
+    _done: list[Unit]
+
+    def begin_update(self) -> None:
+        self._done = []
+
+    def end_backward(self) -> None:
+        """Do nothing."""
+
+    def step(self) -> None:
+        kind, sequence = self._settings.optimizer, self._sequence
+        trained = [one for unit in self._units for one in unit.trained]
+        if kind == "adafactor":
+            # The square of a gradient and its sum with a constant; later the change and its
+            # negative.
+            largest = 4 * max(one.numbers for one in trained)
+            first = sequence.begin(largest, "temporary")
+            sequence.pass_through(largest)
+            sequence.end(first)
+        if not self._has_moments:
+            self._has_moments = True
+            for unit in self._units:
+                sizes = [optimizer_bytes(kind, one) for one in unit.trained]
+                # Of Adam two moments each, one after the other.
+                halves = sizes if kind == "adafactor" else [size // 2 for size in sizes for _ in range(2)]
+                self._blocks(unit, halves, "optimizer", [])
+        sequence.end(*self._gradients, *sequence.kept)
+        self._gradients.clear()
+        sequence.kept.clear()
+
+    def _blocks(self, unit: Unit, sizes: list[int], use: str, keys: list[int]) -> None:
+        if unit.times == 1:
+            keys += [self._sequence.begin(size, use) for size in sizes if size > MIB]
+            sizes = [size for size in sizes if size <= MIB]
+        keys += self._together(unit, sizes, use)
+
+    def _together(self, unit: Unit, sizes: list[int], use: str) -> list[int]:
+        large = sum(size for size in sizes if size > MIB)
+        small = self._sequence.begin_small(unit.times * (sum(sizes) - large), use)
+        return [*small, *(self._sequence.begin_for(unit.times, large, use) if large else [])]
+
+
+class _Sharded:
+    """What the stages of ZeRO have in common. Sizes in numbers, not bytes, have no unit here."""
+
+    def __init__(
+        self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence, rank: int, width: int
+    ) -> None:
+        self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
+        self._item = numbers.weights
+        self._world, self._rank = settings.world_size, rank
+        self._count = sum(unit.count for unit in units)
+        self._part = -(-self._count // self._world)
+        self._largest = max(one.numbers for unit in units for one in unit.trained)
+        self._bucket = min(max(width * width, 12_500_000), 50_000_000)
+        self._offloads = settings.zero.offload_optimizer
+        self._has_moments = False
+        self._last = False
+
+    def _load(self) -> list[tuple[Parameter, int]]:
+        """The weights come to the GPU; each one, and its key."""
+        return [
+            (one, key)
+            for unit in self._units
+            for one in unit.parameters
+            for key in self._sequence.begin_for(unit.times, weight_bytes(one), "weights")
+        ]
+
+    def _flatten(self) -> None:
+        """The trained ones become views of one tensor."""
+        loaded = self._load()
+        self._sequence.begin(self._item * self._count, "weights")
+        self._sequence.end(*(key for one, key in loaded if one.trained))
+
+    def _make_moments(self, size: int) -> None:
+        if not self._has_moments and not self._offloads:
+            for _ in range(2):
+                self._sequence.begin(4 * size, "optimizer")
+
+    def begin_update(self) -> None:
+        """Do nothing."""
+
+    def before_forward(self, unit: Unit) -> None:
+        """Do nothing."""
+
+    after_forward = before_backward = before_forward
+
+    def begin_backward(self, *, last: bool) -> None:
+        self._last = last
+
+
+class Stage1InBf16(_Sharded):
+    def load(self) -> None:
+        sequence = self._sequence
+        self._flatten()
+        part = sequence.begin(self._item * self._part, "temporary")
+        sequence.begin(4 * self._part, "master weights")
+        sequence.end(part)
+        sequence.begin(4 * self._count, "gradients")
+        self._gradients: list[int] = []
+        self._done: list[Unit] = []
+
+    def after_backward(self, unit: Unit) -> None:
+        if unit not in self._done:
+            self._done.append(unit)
+            self._gradients.append(self._sequence.begin(self._item * unit.count, "gradients"))
+
+    def end_backward(self) -> None:
+        self._sequence.pass_through(4 * self._largest)
+        if self._last:
+            self._sequence.pass_through(self._item * self._count)
+
+    def step(self) -> None:
+        self._make_moments(self._part)
+        self._has_moments = True
+        self._sequence.end(*self._gradients)
+        self._gradients.clear()
+        self._done.clear()
+
+
+class Stages1And2(_Sharded):
+    def load(self) -> None:
+        sequence = self._sequence
+        self._flatten()
+        part = sequence.begin(self._item * self._part, "temporary")
+        if self._offloads:
+            sequence.end(part)
+            sequence.begin(self._item * self._largest, "gradients")
+        elif self._item == 4:
+            sequence.begin(0, "master weights")
+            self._sequence.uses[part] = "master weights"
+            sequence.pass_through(4 * self._part)
+        else:
+            sequence.begin(4 * self._part, "master weights")
+            sequence.end(part)
+            sequence.pass_through(4 * self._part)
+        self._partitions = self._settings.zero.stage == 2
+        self._compact = self._item == 2 and not self._offloads
+        self._separate = self._compact and not self._partitions
+        self._flat = self._in_bucket = -1
+        self._own: list[int] = []
+        self._sums: list[int] = []
+        self._done: list[Unit] = []
+        self._starts: dict[int, int] = {}
+        start = 0
+        for unit in self._units:
+            self._starts[id(unit)] = start
+            start += unit.count
+
+    def begin_backward(self, *, last: bool) -> None:
+        super().begin_backward(last=last)
+        item = 4 if self._separate else self._item
+        self._in_bucket = self._sequence.begin(item * self._bucket, "buckets")
+
+    def after_backward(self, unit: Unit) -> None:
+        sequence = self._sequence
+        if not self._partitions:
+            if unit not in self._done:
+                self._done.append(unit)
+                self._sums.append(sequence.begin((4 if self._separate else self._item) * unit.count, "gradients"))
+            return
+        # A gradient that is larger than the bucket is kept by the process that updates it.
+        start, end = self._starts[id(unit)], self._starts[id(unit)] + unit.count
+        own = max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
+        oversized = unit.times * sum(one.numbers for one in unit.trained if one.numbers > self._bucket)
+        kept = 0 if self._offloads else min(own, oversized)
+        largest = max((one.numbers for one in unit.trained), default=0)
+        if kept:
+            kept = max(kept, largest)
+            self._own.append(sequence.begin(self._item * kept, "gradients"))
+        # Through the bucket, or as they are.
+        as_it_is = self._sequence.begin(self._item * largest if largest > self._bucket and not kept else 0, "gradients")
+        self._reduce(max(largest, min(self._bucket, unit.count)), own)
+        sequence.end(as_it_is)
+
+    def _reduce(self, size: int, own: int) -> None:
+        sequence = self._sequence
+        whole = sequence.begin(self._item * size, "temporary")
+        if own and self._compact:
+            self._sum()
+            sequence.pass_through(4 * min(own, size))
+        sequence.end(whole)
+        if own and self._offloads:
+            sequence.pass_through(8 * min(own, self._largest))
+
+    def _sum(self) -> None:
+        if self._flat < 0:
+            self._flat = self._sequence.begin(4 * self._part, "gradients")
+
+    def end_backward(self) -> None:
+        sequence = self._sequence
+        if not self._partitions and self._last:
+            self._reduce(max(self._bucket, self._largest), self._part)
+        if self._compact and self._last:
+            self._sum()
+        if not self._compact and not self._offloads and self._flat < 0:
+            self._flat = sequence.begin(self._item * self._part, "gradients")
+        sequence.end(self._in_bucket, *self._own)
+        self._own.clear()
+        if self._last:
+            sequence.end(*self._sums)
+            self._sums.clear()
+            self._done.clear()
+
+    def step(self) -> None:
+        sequence = self._sequence
+        if not self._offloads:
+            sequence.pass_through(8 * min(self._part, self._largest))
+            gradient = -1 if self._compact else sequence.begin(4 * self._part, "gradients")
+            if not self._compact:
+                sequence.end(self._flat)
+            self._make_moments(self._part)
+            self._has_moments = True
+            sequence.end(self._flat if self._compact else gradient)
+            self._flat = -1
+
+
+class Stage3(_Sharded):
+    def load(self) -> None:
+        zero, sequence, settings = self._settings.zero, self._sequence, self._settings
+        self._keeps = not zero.offload_parameters
+        self._most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
+        self._ahead = int(0.9 * self._bucket)
+        self._is_known = False
+        self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
+        self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
+        # Weights that are read from files are sharded at once.
+        if settings.model.get("path"):
+            sequence.pass_through(self._item * max(one.numbers for unit in self._units for one in unit.parameters))
+            sequence.begin(self._item * self._frozen // self._world if self._keeps else 0, "weights")
+        else:
+            self._partition()
+        if self._keeps:
+            sequence.begin(self._item * self._part, "weights")
+        self._group = min(self._part, self._most + self._largest // self._world)
+        if not self._offloads:
+            converted = sequence.begin(4 * self._group, "temporary")
+            sequence.begin(4 * self._part, "master weights")
+            sequence.end(converted)
+            sequence.pass_through(4 * self._group)
+        sequence.begin(self._item * self._bucket, "buckets")
+        if not self._offloads:
+            sequence.begin(4 * self._part, "gradients")
+
+    def _partition(self) -> None:
+        """The weights come whole, and each one makes room for this process's part."""
+        trained = []
+        for one, key in self._load():
+            part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
+            self._sequence.end(key)
+            trained += [part] if one.trained else []
+        self._sequence.end(*trained)
+
+    # --- gathering
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.gathered or (self._world == 1 and self._keeps):
+            return
+        sizes = [one.numbers for one in unit.parameters if one.numbers * self._item > MIB]
+        if unit.times > 1:
+            # Of many layers, as many are live as are used again soon.
+            room = self._most // 2 if self._is_known else 0
+            sizes = [min(unit.times * sum(sizes), room)]
+        keys = [self._sequence.begin(self._item * size, "gathered weights", _GATHERING) for size in sizes]
+        if not self._keeps and self._world > 1:
+            self._sequence.pass_through(self._item * sum(sizes) // self._world, "gathered weights", _GATHERING)
+        if self._is_known and self._world > 1:
+            # Several weights arrive together, those that come next among them.
+            together = max(self._ahead, min(sum(sizes), self._ahead + max(sizes, default=0)))
+            self._sequence.pass_through(self._item * together, stream=_GATHERING)
+        unit.gathered = [key for key in keys if key >= 0]
+
+    def _release(self, unit: Unit) -> None:
+        self._sequence.end(*unit.gathered)
+        unit.gathered = []
+
+    def before_forward(self, unit: Unit) -> None:
+        self._gather(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        after = self._units[self._units.index(unit) + 1 :]
+        distance = 2 * sum(one.times * sum(p.numbers for p in one.parameters) for one in after)
+        unused = False
+        if unit is self._units[0]:
+            # The head uses tied ones. The backward pass uses frozen ones only for checkpoints.
+            distance, unused = (
+                distance // (2 if self._is_tied else 1),
+                not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing),
+            )
+        if not self._is_known or unused or distance > self._most:
+            self._release(unit)
+
+    def before_backward(self, unit: Unit) -> None:
+        self._gather(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        if self._numbers.full or unit.times == 1:
+            sequence = self._sequence
+            biggest = sorted((one.numbers for one in unit.trained), reverse=True)[:2]
+            # A gradient stays until the next one is there; the small ones go through the bucket.
+            first = [sequence.begin(self._item * size, "gradients") for size in biggest]
+            size = max([*biggest, min(self._bucket, unit.count)], default=0)
+            part = -(-size // self._world)
+            whole = sequence.begin(self._item * size if size <= self._bucket else 0, "temporary", _REDUCING)
+            own = sequence.begin(4 * part if self._item != 4 else 0, "temporary", _REDUCING)
+            if self._offloads:
+                # The sum so far, and a copy of it for its norm.
+                on_gpu = sequence.begin(4 * part, "temporary", _REDUCING)
+                sequence.pass_through(8 * part, "temporary", _REDUCING)
+                sequence.end(on_gpu)
+            sequence.end(whole, own)
+            sequence.end(*first)
+        self._release(unit)
+
+    def end_backward(self) -> None:
+        self._is_known = True
+
+    def step(self) -> None:
+        if self._offloads:
+            return
+        sequence = self._sequence
+        sequence.pass_through(8 * min(self._part, -(-self._largest // self._world)))
+        gradient = sequence.begin(4 * self._group, "gradients")
+        self._make_moments(self._part)
+        self._has_moments = True
+        sequence.end(gradient)
+
+
+Engine = Plain | Stage1InBf16 | Stages1And2 | Stage3
+
+
+def engine_of(settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence, rank: int, width: int) -> Engine:
+    zero = settings.zero
+    if not zero.stage:
+        return Plain(settings, numbers, units, sequence)
+    if zero.stage == 3:
+        return Stage3(settings, numbers, units, sequence, rank, width)
+    is_bf16 = numbers.half == "bf16"
+    kind = Stage1InBf16 if zero.stage == 1 and is_bf16 and not zero.offload_optimizer else Stages1And2
+    return kind(settings, numbers, units, sequence, rank, width)
