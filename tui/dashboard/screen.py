@@ -53,6 +53,7 @@ from memtop.tui.screen import Dashboard
 from memtop.tui.store import Store, fold, machine_in
 
 _QUIET_INTERVALS = 6
+_OF_THE_LOG = ("follow", "search", "next_match", "previous_match", "log_up", "log_down")
 
 
 def _bindings() -> list[BindingType]:
@@ -436,6 +437,9 @@ class DashboardScreen(Dashboard):
 
     def _view(self, action_id: str) -> None:
         log = self.log_panel
+        if action_id in _OF_THE_LOG:
+            # Low terminals show events in its place.
+            self.store = replace(self.store, events_wanted=False)
         if action_id == "palette":
             self.app.action_command_palette()
         elif action_id == "follow":
