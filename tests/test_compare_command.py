@@ -201,7 +201,7 @@ def test_without_a_gpu_the_peak_is_that_of_the_host_memory(runs: Runs) -> None:
     assert f" {words} RAM " in runs.memtop("runs").stdout
     compared = runs.memtop("compare", "first", "second").stdout
     assert re.search(rf"^peak RAM +{words} ", compared, re.MULTILINE)
-    assert re.search("^peak memory +– +–$", compared, re.MULTILINE)
+    assert re.search("^peak GPU memory +– +–$", compared, re.MULTILINE)
     assert f"| highest host memory of this run | {words} RAM |" in runs.memtop("report", "first", "--markdown", "-").stdout
 
 

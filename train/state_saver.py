@@ -325,4 +325,9 @@ class StateSaver:
             pause_seconds=save.pause_seconds,
             size_bytes=size,
         )
-        return f"checkpoint at update {manifest.updates}: {size / 2**20:.1f} MiB in {self._state_dir.name}"
+        return f"checkpoint at update {manifest.updates}: {_size(size)} in {self._state_dir.name}"
+
+
+def _size(size_bytes: int) -> str:
+    """As the screens show it: whole MiB, or GiB with a digit."""
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes < 2**30 else f"{size_bytes / 2**30:.1f} GiB"

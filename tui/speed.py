@@ -153,6 +153,8 @@ _LABEL, _VALUE, _CHANGE = 11, 20, 10
 def advice_lines(run: RunState, width: int) -> list[Line]:
     """The bottleneck and its evidence."""
     advice = run.advice
+    if run.state.final and (advice is None or advice.summary.startswith("not known yet")):
+        return [line(("? what limited the speed is not known: the run ended before it was computed", "unknown"))]
     if advice is None:
         return [line(("? what limits the speed is not known yet: it is computed from measured updates", "unknown"))]
     word = BOTTLENECKS.get(advice.bottleneck, "")
@@ -178,7 +180,7 @@ def refused_lines(advice: Advice, width: int) -> list[Line]:
 def trial_lines(trial: Trial, width: int) -> list[Line]:
     """Values before and after the trial, with their spread."""
     sign, role = _STATES.get(trial.state, ("◌", "accent"))
-    head = line(("Last trial  ", "heading"), (f"{sign} {trial.state}", role))
+    head = line(("Last trial  ", "heading"), (f"{sign} {trial.word}", role))
     lines = [head, *wrap(trial.title, width, STRONG)]
     if trial.reason:
         lines += wrap(trial.reason, width)

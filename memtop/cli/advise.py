@@ -98,7 +98,7 @@ def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
 
 
 def _trial_lines(trial: Trial) -> Iterator[str]:
-    yield f"trial of {trial.title}: {trial.state}" + (f": {trial.reason}" if trial.reason else "")
+    yield f"trial of {trial.title}: {trial.word}" + (f": {trial.reason}" if trial.reason else "")
     for name, words in _ROWS:
         if name in trial.before and name in trial.after:
             yield f"  {words:<22} {_speed(trial.before, name)} -> {_speed(trial.after, name)}"

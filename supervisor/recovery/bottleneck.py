@@ -185,8 +185,11 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
         rate = units.size(m.swap_in_bytes_per_second)
         return "swap", f"swapping: {rate}/s of memory in use are read back from disk, and everything waits for that"
     if m.updates < FEWEST_UPDATES:
-        warm_up = f"the first {WARM_UP} after a start or a change are not measured"
-        return "unknown", f"not known yet: {m.updates} updates measured, {FEWEST_UPDATES} are needed; {warm_up}"
+        why = (
+            f"not known yet: {m.updates} updates measured, {FEWEST_UPDATES} are needed; "
+            f"the first {WARM_UP} after a start or a change are not measured"
+        )
+        return "unknown", why
     wait = m.wait_fraction
     if wait is None:
         return "unknown", "not known: the program does not report the parts of its updates"

@@ -41,6 +41,12 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.fraction is None or self.total_bytes is None else round(self.fraction * self.total_bytes)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it is a peak that this run has measured with such settings, so nothing is
+        foreseen."""
+        return self.basis.startswith("measured at ")
+
+    @property
     def runs_out(self) -> bool:
         """Whether even the least that is foreseen is more than the total."""
         if self.taken_bytes is None or self.total_bytes is None:

@@ -412,7 +412,7 @@ def _finish(state: TrialState, outcome: str, reason: str | None) -> Result:
 def _record(state: TrialState, name: str, reason: str | None = None) -> Result:
     """The trial as people see it is in this state now."""
     state = replace(state, trial=replace(state.trial, state=name, reason=reason))
-    text = f"trial of {state.trial.title}: {name}" + (f": {reason}" if reason else "")
+    text = f"trial of {state.trial.title}: {state.trial.word}" + (f": {reason}" if reason else "")
     return state, (Record(text, {"trial": msgspec.to_builtins(state.trial), "state": msgspec.to_builtins(state)}),)
 
 

@@ -121,7 +121,7 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
     if urgent is not None:
         return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
-        return tr(f"… trial of {run.trial.title}: {run.trial.state}")
+        return tr(f"… trial of {run.trial.title}: {run.trial.word}")
     if run.spike is not None:
         return with_key(f"! {tr(run.spike.message)}", tr(" (w: go back, go on or stop)"), width)
     survived = _survived(store, run)

@@ -24,7 +24,7 @@ from textual.widgets import Input
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.files import usable
 from memtop.supervisor import wire
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -369,7 +369,7 @@ class DashboardScreen(Dashboard):
         action = BY_ID[action_id]
         problem = obstacle(action, self.store)
         if problem is not None:
-            self.say(f"{tr(action.label).rstrip('…')}: {tr(problem)}")
+            self.say(f"{tr(action.label).rstrip('…')}{separator(': ')}{tr(problem)}")
             return
         if action_id == "detach":
             self.leave()
