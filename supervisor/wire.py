@@ -145,11 +145,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second, peak_bytes, host_bytes, swap_bytes."""
     after: dict[str, float] = {}
 
-    @property
-    def word(self) -> str:
-        """The state as people read it."""
-        return f"{self.state} the change" if self.state.startswith("measuring") else self.state
-
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run ran out of memory, and what can be done."""

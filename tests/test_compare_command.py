@@ -225,6 +225,13 @@ def compared(name: str, **settings: object) -> ComparedRun:
     )
 
 
+def test_a_large_number_is_written_alike_in_all_rows_and_a_setting_is_never_rounded() -> None:
+    runs = [replace(compared(name, target_samples=size), samples_seen=1536) for name, size in (("a", 1536), ("b", 1234567))]
+    rows = [line.split("  ") for line in _table(runs, None, ["target_samples"])]
+    assert ["1 536", "1 536"] in [[cell.strip() for cell in row if cell.strip()][1:] for row in rows]
+    assert ["1 536", "1 234 567"] in [[cell.strip() for cell in row if cell.strip()][1:] for row in rows]
+
+
 def test_many_settings_that_only_one_run_has_are_counted() -> None:
     """For example of a recipe and of a program whose settings memtop does not know."""
     recipe = compared("recipe", batch=8, **{f"setting.{n}": n for n in range(50)})

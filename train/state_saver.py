@@ -329,5 +329,10 @@ class StateSaver:
 
 
 def _size(size_bytes: int) -> str:
-    """As the screens show it: whole MiB, or GiB with a digit."""
-    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes < 2**30 else f"{size_bytes / 2**30:.1f} GiB"
+    """As the screens show it: whole KiB or MiB, or GiB with a digit."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -240,7 +240,7 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         known = {name: seconds for name, seconds in parts.items() if seconds is not None}
         rest = _REST if len(known) == len(parts) else "not reported"
         # Medians of the parts may add up to more than the median of the whole.
-        shares = _shares({**known, rest: max(0.0, m.step_seconds - sum(known.values()))})
+        shares = units.shares({**known, rest: max(0.0, m.step_seconds - sum(known.values()))})
         split = [f"{name} {share} %" for name, share in shares.items() if share or name != rest] if known else []
         of = f" ({', '.join(split)})" if split else ""
         yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}"
@@ -262,16 +262,6 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         yield f"swap: {units.percent(m.swap_fraction)} used{rate}"
     if settings is not None and settings.accumulation > 1:
         yield f"accumulation {settings.accumulation} slows nothing down and changes no peak: it only delays the update"
-
-
-def _shares(parts: dict[str, float]) -> dict[str, int]:
-    """Whole percents that add up to 100; what rounding leaves goes to those that lost most."""
-    exact = {name: 100 * value / sum(parts.values()) for name, value in parts.items()}
-    whole = {name: int(value) for name, value in exact.items()}
-    lost = sorted(exact, key=lambda name: whole[name] - exact[name])
-    for name in lost[: 100 - sum(whole.values())]:
-        whole[name] += 1
-    return whole
 
 
 def _since_start(m: Measured) -> str:

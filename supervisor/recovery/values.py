@@ -44,7 +44,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     def is_measured(self) -> bool:
         """Whether it is a peak that this run has measured with such settings, so nothing is
         foreseen."""
-        return self.basis.startswith("measured at ")
+        return self.basis.split()[0] == "measured"
 
     @property
     def runs_out(self) -> bool:
@@ -201,3 +201,9 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     full_at_update: int | None = None
     message: str
     """One line for people."""
+
+
+def trial_word(state: str) -> str:
+    """The state of a trial (`wire.Trial`) as people read it: what is measured before or after."""
+    words = {"measuring before": "measuring before the change", "measuring after": "measuring after the change"}
+    return words.get(state, state)

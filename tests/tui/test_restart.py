@@ -182,12 +182,13 @@ async def test_the_form_shows_the_expected_peak() -> None:
             # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
             for batch, expected, basis in (
                 ("2", "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe", "line through peaks at B 4 and B 8"),
-                ("16", "-> 18.0 GiB measured at B 16 90.0 % ^ edge", "measured at B 16"),
+                ("16", "-> 18.0 GiB measured at B 16 90.0 % ^ edge", None),
             ):
                 app.screen.query_one("#batch", Input).value = batch
                 await settle(pilot)
                 assert expected in screen_text(app)
-                assert f"from: {basis}" in screen_text(app)
+                assert basis is None or f"from: {basis}" in screen_text(app)
+                assert (basis is None) == ("predicted" not in screen_text(app))
 
 
 async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_measured() -> None:

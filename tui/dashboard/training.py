@@ -187,11 +187,12 @@ def _split_line(run: RunState, width: int) -> Line:
     whole = max(known, run.step_seconds or 0.0)
     if known and (whole - known) / whole >= _WORTH_A_WORD:
         parts = (*parts, ("other", whole - known))
-    shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
+    percents = units.shares({word: s for word, s in parts if s is not None}) if known else {}
+    shares = [(word, f"{percents[word]} %" if word in percents else units.UNKNOWN) for word, _ in parts]
     bound = _bound(run)
     # The bottleneck is more important than full words.
     short = [(_SHORT.get(word, word), share) for word, share in shares]
-    forms = [[fact(word, units.percent(share, 0)) for word, share in form] for form in (shares, short, short[:4])]
+    forms = [[fact(word, share) for word, share in form] for form in (shares, short, short[:4])]
     room = width - (width_of(bound) + 2 if bound else 0)
     split = next((form for form in forms if width_of(join(form)) <= room), forms[-1])
     return spread(join_fitting(split, room), bound, width)
