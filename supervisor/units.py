@@ -72,6 +72,17 @@ def percent(fraction: float | None, digits: int = 1) -> str:
     return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f} %"
 
 
+def shares(parts: dict[str, float]) -> dict[str, int]:
+    """Parts in whole percents of their sum, which must not be 0. They add up to 100: what rounding
+    leaves goes to those that lost most."""
+    exact = {name: 100 * value / sum(parts.values()) for name, value in parts.items()}
+    whole = {name: int(value) for name, value in exact.items()}
+    lost = sorted(exact, key=lambda name: whole[name] - exact[name])
+    for name in lost[: 100 - sum(whole.values())]:
+        whole[name] += 1
+    return whole
+
+
 def change(fraction: float, digits: int = 1) -> str:
     """A relative change, with its sign: `+12.5 %`."""
     return f"{fraction * 100:+.{digits}f} %"

@@ -201,7 +201,7 @@ def test_without_a_gpu_the_peak_is_that_of_the_host_memory(runs: Runs) -> None:
     assert f" {words} RAM " in runs.memtop("runs").stdout
     compared = runs.memtop("compare", "first", "second").stdout
     assert re.search(rf"^peak RAM +{words} ", compared, re.MULTILINE)
-    assert re.search("^peak memory +– +–$", compared, re.MULTILINE)
+    assert re.search("^peak GPU memory +– +–$", compared, re.MULTILINE)
     assert f"| highest host memory of this run | {words} RAM |" in runs.memtop("report", "first", "--markdown", "-").stdout
 
 
@@ -223,6 +223,13 @@ def compared(name: str, **settings: object) -> ComparedRun:
         seconds=None,
         settings=settings,
     )
+
+
+def test_a_large_number_is_written_alike_in_all_rows_and_a_setting_is_never_rounded() -> None:
+    runs = [replace(compared(name, target_samples=size), samples_seen=1536) for name, size in (("a", 1536), ("b", 1234567))]
+    rows = [line.split("  ") for line in _table(runs, None, ["target_samples"])]
+    assert ["1 536", "1 536"] in [[cell.strip() for cell in row if cell.strip()][1:] for row in rows]
+    assert ["1 536", "1 234 567"] in [[cell.strip() for cell in row if cell.strip()][1:] for row in rows]
 
 
 def test_many_settings_that_only_one_run_has_are_counted() -> None:

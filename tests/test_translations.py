@@ -138,7 +138,7 @@ NOT_SHOWN = {
     *("update {0}  loss {1}  lr {2}  {3} samples/s", "update {0}  evaluation loss {1} over {2} samples"),
     *(", GPU {0} allocated {1} GiB", ", reserved {0} GiB", "[memory - {0}] host {1} / {2} GiB ({3})"),
     *("the agent's files are missing in ", "memtop: no reports from this process: %r\n"),
-    *("memtop: {0}: waiting until another process has compiled it in {1}", "checkpoint at update {0}: {1} MiB in {2}"),
+    *("memtop: {0}: waiting until another process has compiled it in {1}", "checkpoint at update {0}: {1} in {2}"),
 }
 
 

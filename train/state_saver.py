@@ -325,4 +325,14 @@ class StateSaver:
             pause_seconds=save.pause_seconds,
             size_bytes=size,
         )
-        return f"checkpoint at update {manifest.updates}: {size / 2**20:.1f} MiB in {self._state_dir.name}"
+        return f"checkpoint at update {manifest.updates}: {_size(size)} in {self._state_dir.name}"
+
+
+def _size(size_bytes: int) -> str:
+    """As the screens show it: whole KiB or MiB, or GiB with a digit."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -247,7 +247,7 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     if of.until_update is not None and of.until_update < (of.since_update or 0):
         span = [fact(f"configuration {of.number},", "no update was done")]
     head = [*span, updates, preset]
-    lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {in_words(of.reason)}", width)]
+    lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {tr(in_words(of.reason))}", width)]
     return [*lines, *wrap(f"to go back: {'; '.join(differences(of, now))}", width, MUTED)]
 
 

@@ -315,7 +315,11 @@ def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
         if store.proposal is not None or run.spike is not None:
             return None
         lack = lack_of_memory(store.configurations, starting=run.state is Phase.STARTING)
-        return "the run has not run out of memory, and its loss has had no spike" if lack is None else lack[0]
+        if lack is not None:
+            return lack[0]
+        if run.state is Phase.FAILED and run.reason:
+            return f"memory has not run out; the run ended otherwise: {run.reason}; memtop show {run.name} says more"
+        return "the run has not run out of memory, and its loss has had no spike"
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
     if action.id == "whole_log":
@@ -323,6 +327,8 @@ def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
     if action.id == "samples":
         return None if any(event.kind == "sample" for event in store.events) else _no_samples(run)
     if run.advice is None and run.trial is None:
+        if run.state.final:
+            return "what limited the speed is not known: the run ended before it was computed"
         return "what limits the speed is not known yet: it is computed from measured updates"
     return None
 

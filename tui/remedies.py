@@ -145,6 +145,12 @@ def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
     if isinstance(found, str):
         return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
     before = "" if now is None else f"{units.size(now.bytes)} measured -> "
+    if found.is_measured:
+        earlier = f"{units.size(found.peak_bytes)} {found.basis}"
+        return [
+            fit(line((f"{what} ", MUTED), (before, STRONG), (earlier, STRONG), *_share(found, STRONG)), width),
+            *_bar(None, found, width),
+        ]
     predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
     head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
     bar = _bar(found, None if now is None else outlook.seen(now), width)

@@ -26,11 +26,22 @@ from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import outlook_lines
-from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, number_text, restart_plan, where_it_resumes
+from memtop.tui.restart_plan import (
+    NUMBER_FIELDS,
+    RestartPlan,
+    can_be_live,
+    not_live_yet,
+    number_text,
+    restart_plan,
+    where_it_resumes,
+)
 from memtop.tui.screen import TITLE_NAME, Dashboard, Words
 from memtop.tui.store import Store
 
-_LIVE = "Apply now: from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
+_LIVE = (
+    "Apply now (Enter, then ←): from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
+)
+_NOT_YET = "Apply now, without a stop, is possible after the first update."
 
 _SPLIT = ("batch", "accumulation")
 
@@ -131,6 +142,9 @@ class RestartDialog(FormDialog[RestartRequest]):
             self.query_one(f"#{name}", Input).set_class(name == plan.wrong_field, "-wrong")
         self.show_judgement(plan.problem, plan.lines)
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
-        for name in ("#live", "#ways"):
-            self.query_one(name).display = live
+        waits = plan.after is not None and not_live_yet(self._settings, plan.after, self._run)
+        self.query_one("#live").display = live
+        ways = self.query_one("#ways", Words)
+        ways.display = live or waits
+        ways.say(tr(_LIVE if live else _NOT_YET))
         self.query_one("#outlook", LinePanel).show(self._dashboard.store)

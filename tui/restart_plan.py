@@ -154,6 +154,11 @@ def where_it_resumes(run: RunState) -> str:
     return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample is repeated or skipped"
 
 
+def not_live_yet(before: Settings, after: Settings, run: RunState) -> bool:
+    """Whether these settings could be taken up without a stop if the first update were done."""
+    return run.alive and run.state is Phase.STARTING and after != before and can_change_live(before, after)
+
+
 def can_be_live(before: Settings, after: Settings, run: RunState) -> bool:
     """Whether the running trainer can take these settings up at its next update."""
     if run.state is not Phase.TRAINING or not run.alive or after == before:

@@ -76,7 +76,7 @@ class RunsScreen(FullScreen):
         Binding("n", "next", "Next", tooltip="The waiting run begins before the other waiting runs"),
         Binding("space", "tick", "Tick", key_display="space", tooltip="Choose a run to compare"),
         Binding("v", "compare", "Compare", tooltip="Lay the curves of the ticked runs over each other"),
-        Binding("w", "report", "Report", tooltip="Write the run as one HTML page into the present folder"),
+        Binding("w", "report", "Report", tooltip="Write the ticked runs, or this one, as HTML pages into the present folder"),
         Binding("x", "export", "Export…", tooltip="Write the trained model in Hugging Face's format; asks first"),
         Binding("slash,f", "filter", "Filter", key_display="/", tooltip="Words that the name, state or program must have"),
         Binding("left", "sort(-1)", "Sort", key_display="←→", tooltip="Sort by the next column; or click its name"),
@@ -95,6 +95,8 @@ class RunsScreen(FullScreen):
         self._column, self._descending = order_of(dashboard.choices["runs-sort"])
         self._is_read = False
         self._reading = False
+        self._placed_at: Path | None = None
+        """Where the screen itself has put the cursor."""
 
     def compose(self) -> ComposeResult:
         yield self.title_panel()
@@ -141,12 +143,26 @@ class RunsScreen(FullScreen):
                 known = self._rows | {row.folder.path: row for row in rows}
                 self._rows = {row.folder.path: row for row in with_turns(known.values())}
                 self._show()
+                self._place_cursor()
             self._is_read = True
         except MemtopError as error:
             self.say(str(error), "bad")
         finally:
             self._reading = False
         self._show()
+
+    def _place_cursor(self) -> None:
+        """While the runs are read for the first time: on the run one came from, else on the first
+        one of this folder, unless the user has moved the cursor."""
+        page = self.query_one(LineList) if self.is_open else None
+        if self._is_read or page is None or self._placed_at not in (None, page.cursor):
+            return
+        run = self.dashboard.store.run
+        shown = [Path(run.folder)] if run is not None and Path(run.folder) in self._rows else []
+        shown += [row.folder.path for row in self.rows if not row.elsewhere]
+        if shown:
+            page.move_to(shown[0])
+            self._placed_at = shown[0]
 
     def _rows_of(self, folders: Iterable[RunFolder]) -> list[RunRow]:
         here = self._runs_dir.absolute()
@@ -402,9 +418,19 @@ class RunsScreen(FullScreen):
 
     @work(group="runs-action")
     async def action_report(self) -> None:
-        row = self.row
-        if row is not None and row.run is not None and not self._writes_nothing():
-            await self._memtop(row, "report", row.folder.path, "--html", Path(f"{row.name}.html"))
+        ticked = [row for row in self.rows if row.folder.path in self._ticked]
+        chosen = ticked or ([] if self.row is None else [self.row])
+        pages = {f"{row.name}.html": row for row in chosen if row.run is not None}
+        if not pages or self._writes_nothing():
+            return
+        if len(pages) < len(chosen):
+            self.say("two of the ticked runs have the same name, or one is not readable: report them one by one", "bad")
+            return
+        for page, row in pages.items():
+            if not await self._memtop(row, "report", row.folder.path, "--html", Path(page)):
+                return
+        if len(pages) > 1:
+            self.say(f"{len(pages)} reports written: {', '.join(pages)}", "good")
 
     @work(group="runs-action")
     async def action_export(self) -> None:
@@ -422,9 +448,9 @@ class RunsScreen(FullScreen):
             self.say("read-only: a browser writes no files here")
         return self.dashboard.only_shown
 
-    async def _memtop(self, row: RunRow, *arguments: str | Path, into: str | None = None) -> None:
+    async def _memtop(self, row: RunRow, *arguments: str | Path, into: str | None = None) -> bool:
         """Run a command of memtop and show its last line, and first the folder `into` which it has
-        written."""
+        written; return success."""
         self.say(f"{row.name}: {arguments[0]} is running", "busy")
         command = [sys.executable, "-m", "memtop", *map(str, arguments)]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
@@ -433,6 +459,7 @@ class RunsScreen(FullScreen):
         if into is not None and not done.returncode:
             last = f"written to {into}: {last}"
         self.say(last, "failed" if done.returncode else "good")
+        return not done.returncode
 
 
 def _stem(path: Path) -> str:

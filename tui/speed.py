@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 
 from memtop.supervisor import units
 from memtop.supervisor.language import Verbatim
-from memtop.supervisor.recovery.values import Advice, Remedy
+from memtop.supervisor.recovery.values import Advice, Remedy, trial_word
 from memtop.supervisor.wire import Phase, RunState, Trial
 from memtop.tui.keymap import no_changes
 from memtop.tui.line import MUTED, STRONG, Line, cell, line, wrap
@@ -153,6 +153,8 @@ _LABEL, _VALUE, _CHANGE = 11, 20, 10
 def advice_lines(run: RunState, width: int) -> list[Line]:
     """The bottleneck and its evidence."""
     advice = run.advice
+    if run.state.final and (advice is None or advice.summary.startswith("not known yet")):
+        return [line(("? what limited the speed is not known: the run ended before it was computed", "unknown"))]
     if advice is None:
         return [line(("? what limits the speed is not known yet: it is computed from measured updates", "unknown"))]
     word = BOTTLENECKS.get(advice.bottleneck, "")
@@ -178,7 +180,7 @@ def refused_lines(advice: Advice, width: int) -> list[Line]:
 def trial_lines(trial: Trial, width: int) -> list[Line]:
     """Values before and after the trial, with their spread."""
     sign, role = _STATES.get(trial.state, ("◌", "accent"))
-    head = line(("Last trial  ", "heading"), (f"{sign} {trial.state}", role))
+    head = line(("Last trial  ", "heading"), (f"{sign} {trial_word(trial.state)}", role))
     lines = [head, *wrap(trial.title, width, STRONG)]
     if trial.reason:
         lines += wrap(trial.reason, width)

@@ -64,7 +64,8 @@ REPORTS = ("busy", "good", "failed")
 LASTING = ("busy", "failed")
 """Kinds of messages that stay until another one comes; others are gone after MESSAGE_SECONDS,
 because they need not be true any more."""
-MESSAGE_SECONDS = 60.0
+MESSAGE_SECONDS, NOTE_SECONDS = 60.0, 12.0
+"""A note only says why a key did nothing."""
 _MARKS = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted"), "bad": ("✗", "bad"), "failed": ("✗", "bad")}
 
 

@@ -17,7 +17,7 @@ from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.language import Verbatim, tr
-from memtop.supervisor.recovery.values import Advice, Remedy
+from memtop.supervisor.recovery.values import Advice, Remedy, trial_word
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import RunState, Trial, Try
@@ -98,7 +98,7 @@ def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
 
 
 def _trial_lines(trial: Trial) -> Iterator[str]:
-    yield f"trial of {trial.title}: {trial.state}" + (f": {trial.reason}" if trial.reason else "")
+    yield f"trial of {trial.title}: {trial_word(trial.state)}" + (f": {trial.reason}" if trial.reason else "")
     for name, words in _ROWS:
         if name in trial.before and name in trial.after:
             yield f"  {words:<22} {_speed(trial.before, name)} -> {_speed(trial.after, name)}"

@@ -106,7 +106,8 @@ def run_line(state: RunState | Unreadable) -> str:
     nothing = "no updates" if state.state.final else "no updates yet"
     where = nothing if state.updates is None else f"update {state.updates}{total}{loss}"
     adopted = [("(adopted)", 0)] if state.adopted else []
-    cells = [(Verbatim(state.name), 20), (state.word, 10), (f"attempt {state.attempt} ", 0), (f"{where} ", 0), *adopted]
+    attempt = [(f"attempt {state.attempt} ", 0)] if state.attempt else []
+    cells = [(Verbatim(state.name), 20), (state.word, 10), *attempt, (f"{where} ", 0), *adopted]
     return row(*cells)
 
 

@@ -253,7 +253,7 @@ def _table(
         ("samples/s", [units.rate(run.samples_per_second) for run in runs]),
         ("mean samples/s", [units.rate(run.mean_samples_per_second) for run in runs]),
         ("tokens/s", [units.thousands(run.tokens_per_second) for run in runs]),
-        ("peak memory", [units.size(run.peak_bytes) for run in runs]),
+        ("peak GPU memory", [units.size(run.peak_bytes) for run in runs]),
         ("peak RAM", [_host_peak(run) for run in runs]),
         ("time of all attempts", [units.duration(run.seconds) for run in runs]),
         ("split", [Verbatim(_values(run, "split")) for run in runs]),
@@ -321,4 +321,7 @@ def _values(run: ComparedRun, name: str) -> str:
 
 
 def _setting(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        # As the counts in the other rows, but in full.
+        return f"{value:,}".replace(",", " ")
     return shown(tuple(map(str, value)) if isinstance(value, list) else value)

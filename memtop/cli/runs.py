@@ -275,7 +275,7 @@ def _configuration_line(row: dict[str, Any]) -> str:
         parts.append(f"mean {units.rate(row['samples_per_second'])} samples/s")
     outcome = row["outcome"]
     ended = outcome_of(outcome, by_words=row["by_words"]) or (outcome and state_word(outcome, row["ended_by"]))
-    parts.append(ended or "present")
+    parts.append(ended or "current")
     return f"configuration {row['number']}  {', '.join(parts)} ({tr(in_words(row['reason']))})"
 
 

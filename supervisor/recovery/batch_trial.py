@@ -175,11 +175,15 @@ def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, st
         + after["samples_per_second_spread"] ** 2 / after["updates"]
     )
     needed = max(STANDARD_ERRORS * error, LEAST_GAIN * old)
-    gain = new - old
+    gain, chance = new - old, units.percent(needed / old)
     words = f"samples/s {old:.1f} -> {new:.1f} ({units.change(gain / old)})"
     if gain > needed:
-        return True, f"{words}, more than the {units.percent(needed / old)} that chance explains"
-    return False, f"{words}, not more than the {units.percent(needed / old)} that chance explains"
+        return True, f"{words}, more than the {chance} that chance explains"
+    if -gain > needed:
+        return False, f"{words}: slower, by more than the {chance} that chance explains"
+    if gain < 0:
+        return False, f"{words}: slower, by not more than the {chance} that chance explains"
+    return False, f"{words}, not more than the {chance} that chance explains"
 
 
 def proposed(advice: Advice | None) -> Change:

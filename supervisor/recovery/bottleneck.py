@@ -23,6 +23,9 @@ from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
 
 FEWEST_UPDATES = 10
 """With fewer updates the medians are not reliable."""
+WARM_UP = 2
+"""The first updates after a start or a change are not measured: compilation, autotuning, new
+buffers."""
 WAITS = 0.20
 """The fraction of an update that waits for data from which on the loader is the bottleneck."""
 IDLE_SM, IDLE_POWER = 0.35, 0.45
@@ -182,7 +185,11 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
         rate = units.size(m.swap_in_bytes_per_second)
         return "swap", f"swapping: {rate}/s of memory in use are read back from disk, and everything waits for that"
     if m.updates < FEWEST_UPDATES:
-        return "unknown", f"not known yet: {m.updates} updates measured, {FEWEST_UPDATES} are needed"
+        why = (
+            f"not known yet: {m.updates} updates measured, {FEWEST_UPDATES} are needed; "
+            f"the first {WARM_UP} after a start or a change are not measured"
+        )
+        return "unknown", why
     wait = m.wait_fraction
     if wait is None:
         return "unknown", "not known: the program does not report the parts of its updates"
@@ -194,6 +201,8 @@ def bottleneck_of(m: Measured) -> tuple[str, str]:
             return "unknown", f"not known: {work}, and its CPU time is not known"
         if m.rank_cores < WAITING_CORES:
             waits = f"a rank keeps only {m.rank_cores:.1f} CPU cores busy: it waits for something else"
+            if m.rank_cores < 0.05:
+                waits = "a rank keeps less than 0.1 CPU cores busy: it waits for something else"
             return "unknown", f"not known: {work}, but {waits}"
         if (m.other_cpu_fraction or 0.0) < DISTURBS:
             return "compute", f"compute-bound: {work}, and a rank keeps {m.rank_cores:.1f} CPU cores busy"
@@ -217,7 +226,6 @@ def _is_swapping(m: Measured) -> bool:
     return rate >= SWAPS or (rate > 0 and (m.pressure_fraction or 0.0) >= WAITS_FOR_MEMORY)
 
 
-_WORTH_NAMING = 0.01
 _REST = "the rest (gradient clipping and all-reduce, reports, saves)"
 
 
@@ -229,24 +237,24 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         "optimizer": m.optimizer_seconds,
     }
     if m.step_seconds:
-        split = [
-            f"{name} {units.percent(seconds / m.step_seconds, 0)}" for name, seconds in parts.items() if seconds is not None
-        ]
-        rest = 1 - sum(seconds or 0.0 for seconds in parts.values()) / m.step_seconds
-        if split and rest >= _WORTH_NAMING:
-            split.append(f"{_REST if None not in parts.values() else 'not reported'} {units.percent(rest, 0)}")
-        speed = "" if m.samples_per_second is None else f", {m.samples_per_second:.1f} samples/s"
+        known = {name: seconds for name, seconds in parts.items() if seconds is not None}
+        rest = _REST if len(known) == len(parts) else "not reported"
+        # Medians of the parts may add up to more than the median of the whole.
+        shares = units.shares({**known, rest: max(0.0, m.step_seconds - sum(known.values()))})
+        split = [f"{name} {share} %" for name, share in shares.items() if share or name != rest] if known else []
         of = f" ({', '.join(split)})" if split else ""
-        yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}{speed}"
+        yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}"
+    if m.samples_per_second is not None:
+        yield f"{m.samples_per_second:.1f} samples/s over the newest updates: warm-up, evaluations and saves count, too"
     gpu = {
         "busy": m.utilization_fraction,
         "multiprocessors active": m.sm_active_fraction,
         "of the power limit": m.power_fraction,
         "of its memory used": m.gpu_fraction,
     }
-    known = [f"{units.percent(fraction, 0)} {words}" for words, fraction in gpu.items() if fraction is not None]
-    if known:
-        yield f"GPU: {', '.join(known)}"
+    of_gpu = [f"{units.percent(fraction, 0)} {words}" for words, fraction in gpu.items() if fraction is not None]
+    if of_gpu:
+        yield f"GPU: {', '.join(of_gpu)}"
     if m.host_fraction is not None:
         yield f"host memory: {units.percent(m.host_fraction)} used{_since_start(m)}"
     if m.swap_fraction is not None:

@@ -41,6 +41,12 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.fraction is None or self.total_bytes is None else round(self.fraction * self.total_bytes)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it is a peak that this run has measured with such settings, so nothing is
+        foreseen."""
+        return self.basis.split()[0] == "measured"
+
+    @property
     def runs_out(self) -> bool:
         """Whether even the least that is foreseen is more than the total."""
         if self.taken_bytes is None or self.total_bytes is None:
@@ -195,3 +201,9 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     full_at_update: int | None = None
     message: str
     """One line for people."""
+
+
+def trial_word(state: str) -> str:
+    """The state of a trial (`wire.Trial`) as people read it: what is measured before or after."""
+    words = {"measuring before": "measuring before the change", "measuring after": "measuring after the change"}
+    return words.get(state, state)

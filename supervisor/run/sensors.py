@@ -13,7 +13,7 @@ from typing import NamedTuple
 from memtop.supervisor.monitor.processes.proc import ProcessId, has_loaded_torch, is_stopped
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.recovery.bottleneck import Measured
+from memtop.supervisor.recovery.bottleneck import WARM_UP, Measured
 from memtop.supervisor.run.events import NotHeard, Queue, Sampled, StoodStill, Tick, WorkersStarted
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.model import AttemptStage, Model
@@ -217,9 +217,6 @@ class Sensors:
 
 
 _UPDATES, _SAMPLES = 20, 30
-# Updates at the start of an attempt, and after a change, that are not measured: compilation,
-# autotuning, new buffers.
-_WARM_UP = 2
 _PARTS = ("step_seconds", "data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 
 
@@ -240,13 +237,13 @@ class Measurements:
     def __init__(self) -> None:
         self._updates: deque[Step] = deque(maxlen=_UPDATES)
         self._samples: deque[_Reading] = deque(maxlen=_SAMPLES)
-        self._skip = _WARM_UP
+        self._skip = WARM_UP
         self._at_start: int | None = None
 
     def changed(self) -> None:
         """The settings have changed: discard the updates measured before."""
         self._updates.clear()
-        self._skip = _WARM_UP
+        self._skip = WARM_UP
 
     def step(self, report: Step) -> None:
         """Rank 0 has finished an update."""

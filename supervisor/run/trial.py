@@ -23,7 +23,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery import batch_trial
 from memtop.supervisor.recovery.batch_trial import Update, measured, verdict
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Remedy, trial_word
 from memtop.supervisor.run import reports
 from memtop.supervisor.run.trial_state import (
     AT_THE_END,
@@ -412,7 +412,7 @@ def _finish(state: TrialState, outcome: str, reason: str | None) -> Result:
 def _record(state: TrialState, name: str, reason: str | None = None) -> Result:
     """The trial as people see it is in this state now."""
     state = replace(state, trial=replace(state.trial, state=name, reason=reason))
-    text = f"trial of {state.trial.title}: {name}" + (f": {reason}" if reason else "")
+    text = f"trial of {state.trial.title}: {trial_word(name)}" + (f": {reason}" if reason else "")
     return state, (Record(text, {"trial": msgspec.to_builtins(state.trial), "state": msgspec.to_builtins(state)}),)
 
 

@@ -121,7 +121,9 @@ def test_a_gain_beyond_the_spread_is_kept(gain: float, seed: int) -> None:
 def test_a_change_that_is_not_faster_is_undone(loss: float, noise: float, seed: int) -> None:
     before = stretch(100, noise, seed)
     after = {**before, "samples_per_second": before["samples_per_second"] * loss}
-    assert not verdict(before, after)[0]
+    kept, reason = verdict(before, after)
+    assert not kept
+    assert (": slower, by" in reason) == (after["samples_per_second"] < before["samples_per_second"])
 
 
 def test_the_same_speed_is_seldom_taken_for_a_gain() -> None:

@@ -3,6 +3,7 @@ proposed or refused."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -70,6 +71,22 @@ def test_the_evidence_is_computed_from_the_measurements() -> None:
     assert "96.2 % used" in evidence or "96.3 % used" in evidence
     assert "52.5 % used" in evidence
     assert "57 % of its memory used" in evidence
+
+
+def test_the_shares_of_an_update_add_up_to_100_and_the_speed_with_its_pauses_stands_apart() -> None:
+    halves = {"data_wait_seconds": 0.105, "forward_seconds": 0.255, "backward_seconds": 0.635, "optimizer_seconds": 0.005}
+    for of in (0.98, 1.0, 1.03):
+        update, speed, *_ = advise(replace(BUSY, step_seconds=of, samples_per_second=3.1, **halves), T5, line).evidence
+        shares = [int(share) for share in re.findall(r"(\d+) %", update)]
+        assert sum(shares) == 100, update
+        assert update.endswith("median of 20")
+        assert speed == "3.1 samples/s over the newest updates: warm-up, evaluations and saves count, too"
+
+
+def test_a_rank_that_does_next_to_nothing_keeps_less_than_a_tenth_of_a_core_busy() -> None:
+    waiting = replace(BUSY, on_gpu=False, rank_cores=0.01)
+    assert "keeps less than 0.1 CPU cores busy" in advise(waiting, T5, line).summary
+    assert "keeps only 0.2 CPU cores busy" in advise(replace(waiting, rank_cores=0.2), T5, line).summary
 
 
 def test_a_busy_gpu_that_does_not_wait_is_compute_bound() -> None:

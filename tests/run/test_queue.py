@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from memtop.cli.common import run_line
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
@@ -240,6 +241,7 @@ def test_a_waiting_run_whose_supervisor_is_gone_says_so_and_wants_one(tmp_path: 
     assert (state.state, state.supervisor_pid) == (Phase.QUEUED, None)
     assert "memtop watch a starts a new one" in (state.reason or "")
     assert needs_supervisor(folder)
+    assert "attempt" not in run_line(state), "it has had none"
 
 
 # --- the command at the end -----------------------------------------------------------------------

@@ -235,6 +235,9 @@ def test_a_request_waits_until_the_ranks_have_connected_to_the_new_supervisor(
         brain.tell(AgentConnected(0))
         assert [ask.name for ask in brain.asked(AskRanks)] == [name]
         assert brain.answers()[0].outcome is Outcome.ACCEPTED
+        if isinstance(request_, Edit):
+            words = f"from the next update on: {SETTINGS.split_text} -> {HALF.split_text}; effective batch"
+            assert brain.answers()[0].message.startswith(words)
         return
     brain.tick(after=9.0)
     assert brain.answers() == []

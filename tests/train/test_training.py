@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from memtop.supervisor import units
 from memtop.train import BadInputError, TrainingError, state_files
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.model import blaming_config, model_config
@@ -106,7 +107,9 @@ def test_a_checkpoint_command_is_answered_when_it_is_on_disk(tmp_path: Path) -> 
     training.run()
     ((number, ok, message),) = training.channel.answers
     assert (number, ok) == (5, True)
-    assert message.startswith("checkpoint at update 2: ")
+    (saved,) = [report for report in training.channel.of("checkpoint") if report["updates"] == 2]
+    # As the event and the list of states show it.
+    assert message.startswith(f"checkpoint at update 2: {units.size(saved['size_bytes'])} in ")
 
 
 def test_a_loss_that_stays_nan_stops_without_saving(tmp_path: Path) -> None:

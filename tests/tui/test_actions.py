@@ -439,6 +439,17 @@ async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest
             await pilot.pause(0.05)
 
 
+async def test_a_note_on_why_a_key_did_nothing_ends_before_other_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footer, "NOTE_SECONDS", 0.2)
+    async with opened(training_feed(), "U") as (app, pilot):
+        flash = app.dashboard.flash
+        while flash.has_message:
+            await pilot.pause(0.05)
+        app.dashboard.say("checkpoint at update 40", "good")
+        await pilot.pause(0.4)
+        assert flash.has_message
+
+
 async def test_a_failure_stays_although_the_state_changes_right_after_it() -> None:
     feed = RecordingFeed(running(gpu()))
     feed.answers = ((wire.Outcome.FAILED, "the disk is full"),)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
@@ -153,3 +155,14 @@ async def test_several_gpus_have_a_curve_of_their_mean() -> None:
         titles = [curve.title for curve in screen.curves()]
         assert [title for title in titles if "all 2 GPUs" in title] == ["VRAM of all 2 GPUs, mean", "use of all 2 GPUs, mean"]
         assert "mean 50.0 %  least 25.0 %  most 75.0 %" in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_the_keys_to_leave_and_to_zoom_are_shown_at_any_width_and_what_is_missing_is_marked(
+    size: tuple[int, int],
+) -> None:
+    async with opened(RecordingFeed(wire.StateUpdate(run=run_state(), machine=machine(0, 0.25))), "h", size=size) as (app, _):
+        keys = screen_text(app).splitlines()[-2]
+        assert "Esc back" in keys
+        assert "+ - zoom" in keys
+        assert ("End newest" in keys) != ("…" in keys)

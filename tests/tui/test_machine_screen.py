@@ -3,9 +3,12 @@ screens open."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
+from memtop.supervisor.monitor.nvml.rates import PCIE_NOT_WANTED
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, HostSample, MigInstance
 from memtop.supervisor.run_memory import RoleMemory
 from memtop.supervisor.wire import StateUpdate
@@ -73,6 +76,14 @@ def test_every_fact_or_the_reason_why_there_is_none(width: int) -> None:
         "CUDA calls it cuda:3",
     ):
         assert words in text
+
+
+def test_a_replay_does_not_promise_what_was_not_recorded() -> None:
+    card = gpu(details=replace(KNOWN, unknown={"pcie_sent_bytes_per_second": PCIE_NOT_WANTED}))
+    live = fold(Store(), machine(card))
+    assert f"PCIe from the GPU – {PCIE_NOT_WANTED}" in text_of(draw_gpu_details(live, card, 160))
+    text = text_of(draw_gpu_details(dataclasses.replace(live, replaying=True), card, 160))
+    assert "PCIe from the GPU – not recorded: nobody looked at the GPU's details" in text
 
 
 def test_an_unknown_value_is_a_dash_with_its_reason_and_never_a_zero() -> None:

@@ -71,6 +71,10 @@ def test_the_header_shows_the_state_the_attempt_and_the_run_time_of_a_run_with_a
         assert f" {state.value}  this attempt 00:22:10 " in shown
     short = plain(draw_header(store_of(running(gpu())), 80, 1)[0])
     assert "8 x 4 x 1 = 32  this attempt 00:22:10" in short
+    # With less room, the time of a later attempt is beside its number, and the batch stays.
+    later = plain(draw_header(store_of(running(gpu(), name="first-run")), 80, 1)[0])
+    assert "first-run  attempt 2 for 00:22:10  ● training" in later
+    assert later.endswith("8 x 4 x 1 = 32  T 128 ")
     first = plain(draw_header(store_of(running(gpu(), attempt=1)), 80, 1)[0])
     assert "8 x 4 x 1 = 32  T 128  00:22:10" in first
 

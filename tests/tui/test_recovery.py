@@ -16,6 +16,7 @@ from memtop.supervisor.wire import Change, Restart, Stop
 from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
 from memtop.tui.feed import Disconnected
+from memtop.tui.keymap import BY_ID, obstacle
 from memtop.tui.line_list import LineList
 from memtop.tui.processes.screen import ProcessesScreen
 from memtop.tui.recovery import OomCard
@@ -40,6 +41,7 @@ from tests.tui.support import (
     running,
     screen_text,
     settle,
+    store_of,
 )
 
 SIZES = [(80, 24), (160, 50)]
@@ -270,6 +272,13 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
         assert "memtop has no automatic remedy left 1. see who else" in text
         assert "2. a smaller model: 46.4 M" in text
         assert "Enter applies" not in text
+
+
+def test_a_run_that_ended_for_another_reason_says_it_and_where_more_is() -> None:
+    store = store_of(running(gpu(), name="tiny", state=wire.Phase.FAILED, alive=False, reason="ended by signal 9 (SIGKILL)"))
+    why = "memory has not run out; the run ended otherwise: ended by signal 9 (SIGKILL); memtop show tiny says more"
+    assert obstacle(BY_ID["recovery"], store) == why
+    assert "had no spike" in str(obstacle(BY_ID["recovery"], store_of(running(gpu()))))
 
 
 LACKED = (

@@ -72,7 +72,7 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_shown() -> Non
             app.screen.query_one("#accumulation", Input).value = "8"
             await settle(pilot)
             assert live.display
-            assert "Apply now: from the next update on, without a stop." in words(app)
+            assert "Apply now (Enter, then ←): from the next update on, without a stop." in words(app)
             await click(pilot, "#live")
             change = Change(assignments={"batch": "4", "accumulation": "8"})
             assert feed.requests[number - 1 :] == [Edit(id=number, change=change)]
@@ -183,13 +183,13 @@ async def test_the_form_shows_the_expected_peak() -> None:
             # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
             for batch, expected, basis in (
                 ("2", "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe", "line through peaks at B 4 and B 8"),
-                # The form marks every forecast as predicted, also one from measured peaks.
-                ("16", "-> ~18.0 GiB predicted 90.0 % ^ edge", "measured at B 16"),
+                ("16", "-> 18.0 GiB measured at B 16 90.0 % ^ edge", None),
             ):
                 app.screen.query_one("#batch", Input).value = batch
                 await settle(pilot)
                 assert expected in screen_text(app)
-                assert f"from: {basis}" in screen_text(app)
+                assert basis is None or f"from: {basis}" in screen_text(app)
+                assert (basis is None) == ("predicted" not in screen_text(app))
 
 
 async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_measured() -> None:
@@ -263,6 +263,35 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
     assert "1.0 GiB" not in " ".join(lines(begun))
     row, _bar = lines(replace(begun, updates=1))
     assert row.startswith("RAM peak 1.0 GiB measured with these settings")
+
+
+def test_a_batch_that_was_measured_before_is_not_called_predicted() -> None:
+    settings = replace(SETTINGS, device="cpu")
+    key = settings_key(settings, on_gpu=False)
+    peaks = tuple(
+        Peak(batch=batch, bytes=size, updates=5, settings_key=key) for batch, size in ((4, GIB // 2), (8, GIB), (16, 2 * GIB))
+    )
+    outlook = Outlook(peaks=peaks, current=peaks[2], total_bytes=32 * GIB)
+    earlier, _bar = map(plain, outlook_lines(outlook, replace(settings, batch=8), 200))
+    assert earlier.startswith("RAM peak 2.0 GiB measured -> 1.0 GiB measured at B 8")
+    assert "predicted" not in earlier
+    assert "~1.5 GiB predicted" in plain(outlook_lines(outlook, replace(settings, batch=12), 200)[0])
+
+
+async def test_before_the_first_update_the_form_says_why_nothing_can_be_applied_at_once() -> None:
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
+    async with opened(feed, "r", size=(80, 24)) as (app, pilot):
+        assert "Apply now" not in screen_text(app)
+        app.screen.query_one("#batch", Input).value = "4"
+        app.screen.query_one("#accumulation", Input).value = "8"
+        await settle(pilot)
+        assert "Apply now, without a stop, is possible after the first update." in words(app)
+        assert not app.screen.query_one("#live").display
+        feed.send(running(gpu()))
+        await settle(pilot)
+        assert app.screen.query_one("#live").display
+        await press(pilot, "enter", "left")
+        assert app.focused is app.screen.query_one("#live"), "as the form says"
 
 
 def died_at(settings: object, present: object) -> wire.ConfigurationRows:

@@ -218,6 +218,18 @@ async def test_the_screen_names_the_folder_of_a_run_of_another_one(
         assert [row.elsewhere for row in screen.rows] == [True, False, False, False]
 
 
+async def test_the_cursor_is_on_the_run_one_came_from_else_on_the_first_of_this_folder(
+    three: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = stored(tmp_path_factory.mktemp("elsewhere") / "runs", "far", NOW + 30)
+    monkeypatch.setattr(runs_screen, "living_elsewhere", lambda path: [far])
+    for messages, wanted in (((), "new"), ((running(folder=str(three / "mid")),), "mid")):
+        async with listed(three, *messages, wanted=4) as (_, pilot, screen):
+            assert names(screen)[0] == "far"
+            while screen.row is None or screen.row.name != wanted:
+                await pilot.pause(0.02)
+
+
 async def test_a_killed_run_is_listed_and_found_as_killed(three: Path) -> None:
     stored(three, "gone", NOW + 30, Phase.FAILED, reason="ended by signal 9 (SIGKILL)", ended_by=9)
     async with listed(three, wanted=4) as (app, pilot, screen):
@@ -417,6 +429,18 @@ async def test_a_report_is_written_into_the_present_folder(
         while "written to" not in screen_text(app):
             await pilot.pause(0.05)
         assert "<title>new</title>" in (place / "new.html").read_text()
+
+
+async def test_reports_of_all_ticked_runs_are_written(
+    three: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(place)
+    async with listed(three) as (app, pilot, _):
+        await press(pilot, "space", "space", "w")
+        while "2 reports written: new.html, mid.html" not in screen_text(app):
+            await pilot.pause(0.05)
+        assert sorted(page.name for page in place.iterdir()) == ["mid.html", "new.html"]
 
 
 async def test_a_stopped_run_is_exported_and_resumed_from_the_list(here: Runs) -> None:

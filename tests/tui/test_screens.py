@@ -197,6 +197,15 @@ async def test_the_log_follows_holds_still_and_is_searched() -> None:
         assert "0 lines" in screen_text(app)
 
 
+async def test_a_search_on_a_small_terminal_brings_the_log_back_in_place_of_the_events() -> None:
+    feed = RecordingFeed(running(gpu()), LogLines(tuple(f"[rank 0] line {n}" for n in range(200))))
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        await press(pilot, "e")
+        assert "line 199" not in screen_text(app)
+        await press(pilot, "slash", *"line 42", "enter")
+        assert "[rank 0] line 42" in screen_text(app)
+
+
 async def test_events_take_the_logs_place_on_a_small_terminal() -> None:
     event = wire.Event(id=1, time=0.0, attempt=1, kind="attempt", message="attempt 1 started")
     feed = RecordingFeed(running(gpu()), wire.EventRows(rows=(event,)))

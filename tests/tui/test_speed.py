@@ -12,6 +12,7 @@ from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Advice
 from memtop.supervisor.wire import Change, Try
 from memtop.tui.dashboard.training import draw_compact_training, draw_training
+from memtop.tui.keymap import BY_ID, obstacle
 from memtop.tui.line import plain
 from memtop.tui.remedies import predicted_line
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
@@ -31,6 +32,7 @@ from tests.tui.support import (
     running,
     screen_text,
     settle,
+    store_of,
 )
 
 SIZES = [(80, 24), (160, 50)]
@@ -157,7 +159,7 @@ def test_unknown_values_of_a_trial_are_dashes_without_a_change() -> None:
 def test_a_trial_that_still_measures_has_one_side() -> None:
     half = replace(TRIAL, state="measuring after", reason=None, after={})
     text = "\n".join(plain(one) for one in trial_lines(half, 80))
-    assert "measuring after" in text
+    assert "measuring after the change" in text
     assert "–" in text
     assert "?" in plain(advice_lines(run_state(), 80)[0])
 
@@ -177,3 +179,12 @@ def test_a_trial_that_still_measures_has_one_side() -> None:
 def test_the_judgement_is_shown_once(bottleneck: str, summary: str, shown: str) -> None:
     run = running(gpu(), advice=replace(ADVICE, bottleneck=bottleneck, summary=summary, evidence=())).run
     assert " ".join(" ".join(plain(one) for one in advice_lines(run, 80)).split()).startswith(shown)
+
+
+def test_of_a_run_that_is_over_nothing_is_promised() -> None:
+    over = running(gpu(), state=wire.Phase.STOPPED, alive=False)
+    early = replace(ADVICE, bottleneck="unknown", summary="not known yet: 3 updates measured, 10 are needed", evidence=())
+    for advice in (None, early):
+        text = plain(advice_lines(replace(over.run, advice=advice), 100)[0])
+        assert text == "? what limited the speed is not known: the run ended before it was computed"
+    assert obstacle(BY_ID["speed"], store_of(over)) == text.removeprefix("? ")

@@ -140,7 +140,7 @@ async def test_the_most_urgent_one_is_in_the_notice(size: tuple[int, int]) -> No
 
 def test_the_notice_puts_a_death_before_a_trend_and_a_trend_before_a_trial() -> None:
     trial = wire.Trial(title="batch 8 -> 10", started=NOW, state="measuring before")
-    assert notice(store_with(trial=trial)) == "… trial of batch 8 -> 10: measuring before"
+    assert notice(store_with(trial=trial)) == "… trial of batch 8 -> 10: measuring before the change"
     assert notice(store_with(LEAK, trial=trial)).startswith("^ GPU 0 reserved")
     assert notice(store_with(trial=replace(trial, state="kept"), warnings=("w",))) == "! w"
     died = store_of(dead(trends=(LEAK,), total_updates=10_000))
@@ -180,7 +180,7 @@ def test_a_save_that_failed_is_a_banner_until_one_succeeds() -> None:
     assert ("not yet", "bad") in draw_compact_training(store, 80, 3)[2]
     # Whether this program saves is not known.
     own = store_with(LEAK, checkpoint=None, program=Program(grip="optimizer"), settings=None)
-    assert ("not seen", "strong") in draw_compact_training(own, 80, 3)[2]
+    assert ("no checkpoint seen", "muted") in draw_compact_training(own, 80, 3)[2]
     assert not notice(store_with(LEAK, checkpoint=None)).startswith("! update")
 
 

@@ -19,7 +19,7 @@ from memtop.tui.keymap import BAR, Action, foreign, is_idle, key_of, label_of, o
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
-from memtop.tui.words import MESSAGE_SECONDS, report_lines
+from memtop.tui.words import MESSAGE_SECONDS, NOTE_SECONDS, report_lines
 
 _WORDS_FROM = 110
 """With this many columns the full labels fit."""
@@ -150,7 +150,8 @@ class FlashPanel(LinePanel):
         self._text, self._state, self._was_shown = (text, kind), _state_of(store), False
         if self._going is not None:
             self._going.stop()
-        self._going = None if kind == "busy" else self.set_timer(MESSAGE_SECONDS, self._end_its_time)
+        stay = min(MESSAGE_SECONDS, NOTE_SECONDS) if kind == "note" else MESSAGE_SECONDS
+        self._going = None if kind == "busy" else self.set_timer(stay, self._end_its_time)
         self._unfold(_LINES if terminal_lines >= _TALL else _LINES_LOW)
 
     def clear_message(self) -> None:

@@ -31,22 +31,23 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
         what = tr(_followed(store) or ("this machine" if store.machine is not None else "starting"))
         return [spread(join((head, line((what, NAME)), _label(store))), _machine_words(store), width)]
     run = store.run
-    left = join(
-        (
-            head,
-            line((run.name, NAME)),
-            fact("attempt", str(run.attempt)) if run.attempt else (),
-            _phase(run),
-        )
-    )
-    clock = line((units.duration(run_seconds(store)), STRONG), " ")
+    name, lasted = line((run.name, NAME)), units.duration(run_seconds(store))
+    left = join((head, name, fact("attempt", str(run.attempt)) if run.attempt else (), _phase(run)))
+    clock = line((lasted, STRONG), " ")
     # In the first attempt it is the time of the run.
-    named = line(*fact("this attempt", units.duration(run_seconds(store))), " ") if run.attempt > 1 else clock
+    named = line(*fact("this attempt", lasted), " ") if run.attempt > 1 else clock
     label, short = _label(store), _short_label(store)
     # The longest right side that fits. The note that values are not live is dropped last. The time
     # of an attempt keeps its label, since it is not that of the run.
     settings = [join((label, words, named)) for words in _settings_words(run)]
     choices = [one for one in settings if width_of(left) + 2 + width_of(one) <= width]
+    if run.attempt > 1 and not choices:
+        # Beside the attempt, its time takes less room than with a label of its own.
+        timed = join((head, name, line((f"attempt {run.attempt} for {lasted}", STRONG)), _phase(run)))
+        found = [join((label, (*words, *line(" ")))) for words in _settings_words(run)]
+        fitting = next((one for one in found if width_of(timed) + 2 + width_of(one) <= width), None)
+        if fitting is not None:
+            return [spread(timed, fitting, width)]
     # For these the name is shortened.
     choices += [join((label, named)), join((short, named)), join((label, clock)), label, join((short, clock)), short]
     room = width - width_of(with_short_names(left, 0)) - 2

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from memtop.supervisor import units
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.names import shortened
+from memtop.supervisor.recovery.values import trial_word
 from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.dashboard.header import PHASE_MARKS
 from memtop.tui.line import SHORTEST_NAME, Line, beginning, fit, line
@@ -121,7 +122,7 @@ def _notice_of_run(store: Store, run: RunState, width: int) -> str:
     if urgent is not None:
         return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
-        return tr(f"… trial of {run.trial.title}: {run.trial.state}")
+        return tr(f"… trial of {run.trial.title}: {trial_word(run.trial.state)}")
     if run.spike is not None:
         return with_key(f"! {tr(run.spike.message)}", tr(" (w: go back, go on or stop)"), width)
     survived = _survived(store, run)

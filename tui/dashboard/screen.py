@@ -24,7 +24,7 @@ from textual.widgets import Input
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.files import usable
 from memtop.supervisor import wire
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -53,6 +53,7 @@ from memtop.tui.screen import Dashboard
 from memtop.tui.store import Store, fold, machine_in
 
 _QUIET_INTERVALS = 6
+_OF_THE_LOG = ("follow", "search", "next_match", "previous_match", "log_up", "log_down")
 
 
 def _bindings() -> list[BindingType]:
@@ -368,7 +369,7 @@ class DashboardScreen(Dashboard):
         action = BY_ID[action_id]
         problem = obstacle(action, self.store)
         if problem is not None:
-            self.say(f"{tr(action.label).rstrip('…')}: {tr(problem)}")
+            self.say(f"{tr(action.label).rstrip('…')}{separator(': ')}{tr(problem)}")
             return
         if action_id == "detach":
             self.leave()
@@ -436,6 +437,9 @@ class DashboardScreen(Dashboard):
 
     def _view(self, action_id: str) -> None:
         log = self.log_panel
+        if action_id in _OF_THE_LOG:
+            # Low terminals show events in its place.
+            self.store = replace(self.store, events_wanted=False)
         if action_id == "palette":
             self.app.action_command_palette()
         elif action_id == "follow":

@@ -113,7 +113,10 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
         return []
     eta = line("  ", *fact("ETA", units.duration(run.eta_seconds)))
     first = (*_progress(run, width - width_of(eta)), *eta)
-    more = {"saved": fact("saved", _ago(store, run), "bad" if run.unsaved else STRONG), "bound": _bound(run)}
+    saved = fact("saved", _ago(store, run), "bad" if run.unsaved else STRONG)
+    if run.checkpoint is None and not run.saves_are_seen:
+        saved = line(("no checkpoint seen", MUTED))
+    more = {"saved": saved, "bound": _bound(run)}
     second = _fitting(run, ("loss", "lr", "grad", "epoch"), {}, width)
     if recent := curve_spark(_losses(store), min(_SPARK_HIGHEST, width - width_of(second) - 2)):
         second = join((second, line((recent, "curve"))))
@@ -184,11 +187,12 @@ def _split_line(run: RunState, width: int) -> Line:
     whole = max(known, run.step_seconds or 0.0)
     if known and (whole - known) / whole >= _WORTH_A_WORD:
         parts = (*parts, ("other", whole - known))
-    shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
+    percents = units.shares({word: s for word, s in parts if s is not None}) if known else {}
+    shares = [(word, f"{percents[word]} %" if word in percents else units.UNKNOWN) for word, _ in parts]
     bound = _bound(run)
     # The bottleneck is more important than full words.
     short = [(_SHORT.get(word, word), share) for word, share in shares]
-    forms = [[fact(word, units.percent(share, 0)) for word, share in form] for form in (shares, short, short[:4])]
+    forms = [[fact(word, share) for word, share in form] for form in (shares, short, short[:4])]
     room = width - (width_of(bound) + 2 if bound else 0)
     split = next((form for form in forms if width_of(join(form)) <= room), forms[-1])
     return spread(join_fitting(split, room), bound, width)
@@ -213,7 +217,7 @@ def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
         why = wrap_within(f"! not complete: {checkpoint.problem or 'unknown'}", width - width_of(head), 1, "bad")
         return (*head, *why[0])
     parts = (
-        fact("checkpoint update", units.count(checkpoint.updates)),
+        fact("checkpoint", f"update {units.count(checkpoint.updates)}"),
         fact("", _ago(store, run)),
         fact("", units.size(checkpoint.size_bytes)),
     )
@@ -223,9 +227,7 @@ def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
 def _ago(store: Store, run: RunState) -> str:
     saved = run.checkpoint.saved_at if run.checkpoint and run.checkpoint.complete else None
     if saved is None or store.now is None:
-        if run.checkpoint is not None:
-            return units.UNKNOWN
-        return "not yet" if run.saves_are_seen else "not seen"
+        return "not yet" if run.checkpoint is None else units.UNKNOWN
     return f"{age(store.now - saved)} ago"
 
 

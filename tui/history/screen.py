@@ -18,7 +18,7 @@ from memtop.supervisor.language import tr
 from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of
 from memtop.supervisor.names import shortened
 from memtop.tui.history.drawing import Curve, HistoryView, cells, draw
-from memtop.tui.line import Line, fit, join_fitting, line
+from memtop.tui.line import Line, fit, join, join_fitting, line, width_of
 from memtop.tui.metrics.curves import RunCurves
 from memtop.tui.metrics.record import new_in
 from memtop.tui.panel import LinePanel
@@ -219,7 +219,14 @@ class HistoryScreen(FullScreen):
             if k not in _OF_A_RUN or self.dashboard.store.run is not None
         ]
         hints = (("Esc", "back"), ("+ -", "zoom"), ("← →", "cursor"), ("?", "help"), ("End", "newest"))
-        return join_fitting([*parts, *(line((f"{keys} ", "accent"), (words, "muted")) for keys, words in hints)], width)
+        keys = [line((f"{key} ", "accent"), (words, "muted")) for key, words in hints]
+        whole = join([*parts, *keys])
+        # Without room for all, how to leave, to zoom and to get help is first, and a mark says that
+        # there is more.
+        if width_of(whole) <= width:
+            return whole
+        more = line((" …", "muted"))
+        return (*join_fitting([*keys[:2], keys[3], *parts], width - width_of(more)), *more)
 
     # --- keys -------------------------------------------------------------------------------------
 

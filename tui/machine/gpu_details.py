@@ -5,6 +5,7 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.language import verbatim
 from memtop.supervisor.monitor.history import gpu_key
+from memtop.supervisor.monitor.nvml.rates import PCIE_NOT_WANTED
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.tui.bars import banded
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fit, join, line, width_of, wrap
@@ -15,6 +16,8 @@ from memtop.tui.store import Store, step_peak
 
 _WARM_BELOW_SLOWDOWN = 5.0
 """The temperature is marked from this many degrees below the slowdown threshold."""
+
+_NOT_RECORDED = "not recorded: nobody looked at the GPU's details"
 
 
 def draw_gpu_details(store: Store, gpu: GpuSample, width: int) -> list[Line]:
@@ -31,7 +34,7 @@ def draw_gpu_details(store: Store, gpu: GpuSample, width: int) -> list[Line]:
         _clocks(gpu, each),
         _heat(gpu, each),
         _health(store, gpu, each),
-        _link(gpu, each),
+        _link(store, gpu, each),
         _card(store, gpu, each),
     ]
     lines = laid_out(groups, width)
@@ -173,9 +176,12 @@ def _alarm(value: bool | None) -> str:
     return "bad" if value else STRONG
 
 
-def _link(gpu: GpuSample, width: int) -> Group:
+def _link(store: Store, gpu: GpuSample, width: int) -> Group:
     details = gpu.details
-    facts = FactGroup("Link", width, details.unknown)
+    unknown = details.unknown
+    if store.replaying:
+        unknown = {name: _NOT_RECORDED if why == PCIE_NOT_WANTED else why for name, why in unknown.items()}
+    facts = FactGroup("Link", width, unknown)
     facts.add("PCIe generation", _of(details.pcie_generation, details.pcie_generation_limit, ""), "pcie_generation")
     facts.add("PCIe lanes", _of(details.pcie_width, details.pcie_width_limit, ""), "pcie_width")
     facts.add("PCIe from the GPU", flow(details.pcie_sent_bytes_per_second), "pcie_sent_bytes_per_second")

@@ -253,7 +253,11 @@ def _edit(model: Model, client: int, request: Edit) -> Model:
     values = live_values(model.settings, after, trials.in_place(model))
     if not values:
         return done(model, client, request.id, "nothing changes: the run has these settings")
-    model = accept(model, client, request.id, "from the next update on" + _consequences(model, request.change, after))
+    before, split = model.settings, ""
+    if before is not None and after is not None and before.splits != after.splits:
+        split = f": {before.split_text} -> {after.split_text}"
+    answer = f"from the next update on{split}{_consequences(model, request.change, after)}"
+    model = accept(model, client, request.id, answer)
     return ask(model, "change", frozenset({0}), Purpose.EDIT, values, client=client, request=request.id)
 
 
