@@ -81,7 +81,7 @@ class Allocator:
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block is None:
             self.retries += 1
-            self.empty_cache()
+            self.give_back_unused()
             block = self._new_block(pool, size)
             if block is None:
                 raise CannotFit(key, size, self.allocated)
@@ -113,7 +113,7 @@ class Allocator:
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def empty_cache(self) -> None:
+    def give_back_unused(self) -> None:
         """Give back segments without a used block; of expandable segments, all unused pages."""
         for pool in self._pools.values():
             for size, address in list(pool.free):

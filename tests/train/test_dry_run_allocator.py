@@ -184,7 +184,7 @@ def test_after_any_sequence_everything_can_be_given_back(expandable: bool) -> No
     assert allocator.retries > 0
     for key in used:
         allocator.release(key)
-    allocator.empty_cache()
+    allocator.give_back_unused()
     assert (allocator.allocated, allocator.reserved) == (0, 0)
 
 
