@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -111,15 +112,35 @@ Ask = Callable[[Settings], Need | None]
 
 
 def estimated(settings: Settings, card: Card, config: Mapping[str, Any] | None = None) -> Need | str:
-    """By the estimate without torch, in about a millisecond; or why it cannot be estimated.
+    """By the estimate without torch, in a few milliseconds; or why it cannot be estimated.
 
     `config`: the model's configuration, if it is known; else its file is read.
     """
     config = stored_config(settings) if config is None else config
     if config is None:
         return "what the model is made of is not known before it is loaded"
+    room = card.torch_bytes
+    # The same question is asked again and again, while other programs take a little more or less.
+    capacity = None if room is None else max(1, room - room % _CAPACITY_STEP)
+    question = _Question(settings=settings, config=dict(config), generation=card.generation, capacity=capacity)
+    return _estimated(msgspec.json.encode(question))
+
+
+_CAPACITY_STEP = 64 << 20
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    settings: Settings
+    config: dict[str, Any]
+    generation: int
+    capacity: int | None
+
+
+@lru_cache(maxsize=512)
+def _estimated(question: bytes) -> Need | str:
+    asked = msgspec.json.decode(question, type=_Question)
     try:
-        found = estimate(settings, config, generation=card.generation, capacity=card.torch_bytes)
+        found = estimate(asked.settings, asked.config, generation=asked.generation, capacity=asked.capacity)
     except UnknownMemoryError as error:
         return str(error)
     components = {str(name): size for name, size in found.components.items()}
