@@ -214,7 +214,7 @@ def _peak_words(peak: Forecast | str | None) -> str:
     """`~13.9 GiB · safe`; `–` if it is not known."""
     if not isinstance(peak, Forecast):
         return units.UNKNOWN
-    return f"~{units.size(peak.peak_bytes)} {mark(peak.band)} {peak.band.value}"
+    return f"~{units.size(peak.peak_bytes)} {mark(peak.band)} {tr(peak.band.value)}"
 
 
 def described(look: Outlook, resumes: str, width: int, room: int, peak: Forecast | str | None = None) -> list[Line]:

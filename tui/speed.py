@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from memtop.supervisor import units
-from memtop.supervisor.language import Verbatim
+from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.values import Advice, Remedy, trial_word
 from memtop.supervisor.wire import Phase, RunState, Trial
 from memtop.tui.keymap import no_changes
@@ -153,15 +153,15 @@ _LABEL, _VALUE, _CHANGE = 11, 20, 10
 def advice_lines(run: RunState, width: int) -> list[Line]:
     """The bottleneck and its evidence."""
     advice = run.advice
-    if run.state.final and (advice is None or advice.summary.startswith("not known yet")):
+    if run.state.final and (advice is None or advice.bottleneck == "unknown"):
         return [line(("? what limited the speed is not known: the run ended before it was computed", "unknown"))]
     if advice is None:
         return [line(("? what limits the speed is not known yet: it is computed from measured updates", "unknown"))]
     word = BOTTLENECKS.get(advice.bottleneck, "")
     lines = [line(("The run is ", MUTED), (word, "accent"))] if word else []
     # The summary may begin with the same word.
-    rest = advice.summary.removeprefix(f"{word}: ")
-    lines += wrap(rest[:1].upper() + rest[1:], width, STRONG)
+    rest = tr(advice.summary).removeprefix(tr(word) + separator(": ")).lstrip()
+    lines += wrap(Verbatim(rest[:1].upper() + rest[1:]), width, STRONG)
     for text in advice.evidence:
         lines += [(*line(("· " if n == 0 else "  ", MUTED)), *part) for n, part in enumerate(wrap(text, width - 2))]
     return lines

@@ -409,10 +409,10 @@ def _print_all(
             print_lines(f"{preset.name:16} {units.UNKNOWN}: {why}")
             continue
         peak = peak_of(need, card)
-        fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {peak.band.value}"
+        fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
         of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
         print_lines(
-            f"{preset.name:16} {settings.split_text:12} {units.size(peak.bytes):>10}{fraction}  {peak.basis}  RAM {of_host}"
+            f"{preset.name:16} {settings.split_text:12} {units.size(peak.bytes):>10}{fraction}  {tr(peak.basis)}  RAM {of_host}"
         )
 
 

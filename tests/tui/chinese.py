@@ -17,11 +17,12 @@ from memtop.tui.feed import LogLines
 from tests.tui.support import screen_text
 
 NAMES = re.compile(
-    r"memtop|GPUs?|CPU|CUDA|cuda|MIG|UUID|ECC|PCIe|NVLink|NVIDIA|RTX|Xid|SM|BAR|k?Wh|MHz|[KMGT]iB|B/s|ZeRO|LoRA|QLoRA"
+    r"memtop|GPUs?|CPU|CUDA|cuda|MIG|UUID|ECC|PCIe|NVLink|NVIDIA|RTX|Xid|SM|BAR|k?Wh|MHz|[KMGT]?iB|B/s|ZeRO|LoRA|QLoRA"
     r"|RSS|OSC|DeepSpeed|Ctrl|shm|tmpfs|cgroup|pid|rank|tok|token|bf16|hub|Hugging|Face|HTML|SIG[A-Z]+|torch|torchrun|FILE|DIR|RUN|NAME"
     r"|Enter|Esc|PgUp|PgDn|Home|End|batch|accumulation|seq_len"
 )
-"""Names of things, units, keys, and the settings in a program's own spelling."""
+"""Names of things, units (a dialog may cut the first letter), keys, and the settings in a program's
+own spelling."""
 PHRASES = re.compile(
     r"`[^`]*`|--[a-z][\w.-]*(?:[ =][\w./]+)?|memtop [a-z]+(?: --[a-z-]+)*(?: [A-Za-z0-9]+)?|sample\.(?:prompts|every)\S*"
     r"|/dev/shm|docs/[a-z]+\.md|memory\.high|train_latest_state|expa\w*(?::\w*)?|ZeRO-\d(?: ?\+\w+)*|GPU-[\w-]+|[a-z]+:\w*"
