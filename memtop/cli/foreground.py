@@ -245,7 +245,7 @@ class _Follower:
             return 130
         why = f" ({state.reason.rstrip('.')})" if state.reason else ""
         if state.state is Phase.FAILED and state.proposal is not None:
-            why = ""
+            why = "" if state.reason == state.proposal.diagnosis.summary else why
             for line in proposal_lines(state.proposal, resumes=state.resumes):
                 self._print(line)
         where = f"; memtop show {state.name}"

@@ -62,9 +62,9 @@ def compared(tmp_path: Path) -> Iterator[list[str]]:
 async def compare(pilot: Pilot[DashboardResult], picture: Picture, theme: str, folder: Path, differing: list[str]) -> None:
     """Take the picture at its sizes, and compare each with the approved one."""
     assert isinstance(pilot.app, DashboardApp)
-    PICTURED.setdefault(type(pilot.app.screen), []).append(picture.name)
     for columns, rows in picture.sizes:
         await resize(pilot, columns, rows)
+        PICTURED.setdefault(type(pilot.app.screen), []).append(picture.name)
         name, found = f"{picture.name}-{columns}x{rows}-{theme}.svg", svg(pilot.app)
         approved = HERE / name
         if DRAW:
