@@ -277,6 +277,11 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     with contextlib.closing(DryRuns("")) as runs:
         own = runs.foresee(msgspec.convert(settings, Settings), generation=80, capacity=GIB - CONTEXT_BYTES)
     assert found["gpu"]["peak_bytes"] == own.reserved + CONTEXT_BYTES
+    assert found["gpu"]["components"].get("communication") is None
+    two = ("torchrun", "--nproc_per_node", "2", *command[1:])
+    assert run(["plan", "--vram", "4", "--json", "--", *two]) == 0
+    parts = json.loads(capsys.readouterr().out)["gpu"]["components"]
+    assert parts["communication"] == COMMUNICATION_BYTES
     assert run(["plan", "--vram", "1", "--batch", "2", "--", *command]) == 0
     assert "your program: 2 x 2 x 1 = 4, T 64" in capsys.readouterr().out
 

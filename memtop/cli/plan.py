@@ -80,7 +80,6 @@ def plan(
     if every and preset is not None:
         raise UsageError(f"--all with --preset {preset}: give one of them")
     machine = _machine()
-    card = replace(_card(machine, vram), communication_bytes=COMMUNICATION_BYTES if (gpus or 1) > 1 else 0)
     values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
     own = None
     if program:
@@ -90,6 +89,7 @@ def plan(
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
         own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
+    card = replace(_card(machine, vram), communication_bytes=COMMUNICATION_BYTES if (gpus or 1) > 1 else 0)
     settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
     answers = _Answers(card)
     try:
@@ -187,7 +187,6 @@ class _Answers:
     def __init__(self, card: Card) -> None:
         self._card = card
         self._known: dict[bytes, Need | None] = {}
-        self._rough: dict[bytes, Need | None] = {}
         self._factor = 1.0
         self.problem: str | None = None
         """Why there is no dry run."""
@@ -231,11 +230,8 @@ class _Answers:
         return self._runs.foresee(settings, generation=self._card.generation, capacity=self._card.torch_bytes)
 
     def _estimated(self, settings: Settings) -> Need | None:
-        key = msgspec.json.encode(settings, order="deterministic")
-        if key not in self._rough:
-            found = estimated(settings, self._card)
-            self._rough[key] = None if isinstance(found, str) else found
-        return self._rough[key]
+        found = estimated(settings, self._card)
+        return None if isinstance(found, str) else found
 
 
 def _need(found: Foreseen) -> Need:
