@@ -38,8 +38,8 @@ WAITING_CORES = 0.3
 """A rank on the CPU that keeps less than this busy waits for something; an overloaded machine can
 halve what it gets."""
 DISTURBS = 0.25
-"""The share of the machine's CPU that other programs use from which on a run on the CPU is told
-about them."""
+"""If other programs use at least this share of the machine's CPU, the summary of a run on the CPU
+names them."""
 SWAPS = 1 << 20
 """Sustained bytes per second read back from swap that slow a run down by themselves. Less is enough
 if tasks wait for memory."""

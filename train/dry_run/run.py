@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit
+from memtop.presets.sequence import Phase
 from memtop.train import BadInputError, objective
 from memtop.train.dry_run.build import (
     DTYPES,
@@ -33,7 +34,7 @@ from memtop.train.dry_run.build import (
 )
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
-from memtop.train.dry_run.trace import Component, Phase, Recorded, Trace
+from memtop.train.dry_run.trace import Component, Recorded, Trace
 from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
 from memtop.train.dry_run.zero3 import ZeroStage3
 from memtop.train.dry_run.zero12 import ZeroStages1And2

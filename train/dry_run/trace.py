@@ -12,20 +12,10 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Phase = Literal["load", "forward", "backward", "optimizer"]
-Component = Literal[
-    "weights",
-    "gathered weights",
-    "master weights",
-    "gradients",
-    "buckets",
-    "optimizer",
-    "activations",
-    "logits",
-    "workspace",
-    "temporary",
-    "cached",
-]
+from memtop.presets.estimate import Component as Estimated
+from memtop.presets.sequence import Phase
+
+Component = Literal[Estimated, "cached"]
 """With ZeRO: weights gathered from all processes, fp32 weights that the optimizer updates, and the
 buckets of gradients that are reduced together. Cached: page-locked memory that nothing uses."""
 Place = Literal["gpu", "host", "pinned"]
