@@ -176,8 +176,8 @@ def _row(run: str, processes: int, **measured: Any) -> dict[str, Any]:
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
-        "error_percent": round(100 * (foreseen.peak / MIB / measured["measured_mib"] - 1), 1),
-        "foreseen_mib": foreseen.peak // MIB,
+        "error_percent": round(100 * (foreseen.with_files / MIB / measured["measured_mib"] - 1), 1),
+        "foreseen_mib": foreseen.with_files // MIB,
         "foreseen_parts_mib": {name: size // MIB for name, size in foreseen.components.items()},
         **measured,
     }

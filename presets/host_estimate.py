@@ -4,8 +4,8 @@ torch.
 It is the PSS of the run's processes together, which the supervisor measures (`run_memory.py`) and
 shows as the run's host memory: the ranks, their loader workers, torchrun and memtop's shim, but
 neither the supervisor nor dashboards. Files that a process has mapped count as far as they are
-resident: `mapped weights` and `libraries`. The kernel can drop those pages, and other files that it
-keeps (the page cache of the data) do not count at all.
+resident: `mapped weights` and `libraries`. Other files that the kernel keeps (the page cache of the
+data) do not count. A model's file that is read once is only in `with_files`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class HostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     most: int
     components: dict[HostComponent, int]
     """What there is at the peak; the sum is `peak`."""
+    with_files: int
+    """The most that is measured: also the pages of the model's file while it is read, which the
+    kernel drops if memory is short."""
 
 
 def host_estimate(settings: Settings, config: Mapping[str, Any], *, on_gpu: bool, available: int | None = None) -> HostEstimate:
@@ -115,15 +118,17 @@ class _Run:
         workers, pins = settings.workers, settings.pin_memory is not False
         if available is not None:
             # As train/run.py and train/zero.py: after the model is loaded, less what is offloaded.
-            workers = host_plan(settings, max(0, available - sum(at_start.values())), on_gpu=self.on_gpu).workers
+            workers = host_plan(settings, max(0, available - _kept(at_start)), on_gpu=self.on_gpu).workers
             pins = host_plan(settings, max(0, available - TRAINED_BYTES * self.trained), on_gpu=self.on_gpu).pin_memory
         in_training = self._together(self._training(pins=pins and self.on_gpu), workers)
         # In blocks: see train/host_copy.py. As much again stays free.
         copy = 12 * self.trained + _MIB
         copy += -copy % (64 * _MIB) if self.on_gpu else 0
-        left = None if available is None else available - sum(in_training.values())
+        left = None if available is None else available - _kept(in_training)
         if left is None or left >= copy + max(512 * _MIB, copy):
             in_training["copy for saving"] = copy
+        with_files = max(sum(at_start.values()), sum(in_training.values()))
+        at_start.pop("mapped weights", None)
         top = max(at_start, in_training, key=lambda parts: sum(parts.values()))
         components: dict[HostComponent, int] = {name: size for name, size in top.items() if size}
         peak = sum(components.values())
@@ -131,7 +136,7 @@ class _Run:
             least, most = (peak + processes * (size - _PROGRAM_CUDA) for size in _CUDA_BETWEEN)
         else:
             least, most = (round(peak * part) for part in _SURE)
-        return HostEstimate(peak=peak, least=least, most=most, components=components)
+        return HostEstimate(peak=peak, least=least, most=most, components=components, with_files=with_files)
 
     # --- the parts
 
@@ -272,6 +277,11 @@ class _Run:
 
     def _of(self, settings: Settings) -> Estimate:
         return estimate(settings, self.config, generation=80 if self.on_gpu else CPU)
+
+
+def _kept(parts: Mapping[HostComponent, int]) -> int:
+    """Without mapped pages, which count as available."""
+    return sum(parts.values()) - parts.get("mapped weights", 0)
 
 
 def page_locked(size: int) -> int:

@@ -18,6 +18,7 @@ from memtop.cli import run
 from memtop.cli.plan_host import host_text, planned_host
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
+from memtop.presets.schema import Lora
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
@@ -182,6 +183,22 @@ def test_without_a_gpu_the_host_memory_is_that_of_a_training_on_the_cpu(capsys: 
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("host memory ") and "· safe" in line for line in lines)
     assert any("trained on this CPU: between" in line for line in lines)
+
+
+def test_pages_of_the_models_file_that_the_system_can_drop_are_no_need(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    config = {"model_type": "llama", **sizes, "num_key_value_heads": 8, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = first_run(
+        model={"path": str(tmp_path)}, device="cuda", method="lora", lora=Lora(r=8, alpha=16), precision="bf16"
+    )
+    found = planned_host(settings, HostSample(total_bytes=64 * GIB, available_bytes=64 * GIB), None, on_gpu=True)
+    assert found.foreseen is not None
+    row = found.row
+    assert "mapped weights" not in row["components"]
+    assert row["fraction"] == row["peak_bytes"] / (64 * GIB)
+    assert row["with_files_bytes"] - row["peak_bytes"] > 4 * 1.2e9, "the file, in 32 bits"
+    assert any(line.startswith("while read  up to ") for line in host_text(found, on_gpu=True))
 
 
 def test_the_host_memory_of_a_model_that_was_not_downloaded_is_unknown() -> None:

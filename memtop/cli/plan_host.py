@@ -44,6 +44,7 @@ class PlannedHost(NamedTuple):
             "peak_bytes": None if found is None else found.peak,
             "least_bytes": None if found is None else found.least,
             "most_bytes": None if found is None else found.most,
+            "with_files_bytes": None if found is None else found.with_files,
             "components": {} if found is None else dict(found.components),
             "total_bytes": self.total,
             "available_bytes": self.available,
@@ -83,6 +84,9 @@ def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
         yield f"by          estimate, trained on this CPU: between {least} and {most}"
     parts = sorted(found.components.items(), key=lambda one: -one[1])
     yield f"parts       {', '.join(f'{tr(name)} {units.size(size)}' for name, size in parts)}"
+    if found.with_files > found.peak:
+        most = units.size(found.with_files)
+        yield f"while read  up to {most} with the model's file, which the system drops if memory is short"
 
 
 def _host_share(host: PlannedHost) -> str:

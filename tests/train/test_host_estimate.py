@@ -110,6 +110,8 @@ def test_frozen_weights_of_a_file_stay_in_its_mapping(tmp_path: Any) -> None:
     same = estimated(**read).components
     assert same["mapped weights"] == pytest.approx(4 * PARAMETERS, rel=0.01)
     assert same["weights"] < 0.1 * same["mapped weights"]
+    # Every update reads them, so they are needed.
+    assert estimated(**read).with_files == estimated(**read).peak
     # In another precision they are converted.
     config = {**LLAMA, "dtype": "bfloat16"}
     converted = host_estimate(settings(**read), config, on_gpu=False).components
