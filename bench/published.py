@@ -106,7 +106,7 @@ def t4_training(model: str, method: Any, attention: Any, batch: int, length: int
         method=method,
         lora=Lora(r=32, alpha=64, targets=ATTENTION_TARGETS),
         double_quantization=False,
-        kbit_prepared=method == "qlora",
+        in_fp32="all",
         weights="fp16",
         batch=batch,
         seq_len=length,
@@ -126,6 +126,8 @@ def wiki_training(length: int) -> Training:
         lora=Lora(r=8, alpha=16, targets=("all-linear",)),
         weights="bf16",
         autocast="bf16",
+        # LLaMA-Factory leaves the norms of the base in bf16.
+        in_fp32="nothing",
         batch=1,
         seq_len=length,
         gradient_checkpointing=True,

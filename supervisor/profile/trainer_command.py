@@ -9,6 +9,7 @@ come first.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from memtop.supervisor.profile.reading import Program
 
 _BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size")
 _LENGTH = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "max_length", "model_max_length", "max_source_length")
+_CHECKPOINTING = ("gradient_checkpointing", "disable_gradient_checkpointing")
 _DEFAULT_BATCH = 8
 """Of `TrainingArguments`."""
 _OPTIMIZERS = {
@@ -30,11 +32,37 @@ _OPTIMIZERS = {
     "adafactor": "adafactor",
 }
 _REFUSED = (
-    *("fsdp", "torch_compile", "use_liger_kernel", "enable_liger_kernel", "use_unsloth", "load_in_8bit", "use_dora"),
-    "auto_find_batch_size",
+    *("fsdp", "torch_compile", "use_liger_kernel", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc", "load_in_8bit"),
+    *("use_dora", "auto_find_batch_size", "pure_bf16", "use_galore", "upcast_lmhead_output"),
 )
 """Options that change the memory in a way that memtop does not foresee."""
-_LLAMA_FACTORY = "llamafactory-cli train"
+
+
+class _Defaults(NamedTuple):
+    """What a program does if its command does not say it."""
+
+    of: str
+    starter: str | None = None
+    """The words that start it, if it is no script."""
+    checkpointing: bool = False
+    bf16: bool = False
+    length: int | None = None
+    rank: int | None = None
+    alpha: int = 1
+    """As a multiple of the rank."""
+    dropout: str = "0"
+    targets: str | None = None
+    """None: those of peft."""
+    narrow_norms: bool = False
+    """With a base in 4 bits, the norms are in 16 bits. Otherwise they are in fp32, as peft prepares
+    such a base."""
+
+
+_TRAINER = _Defaults("TrainingArguments")
+_TRL = _Defaults("TRL", "trl sft", True, True, length=1024, rank=16, alpha=2, dropout="0.05", narrow_norms=True)
+_LLAMA_FACTORY = _Defaults(
+    *("LLaMA-Factory", "llamafactory-cli train", True), length=2048, rank=8, alpha=2, targets="all", narrow_norms=True
+)
 _OFF = ("false", "no", "0", "", "none")
 _FILES = tuple(ByFile(flags=flags, kind=kind, key="-") for flags in ((), ("--config",)) for kind in ("json", "yaml"))
 """How a command names the file with its options: as an argument, or with --config."""
@@ -71,6 +99,10 @@ def trainer_command(
     assumed = ["each sample has as many tokens as the sequence length", "the loss is the model's own"]
     if options.text(*_BATCH) is None:
         assumed.append(f"a batch of {_DEFAULT_BATCH}, the default of TrainingArguments")
+    if options.text(*_CHECKPOINTING) is None:
+        of = options.defaults.of
+        with_it, without = f"gradient checkpointing, the default of {of}", f"no gradient checkpointing, the default of {of}"
+        assumed.append(with_it if options.defaults.checkpointing else without)
     found |= _precision(options, method, assumed)
     found |= _optimizer(options)
     if method != "full":
@@ -95,11 +127,17 @@ class _Options:
     """The options of a command, and of the file that it names."""
 
     def __init__(self, words: tuple[str, ...], cwd: str) -> None:
+        self.defaults = _TRAINER
         program = Program(words, cwd)
-        if program.command is None:
-            program = Program(words, cwd, starter=_LLAMA_FACTORY)
+        for own in (_TRL, _LLAMA_FACTORY):
+            if program.command is None:
+                program, self.defaults = Program(words, cwd, starter=own.starter), own
         if program.command is None:
             raise UsageError("-- COMMAND: is no Python program; give --model and --method of it")
+        script, module = program.command.script, program.command.module
+        self.is_trl_itself = self.defaults is _TRL or "trl/scripts/sft" in f"{script or module}".replace(".", "/")
+        if self.is_trl_itself or "SFTConfig" in program.script:
+            self.defaults = _TRL
         self._given = _given(program.command.arguments)
         self._processes = program.command.processes
         self._file: tuple[ByFile, str] | None = None
@@ -109,6 +147,8 @@ class _Options:
                 continue
             if (text := program.text(named[2])) is not None:
                 self._file = way, text
+        if self.defaults is _TRAINER and self.text("finetuning_type") is not None:
+            self.defaults = _LLAMA_FACTORY
 
     @property
     def processes(self) -> int:
@@ -134,8 +174,9 @@ class _Options:
         """Whether the file has one of these keys."""
         return self._file is not None and any(has_key(self._file[1], self._file[0].kind, name) for name in names)
 
-    def is_on(self, name: str) -> bool:
-        return (self.text(name) or "").lower() not in _OFF
+    def is_on(self, name: str, *, default: bool = False) -> bool:
+        text = self.text(name)
+        return default if text is None else text.lower() not in _OFF
 
     def whole(self, *names: str) -> int | None:
         text = self.text(*names)
@@ -178,18 +219,20 @@ def _method(options: _Options) -> str:
     if options.is_on("load_in_4bit") or bits is not None:
         return "qlora"
     adapters = options.is_on("use_peft") or options.is_on("use_lora") or (kind is None and options.text("lora_r") is not None)
+    adapters = adapters or (kind is None and options.defaults is _LLAMA_FACTORY)
     return "lora" if adapters or kind == "lora" else "full"
 
 
 def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
-    length = seq_len or options.whole(*_LENGTH)
+    length = seq_len or options.whole(*_LENGTH) or options.defaults.length
     if length is None:
         raise UsageError("-- COMMAND: does not say how long a sample is (--max_length); give --seq-len T before the dashes")
+    checkpointing = options.is_on("gradient_checkpointing", default=options.defaults.checkpointing)
     return {
         "batch": str(options.whole(*_BATCH) or _DEFAULT_BATCH),
         "accumulation": str(options.whole("gradient_accumulation_steps") or 1),
         "seq_len": str(length),
-        "gradient_checkpointing": str(options.is_on("gradient_checkpointing")).lower(),
+        "gradient_checkpointing": str(checkpointing and not options.is_on("disable_gradient_checkpointing")).lower(),
         "loss_chunk": "0",
     }
 
@@ -197,7 +240,9 @@ def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
 def _precision(options: _Options, method: str, assumed: list[str]) -> dict[str, str]:
     dtype = options.text("torch_dtype", "dtype", "model_dtype")
     narrow = dtype in ("bfloat16", "float16", "bf16", "fp16")
-    computes = "bf16" if options.is_on("bf16") else "fp16" if options.is_on("fp16") else "fp32"
+    is_fp16 = options.is_on("fp16")
+    is_bf16 = options.is_on("bf16", default=options.defaults.bf16 and not is_fp16)
+    computes = "bf16" if is_bf16 else "fp16" if is_fp16 else "fp32"
     if method == "full":
         if narrow:
             raise _unforeseen("torch_dtype", dtype)
@@ -207,7 +252,13 @@ def _precision(options: _Options, method: str, assumed: list[str]) -> dict[str, 
     if computes == "fp32":
         raise UsageError(f"-- COMMAND: the memory of {method} without --bf16 or --fp16 cannot be foreseen")
     if not narrow:
+        if options.is_trl_itself:
+            raise UsageError("-- COMMAND: TRL keeps the base in fp32 without --dtype bfloat16; that memory cannot be foreseen")
         assumed.append(f"the base is in {computes}")
+    if method == "qlora" and options.defaults.narrow_norms and not options.is_on("upcast_layernorm") and computes == "bf16":
+        return {"precision": computes, "bf16_residual": "true"}
+    if method == "qlora":
+        assumed.append("the norms of the base are in fp32, as peft prepares a base in 4 bits")
     return {"precision": computes}
 
 
@@ -219,19 +270,24 @@ def _optimizer(options: _Options) -> dict[str, str]:
 
 
 def _adapters(options: _Options, assumed: list[str]) -> dict[str, str]:
-    rank = options.whole("lora_r", "lora_rank", "r")
+    defaults = options.defaults
+    rank = options.whole("lora_r", "lora_rank", "r") or defaults.rank
     if rank is None:
         raise UsageError("-- COMMAND: does not say the rank of the adapters; give it --lora_r")
-    found = {"lora.r": str(rank), "lora.alpha": str(options.whole("lora_alpha") or rank)}
+    found = {"lora.r": str(rank), "lora.alpha": str(options.whole("lora_alpha") or rank * defaults.alpha)}
     names = ("lora_target_modules", "lora_target", "target_modules")
     targets = options.text(*names)
     if targets is None and options.has(*names):
         raise UsageError(f"{names[0]}: is a list in the file; give it to the command, as --{names[0]} q_proj v_proj")
+    targets = targets or defaults.targets
     if targets in ("all", "all-linear"):
         targets = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     if targets is None:
         assumed.append("the adapters are at q_proj and v_proj, the default of peft")
-    return found | {"lora.targets": targets or "q_proj,v_proj", "lora.dropout": options.text("lora_dropout") or "0"}
+    return found | {
+        "lora.targets": targets or "q_proj,v_proj",
+        "lora.dropout": options.text("lora_dropout") or defaults.dropout,
+    }
 
 
 def _zero(options: _Options, cwd: str) -> dict[str, str] | None:

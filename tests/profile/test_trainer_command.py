@@ -41,14 +41,46 @@ ADAPTERS = {"lora.r": "16", "lora.alpha": "32", "lora.dropout": "0.1", "lora.tar
 
 def test_adapters_on_a_base_in_4_bits(tmp_path: Path) -> None:
     options = "--use_peft --load_in_4bit --lora_r 16 --lora_alpha 32 --lora_dropout 0.1 --lora_target_modules q_proj v_proj"
-    found = read(f"trl/scripts/sft.py --model_name_or_path m --max_length 99 --bf16 True {options}", tmp_path)
+    found = read(f"sft.py --model_name_or_path m --max_length 99 --bf16 True {options}", tmp_path)
     assert found.method == "qlora"
     assert {name: found.values[name] for name in ADAPTERS} == ADAPTERS
-    assert found.assumed[2:] == ("a batch of 8, the default of TrainingArguments", "the base is in bf16")
+    assert found.assumed[2:] == (
+        "a batch of 8, the default of TrainingArguments",
+        "no gradient checkpointing, the default of TrainingArguments",
+        "the base is in bf16",
+        "the norms of the base are in fp32, as peft prepares a base in 4 bits",
+    )
     assert (
         read("sft.py --model_name_or_path m --max_length 9 --fp16 --use_peft --lora_r 4 --dtype float16", tmp_path).method
         == "lora"
     )
+
+
+@pytest.mark.parametrize("start", ["trl sft", "python -m trl.scripts.sft", "own.py"])
+def test_the_defaults_of_trl(start: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from trl import SFTConfig, SFTTrainer")
+    given = "--model_name_or_path m --use_peft --load_in_4bit"
+    found = read(f"{start} {given} --dtype bfloat16", tmp_path)
+    chosen = ("seq_len", "gradient_checkpointing", "precision", "bf16_residual", "lora.r", "lora.alpha", "lora.dropout")
+    assert [found.values[name] for name in chosen] == ["1024", "true", "bf16", "true", "16", "32", "0.05"]
+    assert "gradient checkpointing, the default of TRL" in found.assumed
+    other = read(f"{start} {given} --dtype float16 --fp16 --gradient_checkpointing False", tmp_path)
+    assert (other.values["gradient_checkpointing"], other.values["precision"]) == ("false", "fp16")
+    if start != "own.py":
+        with pytest.raises(UsageError, match="TRL keeps the base in fp32 without --dtype bfloat16"):
+            read(f"{start} {given}", tmp_path)
+
+
+def test_the_defaults_of_llama_factory(tmp_path: Path) -> None:
+    given = "--model_name_or_path m --bf16 --quantization_bit 4"
+    found = read(f"llamafactory-cli train {given}", tmp_path)
+    chosen = ("seq_len", "gradient_checkpointing", "bf16_residual", "lora.r", "lora.alpha", "lora.dropout")
+    assert [found.values[name] for name in chosen] == ["2048", "true", "true", "8", "16", "0"]
+    assert found.values["lora.targets"].count("proj") == 7
+    other = read(f"train.py {given} --finetuning_type lora --disable_gradient_checkpointing --upcast_layernorm", tmp_path)
+    assert other.values["gradient_checkpointing"] == "false"
+    assert "bf16_residual" not in other.values
+    assert read(f"train.py {given} --finetuning_type full --disable_gradient_checkpointing false", tmp_path).method == "qlora"
 
 
 @pytest.mark.parametrize("start", ["llamafactory-cli train {}", "train.py {}", "sft.py --config {}"])

@@ -180,7 +180,7 @@ def test_weights_in_4_bits(double: bool) -> None:
     expected = 2 * embedded + (PARAMETERS - embedded) * (0.5 + scale) + adapters
     assert found.components["weights"] == pytest.approx(expected, rel=0.05)
     assert found.components["optimizer"] == pytest.approx(2 * adapters, rel=0.1)
-    prepared = foreseen(method="qlora", lora=QKVO, weights="bf16", double_quantization=double, kbit_prepared=True)
+    prepared = foreseen(method="qlora", lora=QKVO, weights="bf16", double_quantization=double, in_fp32="all")
     assert prepared.components["weights"] - found.components["weights"] == pytest.approx(2 * embedded, rel=0.05)
 
 

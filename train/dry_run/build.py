@@ -39,9 +39,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """With method lora and qlora."""
     double_quantization: bool = True
     """With method qlora: the scales of the 4-bit weights are in 8 bits."""
-    kbit_prepared: bool = False
-    """With method qlora: what is not in 4 bits is in fp32, as peft prepares a model; otherwise only
-    its vectors are, as in the built-in trainer."""
+    in_fp32: Literal["all", "vectors", "nothing"] = "vectors"
+    """With method qlora, of what is not in 4 bits: all as peft prepares a model, vectors as in the
+    built-in trainer."""
     weights: Literal["fp32", "bf16", "fp16"] = "fp32"
     autocast: Literal["bf16", "fp16"] | None = None
     bf16_residual: bool = False
@@ -257,7 +257,8 @@ def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:
         parameter.requires_grad = False
         if type(parameter) is torch.nn.Parameter:
             in_fp32 = kind == torch.float16 and not {*name.split(".")}.isdisjoint(kept)
-            wide = training.kbit_prepared or parameter.dim() == 1 or in_fp32
+            vector = training.in_fp32 == "vectors" and parameter.dim() == 1
+            wide = training.in_fp32 == "all" or vector or in_fp32
             parameter.data = parameter.data.to(torch.float32 if wide else kind)
 
 
