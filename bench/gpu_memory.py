@@ -9,7 +9,7 @@ process lives: with its CUDA context. Errors are signed, in percent of the measu
 the verdicts at the capacities of usual cards: whether `process` is below 85 %, and whether it was
 foreseen to be. The first rows are the smallest.
 
-`--device cpu` is the rehearsal: two small rows, without a measurement.
+`--device cpu` is the rehearsal: three small rows, without a measurement.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from bench.common import machine, versions
-from bench.predict import CONFIGS
+from bench.published import CONFIGS, llama
 from bench.train import Listening, samples_of, write_base
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.presets.estimate import estimate
 from memtop.presets.schema import ATTENTION_TARGETS
 from memtop.train.channel import Control
+from memtop.train.data import open_data
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.dry_run.build import training_of
 from memtop.train.dry_run.run import foresee
@@ -41,15 +43,28 @@ from memtop.train.model import model_config
 from memtop.train.run import open_accelerator, open_engine
 from memtop.train.trainer import Trainer
 
+
+def t5(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    sizes = {"d_model": width, "d_ff": inner, "d_kv": 64, "num_heads": heads, "num_layers": layers, "vocab_size": vocabulary}
+    tokens = {"pad_token_id": 258, "eos_token_id": 257, "decoder_start_token_id": 258}
+    return {"model_type": "t5", **sizes, "num_decoder_layers": layers, **tokens}
+
+
 UPDATES = 3
 GIB = 1 << 30
 CARDS = (8, 12, 16, 24, 40, 48, 80, 141)
 SAFE = 0.85
 ROW_SECONDS = 240
 EVERY_LAYER = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
+
 SHAPES = {
     **{name: CONFIGS[name] for name in ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-1.5B", "SmolLM2-135M")},
     "GPT2-124M": {"model_type": "gpt2"},
+    "Qwen3-4B": llama(2560, 9728, 36, 32, 8, 151936, head_dim=128) | {"model_type": "qwen3"},
+    "Mistral-7B": llama(4096, 14336, 32, 32, 8, 32768, tie_word_embeddings=False) | {"model_type": "mistral"},
+    "T5-0.2B": t5(768, 3072, 10, 12, 40960),
+    "T5-0.8B": t5(1024, 2816, 24, 16, 32128) | {"feed_forward_proj": "gated-gelu"},
+    "tiny T5": t5(64, 128, 2, 4, 300),
     "tiny": {**CONFIGS["SmolLM2-135M"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
     | {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
@@ -57,6 +72,12 @@ GRID: tuple[tuple[str, str, int, int, str, str], ...] = (
     ("GPT2-124M", "full", 16, 1024, "bf16", ""),
     ("GPT2-124M", "full", 8, 1024, "fp32", ""),
     ("GPT2-124M", "full", 16, 1024, "fp16", ""),
+    ("T5-0.2B", "full", 16, 256, "bf16", ""),
+    ("T5-0.2B", "full", 16, 256, "fp32", ""),
+    ("T5-0.2B", "full", 64, 512, "bf16", "checkpointing"),
+    ("T5-0.8B", "full", 8, 512, "bf16", "adafactor"),
+    ("T5-0.8B", "lora", 16, 512, "bf16", ""),
+    ("T5-0.8B", "qlora", 16, 512, "bf16", "checkpointing"),
     ("SmolLM2-135M", "full", 8, 2048, "bf16", "checkpointing"),
     ("SmolLM2-135M", "lora", 8, 2048, "bf16", ""),
     ("Llama-3.2-1B", "full", 4, 1024, "bf16", ""),
@@ -76,6 +97,8 @@ GRID: tuple[tuple[str, str, int, int, str, str], ...] = (
     ("Llama-3.2-3B", "full", 2, 2048, "bf16", "checkpointing"),
     ("Llama-3.2-3B", "lora", 4, 2048, "bf16", ""),
     ("Llama-3.2-3B", "qlora", 4, 2048, "bf16", ""),
+    ("Qwen3-4B", "lora", 4, 2048, "bf16", "checkpointing"),
+    ("Mistral-7B", "qlora", 4, 4096, "bf16", "checkpointing"),
     ("Llama-3.1-8B", "qlora", 1, 1024, "bf16", "checkpointing"),
     ("Llama-3.1-8B", "qlora", 4, 2048, "bf16", "checkpointing paged_adamw_8bit"),
     ("Llama-3.1-8B", "lora", 2, 2048, "bf16", ""),
@@ -83,7 +106,11 @@ GRID: tuple[tuple[str, str, int, int, str, str], ...] = (
     ("Llama-3.1-8B", "lora", 1, 16384, "bf16", "checkpointing"),
 )
 """Model, method, batch, sequence length, precision, and what else."""
-REHEARSED = (("tiny", "full", 2, 64, "fp32", ""), ("tiny", "lora", 2, 64, "fp32", "checkpointing accumulation"))
+REHEARSED = (
+    ("tiny", "full", 2, 64, "fp32", ""),
+    ("tiny", "lora", 2, 64, "fp32", "checkpointing accumulation"),
+    ("tiny T5", "full", 2, 64, "fp32", ""),
+)
 Row = tuple[str, str, int, int, str, str]
 
 
@@ -95,12 +122,14 @@ def settings_of(row: Row, device: str, folder: str) -> Settings:
     """The run of a row. Frozen weights are read from files in `folder`, as a user's are."""
     model, method, batch, seq_len, precision, more = row
     words = set(more.split())
-    values = {f"model.config.{name}": json.dumps(value).strip('"') for name, value in SHAPES[model].items()}
-    values |= {"batch": str(batch), "accumulation": "4" if "accumulation" in words else "1", "seq_len": str(seq_len)}
+    values = {"batch": str(batch), "accumulation": "4" if "accumulation" in words else "1", "seq_len": str(seq_len)}
     values |= {"precision": precision, "device": device, "save_every": "1000000"}
     values["gradient_checkpointing"] = str("checkpointing" in words).lower()
+    if SHAPES[model]["model_type"] == "t5":
+        values |= {"task": "seq2seq", "data.train": str(Path(folder) / "pairs.jsonl")}
     if method != "full":
-        values |= {"method": method, "lora.r": "16", "lora.alpha": "32", "lora.targets": ",".join(EVERY_LAYER)}
+        targets = ("q", "k", "v", "o", "wi_0", "wi_1", "wo") if "task" in values else EVERY_LAYER
+        values |= {"method": method, "lora.r": "16", "lora.alpha": "32", "lora.targets": ",".join(targets)}
     for optimizer in ("adamw_8bit", "paged_adamw_8bit", "adafactor"):
         if optimizer in words:
             values["optimizer"] = optimizer
@@ -111,7 +140,8 @@ def settings_of(row: Row, device: str, folder: str) -> Settings:
     for stage in ("2", "3"):
         if f"zero{stage}" in words:
             values |= {"zero.stage": stage, "zero.offload_optimizer": str("offload" in words).lower()}
-    base = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+    recipe = msgspec.structs.replace(load_recipes()["first-run"], model={"config": SHAPES[model]})
+    base = resolve(recipe, preset=load_presets()["standard"])
     settings = edit_settings(base, assignments=values, max_updates=UPDATES)
     return settings if method == "full" else edit_settings(settings, assignments={"model.path": folder})
 
@@ -126,7 +156,11 @@ def measure(row: Row, device: str) -> dict[str, int] | None:
         accelerator = open_accelerator(settings, config)
         engine, position = open_engine(settings, accelerator, config, None)
         channel = Peaks(device)
-        samples = samples_of(settings, config.vocab_size)
+        samples: Any = samples_of(settings, config.vocab_size)
+        if settings.task == "seq2seq":
+            pair = json.dumps({"prompt": "a" * row[3], "response": "b" * row[3]})
+            Path(settings.data["train"]).write_text(f"{pair}\n" * settings.target_samples)
+            samples = open_data(settings, ByteTokens()).train
         trainer = Trainer(settings, engine, samples, position, Path(folder) / "state", channel, pad=0)
         trainer.run(Control(channel, accelerator))
     return channel.found
