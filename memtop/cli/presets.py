@@ -13,7 +13,7 @@ import msgspec
 from rich.cells import cell_len
 
 from memtop.cli import completion
-from memtop.cli.common import forecast_words, living_runs
+from memtop.cli.common import living_runs
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
@@ -26,7 +26,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import Estimates, outlook_of
+from memtop.supervisor.recovery.forecast import Estimates, foreseen_text, outlook_of
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -189,7 +189,7 @@ def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterato
             yield from map(tr, _details(look))
             peak = _peak(look, foresee)
             if isinstance(peak, Forecast):
-                yield tr(f"     predicted peak {forecast_words(peak)}")
+                yield tr(f"     {foreseen_text(peak)}")
 
 
 def _cells(look: Outlook) -> tuple[str, ...]:
