@@ -101,12 +101,9 @@ class Situation:
         """The forecast for `after`, or the reason why there is none.
 
         A line through two measured batches comes first, then the calibrated estimate, then a line
-        through one batch, and the line `estimate` at last. The calibrated estimate knows little of
-        ZeRO, so there the line `estimate` comes before it.
+        through one batch, and the line `estimate` at last.
         """
         line = line_through(peaks_of(after, self.peaks, on_gpu=self.on_gpu))
-        if isinstance(line, str) and estimate is not None and after.zero.stage:
-            line = estimate
         if isinstance(line, PeakLine):
             return self._on(line, after)
         found = or_estimated("", self.estimates, after)
