@@ -238,6 +238,91 @@ def risk(after: Settings, failed: Sequence[Settings]) -> str | None:
     return None
 
 
+Speed = Literal["faster", "about the same", "slower", "much slower"]
+_ORDER: tuple[Speed, ...] = ("faster", "about the same", "slower", "much slower")
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples per second that settings give, compared with those that others give."""
+
+    speed: Speed | None
+    """None: not known."""
+    basis: tuple[str, ...]
+    """What it follows from, or why it is not known."""
+
+    @property
+    def rank(self) -> int:
+        """Its place among others, the fastest first, one that is not known last."""
+        return len(_ORDER) if self.speed is None else _ORDER.index(self.speed)
+
+
+def pace(before: Settings, after: Settings) -> Pace:
+    """How fast `after` trains compared with `before`, by what is known of the settings that differ;
+    nothing is measured."""
+    known = dict(_paces(before, after))
+    speeds = set(known.values()) - {"about the same"}
+    names = differing(before, after)
+    unknown = [f"the speed with another {FIELDS[name].label} is not known" for name in names if name in _NOT_PACED]
+    if unknown:
+        return Pace(speed=None, basis=tuple(unknown))
+    if len(speeds) > 1 and "faster" in speeds:
+        return Pace(speed=None, basis=("some of the changes make it faster, others slower", *known))
+    if not speeds - {"faster"} and (slows := [FIELDS[name].label for name in names if name in _CAN_SLOW]):
+        why = f"whether the data still come in time is not known with another value of {', '.join(slows)}"
+        return Pace(speed=None, basis=(why,))
+    return Pace(
+        speed=max(speeds or {"about the same"}, key=_ORDER.index), basis=tuple(known) or ("nothing that it depends on",)
+    )
+
+
+def speed_words(speed: str | None) -> str:
+    """A class of speed in a few words."""
+    words = {None: "speed not known", "about the same": "about the same speed"}
+    return words.get(speed) or str(speed)
+
+
+_NOT_PACED = (
+    *("precision", "optimizer", "method", "task", "model", "data", "device", "compile", "packing", "bf16_residual"),
+    *("lora.r", "lora.targets", "loss_chunk", "world_size", "gpus", "rank_splits"),
+)
+"""What a change of them does to the speed depends on the GPU, the model or the data."""
+_CAN_SLOW = ("workers", "host_level")
+
+
+def _paces(before: Settings, after: Settings) -> Iterator[tuple[str, Speed]]:
+    """Each difference that is known to change the speed, and how."""
+    old, new = before.zero, after.zero
+    if new.offload_parameters != old.offload_parameters:
+        if new.offload_parameters:
+            yield "all weights come from host memory in every pass", "much slower"
+        else:
+            yield "the weights stay on the GPU", "faster"
+    if new.offload_optimizer != old.offload_optimizer:
+        if new.offload_optimizer:
+            yield "the optimizer works in host memory", "slower"
+        else:
+            yield "the optimizer works on the GPU", "faster"
+    if (new.stage == 3) != (old.stage == 3) and after.world_size > 1:
+        if new.stage == 3:
+            yield "the processes gather the weights in every pass", "slower"
+        else:
+            yield "the processes do not gather weights", "faster"
+    if after.gradient_checkpointing != before.gradient_checkpointing:
+        if after.gradient_checkpointing:
+            yield "activations are computed twice: 20 to 30 % slower", "slower"
+        else:
+            yield "activations are not computed twice", "faster"
+    if after.batch < before.batch:
+        yield "smaller micro-batches: 5 to 15 % slower", "slower"
+    elif after.batch > before.batch:
+        yield "larger micro-batches: little faster, if at all", "about the same"
+    if after.seq_len != before.seq_len:
+        if after.seq_len < before.seq_len:
+            yield "a shorter sample takes less time", "faster"
+        else:
+            yield "a longer sample takes more time", "slower"
+
+
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What a preset would do to a run: kept (its memory strategy only) and whole (with its guide's
     values too)."""
@@ -256,6 +341,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """The reason for `switch`."""
     reason_whole: str
+    pace: Pace
+    """Of a switch."""
     risk: str | None = None
     """A warning, in one line, if this run has run out of memory with settings like these."""
 
@@ -280,6 +367,7 @@ def outlook(settings: Settings, preset: Preset, failed: Sequence[Settings] = ())
         switch_whole=switch_whole,
         reason=reason,
         reason_whole=reason_whole,
+        pace=pace(settings, kept),
         risk=risk(kept, failed),
     )
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memtop.presets import Settings
 from memtop.presets.choosing import CONTEXT_BYTES
-from memtop.presets.comparison import other_changes
+from memtop.presets.comparison import Pace, other_changes, pace
 from memtop.presets.estimate import estimate
 from memtop.presets.fields import training_unchanged
 from memtop.presets.parameters import stored_config
@@ -105,6 +105,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[str]
     unchanged: bool
     """The training's result is the same."""
+    pace: Pace
+    """Compared with the settings that were asked for."""
 
 
 Ask = Callable[[Settings], Need | None]
@@ -212,8 +214,8 @@ def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak
 
 def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:
     """Other settings that are safe, each with the largest B that is: those that allow a larger B
-    than the present ones do, or need less memory. Training unchanged comes first, then the order of
-    `others`."""
+    than the present ones do, or need less memory. Training unchanged comes first, then the faster
+    ones, then the order of `others`."""
     own, asked = largest_safe(settings, card, quick, quick), quick(settings)
     least = None if own is None else own[1].reserved
     if asked is not None and least is not None and is_safe(asked, card):
@@ -227,5 +229,6 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask)
         if own is not None and least is not None and tried.batch <= own[0].batch and need.reserved > _LESS * least:
             continue
         changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
-        found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same))
-    return sorted(found, key=lambda way: not way.unchanged)[:MOST_WAYS]
+        speed = pace(settings, tried)
+        found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
+    return sorted(found, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]

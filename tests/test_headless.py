@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     monkeypatch.setattr(foreground, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(foreground.starting, "revive", lambda path: False)
 
-    def run(*looks: Connection | RunState, since: float = 0.0) -> int:
+    def run(*looks: Connection | RunState, since: float = 0.0, told: int | None = None) -> int:
         left = list(looks)
 
         async def connect(path: Path) -> Connection:
@@ -63,7 +64,7 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
 
         monkeypatch.setattr(foreground.client.AsyncRunClient, "connect", connect)
         monkeypatch.setattr(foreground, "read_state", lambda folder: left.pop(0))
-        status = foreground.follow(RunFolder(tmp_path), since=since)
+        status = foreground.follow(RunFolder(tmp_path), since=since, told=told)
         assert not left, "it left before the end"
         return status
 
@@ -98,6 +99,21 @@ def test_each_silence_of_the_supervisor_is_printed_once(follow: Callable[..., in
     silent = RefusedError("it is stopped")
     assert follow(Connection(silent, silent, StateUpdate(run=STATE), silent, silent, FINISHED)) == 0
     assert capsys.readouterr().err.count("memtop: it is stopped\n") == 2
+
+
+def test_the_foreseen_peak_of_each_new_configuration_is_printed_once(
+    follow: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def event(number: int) -> Event:
+        text = f"GPU memory is foreseen to peak at {number}.0 GiB: estimate"
+        return Event(id=number, time=float(number), attempt=1, kind="foreseen", message=text, data={"configuration": number})
+
+    def printed(told: int | None) -> list[str]:
+        assert follow(Connection(EventRows(rows=(event(1), event(2))), FINISHED), told=told) == 0
+        return re.findall(r"foreseen to peak at (\d)", capsys.readouterr().err)
+
+    assert printed(None) == ["1", "2"]
+    assert printed(1) == ["2"], "the command has said the first at the launch"
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("Connection lost"), BrokenPipeError()])

@@ -18,7 +18,8 @@ from memtop.cli import run
 from memtop.cli.plan_host import host_text, planned_host
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
-from memtop.presets.schema import Lora
+from memtop.presets.schema import Lora, Zero
+from memtop.supervisor import language
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
@@ -98,6 +99,23 @@ def test_ways_are_those_that_gain_something_the_training_unchanged_first() -> No
     )
     found = ways(settings, [shorter, same, checkpointed, settings], CARD, linear)
     assert [(way.settings.seq_len, way.settings.batch, way.unchanged) for way in found] == [(128, 16, True), (64, 16, False)]
+
+
+def test_of_ways_that_leave_training_as_it_is_the_faster_ones_come_first() -> None:
+    settings = first_run(batch=8, accumulation=2, zero=Zero(stage=2, offload_optimizer=True))
+    slowest, slower, faster = (
+        replace(settings, zero=Zero(stage=3, offload_optimizer=True, offload_parameters=True)),
+        replace(settings, gradient_checkpointing=True),
+        replace(settings, zero=Zero(stage=2)),
+    )
+
+    def half(asked: Settings) -> Need:
+        need = linear(asked)
+        return need if asked.zero == settings.zero else replace(need, reserved=need.reserved // 2)
+
+    found = ways(settings, [slowest, slower, faster], CARD, half)
+    assert [way.pace.speed for way in found] == ["faster", "slower", "much slower"]
+    assert found[0].pace.basis[0] == "the optimizer works on the GPU"
 
 
 def test_a_way_that_needs_more_than_what_is_safe_already_is_none() -> None:
@@ -237,6 +255,31 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["stage2_offload"]["peak_bytes"] < rows["standard"]["peak_bytes"]
     of_host = {name: row["host"]["peak_bytes"] for name, row in rows.items()}
     assert of_host["stage2_offload"] > of_host["standard"]
+
+
+def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "pretrain-causal", "--batch", "16", "--vram", "1.5")["alternatives"]
+    assert {row["speed_class"] for row in found} <= {"faster", "about the same", "slower", "much slower", None}
+    (checkpointed,) = [row for row in found if row["changes"] == ["gradient checkpointing on"]]
+    assert checkpointed["speed_class"] == "slower"
+    assert "activations are computed twice: 20 to 30 % slower" in checkpointed["speed_basis"]
+    assert run(["plan", "pretrain-causal", "--batch", "16", "--vram", "1.5"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("or  ")]
+    assert any(line.endswith("; training is unchanged; slower") for line in rows), rows
+
+
+def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMTOP_LANG", "zh")
+    try:
+        assert run(["plan", "pretrain-causal", "--batch", "16", "--vram", "1.5"]) == 0
+    finally:
+        language.use("en")
+    out = capsys.readouterr().out
+    assert "或  " in out
+    assert "；更慢\n" in out
+    assert not re.search(r"[,()]", out), out
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from memtop.presets import (
     load_recipes,
     resolve,
 )
-from memtop.presets.comparison import changes, describe_split
+from memtop.presets.comparison import changes, describe_split, outlook, pace
 from memtop.presets.edits import assign, find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
 from memtop.presets.keys import LISTS, choices, keys
@@ -435,3 +435,45 @@ def test_the_table_decides_what_is_live_and_what_changes_training(
     sharded = replace(BASE, zero=Zero(stage=1))
     assert can_change_live(sharded, replace(sharded, **changes)) is live_under_zero
     assert training_unchanged(BASE, replace(BASE, **changes)) is trains_the_same
+
+
+@pytest.mark.parametrize(
+    ("after", "speed", "why"),
+    [
+        ({}, "about the same", "nothing that it depends on"),
+        ({"gradient_checkpointing": True}, "slower", "20 to 30 %"),
+        ({"batch": 4, "accumulation": 8}, "slower", "5 to 15 %"),
+        ({"batch": 16, "accumulation": 2}, "about the same", "little faster, if at all"),
+        ({"batch": 16, "gradient_checkpointing": True}, "slower", "computed twice"),
+        ({"zero": Zero(stage=2, offload_optimizer=True)}, "slower", "host memory"),
+        ({"zero": Zero(stage=3, offload_optimizer=True, offload_parameters=True)}, "much slower", "all weights"),
+        ({"zero": Zero(stage=3)}, "about the same", "nothing that it depends on"),
+        ({"zero": Zero(stage=3), "world_size": 2}, None, "another processes is not known"),
+        ({"seq_len": 64}, "faster", "shorter"),
+        ({"seq_len": 64, "gradient_checkpointing": True}, None, "others slower"),
+        ({"precision": "bf16"}, None, "another precision is not known"),
+        ({"workers": 2}, None, "whether the data still come in time"),
+        ({"workers": 2, "gradient_checkpointing": True}, "slower", "computed twice"),
+        ({"save_every": 7}, "about the same", "nothing"),
+    ],
+)
+def test_how_fast_other_settings_train_follows_from_what_differs(after: dict[str, object], speed: str | None, why: str) -> None:
+    found = pace(BASE, replace(BASE, **after))
+    assert found.speed == speed
+    assert why in "; ".join(found.basis)
+
+
+def test_sharded_weights_are_gathered_by_several_processes() -> None:
+    two = replace(BASE, world_size=2)
+    assert pace(two, replace(two, zero=Zero(stage=3))).speed == "slower"
+    assert pace(replace(two, zero=Zero(stage=3)), two).speed == "faster"
+    assert pace(two, replace(two, zero=Zero(stage=2))).speed == "about the same"
+
+
+@pytest.mark.parametrize("recipe", load_recipes())
+def test_the_order_of_the_ladder_in_speed_is_that_of_the_guide(recipe: str) -> None:
+    """The guide's table: from `fast` for the first rung to `slow` for the last."""
+    base = resolve(load_recipes()[recipe], preset=load_presets()["standard"], whole=False)
+    found = [outlook(base, load_presets()[name]).pace for name in ("stage2_offload", "minimal")]
+    assert [one.speed for one in found] == ["slower", "much slower"]
+    assert all(one.basis for one in found)

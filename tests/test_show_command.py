@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from memtop.cli import gpus as gpus_of
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
 from memtop.cli.requests import before_spike_of, change_to, meant, planned, say_peak
@@ -24,7 +25,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.proc import identify
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
@@ -93,6 +94,7 @@ SELECT 1, n, n, 1.5, ?, '{}', 1, 1.5, 1 FROM number
 """
 _MEASURED = """
 import sys
+from memtop.cli import gpus as gpus_of
 from memtop.cli import requests, run
 status = run(sys.argv[1:])
 # Not getrusage, which begins with the peak of the process that started this one.
@@ -386,7 +388,9 @@ def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: R
     assert not said(Change(assignments={"batch": "0"}))
 
 
-def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_says_what_peak_is_foreseen_or_why_none(
+    dead: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_cpu = replace(SETTINGS, device="cpu")
     state = RunState(name="a", folder=str(dead.path), state=Phase.FAILED, attempt=1, created=1.0, settings=on_cpu)
     write_json(dead.state_path, StateFile(run=state, socket="none"))
@@ -396,7 +400,7 @@ def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder, capsy
         say_peak(planned(dead, change))
         return capsys.readouterr().err
 
-    assert said(smaller) == "memtop: RAM peak cannot be predicted: nothing was measured with these settings yet\n"
+    assert said(smaller) == "memtop: the peak of host memory cannot be foreseen: nothing was measured with these settings yet\n"
     with closing(Ledger(dead.ledger_path)) as ledger:
         for number, batch in ((4, 4), (5, 8)):
             settings = replace(on_cpu, batch=batch, accumulation=64 // batch)
@@ -404,8 +408,13 @@ def test_a_restart_says_what_peak_is_foreseen_or_why_none(dead: RunFolder, capsy
             row = replace(configuration(number, settings, "restart", "replaced"), peak=peak)
             ledger.save_configuration(ConfigurationRecord(configuration=row, starts=()))
     share = r"of \S+ [GT]iB \(\S+ %, (safe|edge|danger)\)"
-    line = rf"memtop: predicted RAM peak 2\.0 GiB {share}: line through peaks at B 4 and B 8\n"
+    line = rf"memtop: host memory is foreseen to peak at 2\.0 GiB {share}: line through peaks at B 4 and B 8\n"
     assert re.fullmatch(line, said(smaller))
+    # As at a launch, with the split that would be safe.
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0.0, host=HostSample(total_bytes=8 << 30)))
+    full, other = said(Change(assignments={"batch": "16", "accumulation": "2"})).splitlines()
+    assert "16.0 GiB of 8.0 GiB (200.0 %, danger): line through peaks at B 4 and B 8" in full
+    assert other == "memtop: --batch 4 --accum 8 keeps the effective batch, and peaks at about 4.0 GiB"
     assert said(Change()) == "", "nothing changes"
     assert said(Change(assignments={"batch": "0"})) == "", "the supervisor refuses it"
     write_json(dead.state_path, StateFile(run=replace(state, settings=None), socket="none"))

@@ -4,6 +4,7 @@ edited settings.
 
 from __future__ import annotations
 
+from memtop.presets.comparison import speed_words
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.language import separator, tr
@@ -108,14 +109,14 @@ def _price(remedy: Remedy, *, alive: bool, resumes: bool) -> list[tuple[str, str
     if remedy.needs_consent and is_applicable(remedy):
         found.insert(0, ("! needs your consent", "edge"))
     if is_applicable(remedy):
-        found.append((_speed(remedy.speed), MUTED))
+        found.append((_speed(remedy), MUTED))
     return found
 
 
-def _speed(factor: float | None) -> str:
-    if factor is None:
-        return "speed not known"
-    change = round(factor - 1, 2)
+def _speed(remedy: Remedy) -> str:
+    if remedy.speed is None:
+        return speed_words(remedy.speed_class)
+    change = round(remedy.speed - 1, 2)
     return "about the same speed" if change == 0 else f"speed about {units.change(change, 0)}"
 
 

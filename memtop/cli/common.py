@@ -20,7 +20,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import in_words, layers_command
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.language import Verbatim, tr
-from memtop.supervisor.recovery.values import Forecast, Remedy
+from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record.folder import RunFolder
@@ -154,10 +154,3 @@ def _peak(remedy: Remedy) -> str:
         return f"peak not known: {remedy.forecast_unknown or 'there are no measurements for a forecast'}"
     share = "" if forecast.fraction is None else f" of {units.size(forecast.total_bytes)} ({units.percent(forecast.fraction)})"
     return f"predicted peak {units.size(forecast.peak_bytes)}{share}: {forecast.basis}"
-
-
-def forecast_words(found: Forecast) -> str:
-    """`17.9 GiB of 19.6 GiB (91.3 %, danger): estimate`"""
-    total, band = units.size(found.total_bytes), found.band.value
-    share = "" if found.fraction is None else f" of {total} ({units.percent(found.fraction)}, {band})"
-    return f"{units.size(found.peak_bytes)}{share}: {found.basis}"

@@ -30,38 +30,41 @@ MOST_OF_A_KIND = 10
 # Events that are printed as they happen; all are in the ledger.
 _PRINTED = {
     *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
-    *("oom", "survived", "settings", "remedy", "rollback", "workers", "spike", "spike_accepted", "queued", "then"),
+    *("oom", "survived", "settings", "foreseen", "remedy", "rollback", "workers", "spike", "spike_accepted", "queued", "then"),
 }
 
 
-def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
+def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool, told: int | None = None) -> int:
     """Stay with a run that was started at `begun` (Unix time), in the dashboard or without it; the
     exit status.
 
-    With `detach`, only print the run's name. Without a terminal there is no dashboard.
+    With `detach`, only print the run's name. Without a terminal there is no dashboard. `told`: the
+    configuration whose foreseen peak was printed already.
     """
     if detach:
         print_lines(folder.name, own=False)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return follow(folder, since=begun)
+        return follow(folder, since=begun, told=told)
     from memtop.cli.dashboard import open_run
 
     return open_run(folder, started_here=True)
 
 
-def follow(folder: RunFolder, *, since: float) -> int:
+def follow(folder: RunFolder, *, since: float, told: int | None = None) -> int:
     """Print the run's progress until it is over; the exit status is 0 if it finished or was
     stopped, 1 if it failed, 2 if the trainer refused its input, 130 if it was interrupted here.
 
-    Events before `since` (Unix time) are not printed.
+    Events before `since` (Unix time) are not printed, nor is the foreseen peak of the configuration
+    `told`.
     """
-    return asyncio.run(_Follower(folder, since).run())
+    return asyncio.run(_Follower(folder, since, told).run())
 
 
 class _Follower:
-    def __init__(self, folder: RunFolder, since: float) -> None:
+    def __init__(self, folder: RunFolder, since: float, told: int | None) -> None:
         self._folder = folder
+        self._told = told
         self._interrupts = 0
         self._stop_printed = False
         self._stop_sent = False
@@ -190,7 +193,7 @@ class _Follower:
             if event.time > self._last_event:
                 self._last_event, self._at_last_event = event.time, set()
             self._at_last_event.add(row)
-            if event.kind in _PRINTED:
+            if event.kind in _PRINTED and (event.kind != "foreseen" or event.data.get("configuration") != self._told):
                 self._count_events()
                 self._printed[event.kind] += 1
                 if self._printed[event.kind] <= MOST_OF_A_KIND:

@@ -18,14 +18,14 @@ from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
 from memtop.presets.choosing import COMMUNICATION_BYTES
-from memtop.presets.comparison import outlook
+from memtop.presets.comparison import outlook, speed_words
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.presets.parameters import model_size, stored_config
 from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import band_of, mark
 from memtop.supervisor.plan import GENERATION, Card, Need, Peak, Way, estimated, largest_safe, peak_of, smallest, ways
 from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
@@ -339,6 +339,8 @@ def _way_row(way: Way) -> dict[str, Any]:
         "effective_batch": settings.effective_batch,
         "changes": way.changes,
         "training_unchanged": way.unchanged,
+        "speed_class": way.pace.speed,
+        "speed_basis": way.pace.basis,
         **_peak_row(way.peak),
     }
 
@@ -352,18 +354,19 @@ def _text(
     least: tuple[Settings, Peak] | None,
     found: list[Way],
 ) -> Iterator[str]:
-    method = "" if settings.lora is None else f", {settings.method} r {settings.lora.r}"
-    split = f"{settings.split_text} = {settings.effective_batch}"
+    comma = separator(", ")
+    method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
+    what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}"
     if own is None:
-        yield f"recipe {settings.recipe}, preset {settings.preset}: {split}, T {settings.seq_len}{method}"
+        yield f"recipe {settings.recipe}, preset {settings.preset}: {what}"
     else:
-        yield f"your program: {split}, T {settings.seq_len}{method}"
+        yield f"your program: {what}"
         yield f"assumed     {'; '.join(map(tr, own.assumed))}"
     yield f"GPU memory  {_share(peak, card)}"
     yield f"by          {peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
     yield f"peak        in the {peak.phase} phase"
     parts = sorted(peak.components.items(), key=lambda one: -one[1])
-    yield f"parts       {', '.join(f'{tr(name)} {units.size(size)}' for name, size in parts if size)}"
+    yield f"parts       {comma.join(f'{tr(name)} {units.size(size)}' for name, size in parts if size)}"
     if card.total_bytes is None:
         return
     if best is None:
@@ -382,16 +385,22 @@ def _share(peak: Peak, card: Card) -> str:
     if card.total_bytes is None:
         return units.size(peak.bytes)
     share = f"{units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
-    text = f"{units.used_of(peak.bytes, card.total_bytes)}, {share}"
+    text = f"{units.used_of(peak.bytes, card.total_bytes)}{separator(', ')}{share}"
     return f"{text}, with {units.size(card.others_bytes)} of other programs" if card.others_bytes else text
 
 
 def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
-    changes = f" ({', '.join(map(tr, way.changes))})" if way.changes else ""
-    preset = "" if own is not None else f", preset {way.settings.preset}"
-    text = f"{way.settings.split_text}{preset}{changes}: ~{units.size(way.peak.bytes)}; {same}"
-    return tr(text)
+    head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
+    changes = separator("; ").join(map(tr, way.changes))
+    size, speed = units.size(way.peak.bytes), speed_words(way.pace.speed)
+    if changes:
+        return tr(f"{head} ({changes}): ~{size}; {same}; {speed}")
+    return tr(f"{head}: ~{size}; {same}; {speed}")
+
+
+def _named(way: Way) -> str:
+    return tr(f"preset {way.settings.preset}")
 
 
 def _print_all(

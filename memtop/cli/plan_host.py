@@ -10,7 +10,7 @@ from memtop.presets.host_estimate import HostEstimate, host_estimate
 from memtop.presets.parameters import stored_config
 from memtop.presets.states import UnknownMemoryError
 from memtop.supervisor import units
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import band_of, mark
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
     else:
         yield f"by          estimate, trained on this CPU: between {least} and {most}"
     parts = sorted(found.components.items(), key=lambda one: -one[1])
-    yield f"parts       {', '.join(f'{tr(name)} {units.size(size)}' for name, size in parts)}"
+    yield f"parts       {separator(', ').join(f'{tr(name)} {units.size(size)}' for name, size in parts)}"
     if found.with_files > found.peak:
         most = units.size(found.with_files)
         yield f"while read  up to {most} with the model's file, which the system drops if memory is short"
@@ -95,5 +95,6 @@ def _host_share(host: PlannedHost) -> str:
     if host.total is None or host.available is None:
         return units.size(host.foreseen.peak)
     band, taken = band_of(host.fraction), host.total - host.available
-    text = f"{units.used_of(host.foreseen.peak, host.total)}, {units.percent(host.fraction)} {mark(band)} {tr(band.value)}"
+    share = f"{units.percent(host.fraction)} {mark(band)} {tr(band.value)}"
+    text = f"{units.used_of(host.foreseen.peak, host.total)}{separator(', ')}{share}"
     return f"{text}, with {units.size(taken)} of other programs" if taken else text

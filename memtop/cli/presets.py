@@ -13,12 +13,12 @@ import msgspec
 from rich.cells import cell_len
 
 from memtop.cli import completion
-from memtop.cli.common import forecast_words, living_runs
+from memtop.cli.common import living_runs
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
-from memtop.presets.comparison import Outlook, effective_change, outlook
+from memtop.presets.comparison import Outlook, effective_change, outlook, speed_words
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.supervisor import units
@@ -26,7 +26,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import Estimates, outlook_of
+from memtop.supervisor.recovery.forecast import Estimates, foreseen_text, outlook_of
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -155,6 +155,8 @@ def _row(look: Outlook, peak: Forecast | str) -> dict[str, Any]:
         "reason": look.reason,
         "reason_whole": look.reason_whole,
         "risk": look.risk,
+        "speed_class": look.pace.speed,
+        "speed_basis": look.pace.basis,
         "forecast": msgspec.to_builtins(peak) if isinstance(peak, Forecast) else None,
         "forecast_unknown": peak if isinstance(peak, str) else None,
     }
@@ -189,7 +191,7 @@ def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterato
             yield from map(tr, _details(look))
             peak = _peak(look, foresee)
             if isinstance(peak, Forecast):
-                yield tr(f"     predicted peak {forecast_words(peak)}")
+                yield tr(f"     {foreseen_text(peak)}")
 
 
 def _cells(look: Outlook) -> tuple[str, ...]:
@@ -208,6 +210,8 @@ def _details(look: Outlook) -> Iterator[str]:
             yield f"     with --fresh: refused: {look.reason_whole}"
     elif look.whole.effective_batch != look.kept.effective_batch:
         yield f"     with --fresh: effective batch {effective_change(look.kept.effective_batch, look.whole.effective_batch)}"
+    if look.switch != "refused" and look.changes:
+        yield f"     speed: {speed_words(look.pace.speed)}: {'; '.join(look.pace.basis)}"
     if look.risk is not None:
         yield f"     ! {look.risk}"
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import click
 
 from memtop.cli import completion
-from memtop.cli.common import find_run, forecast_words, readable_ledger
+from memtop.cli.common import find_run, readable_ledger
 from memtop.cli.foreground import stay
 from memtop.cli.interpreters import python_for
 from memtop.cli.options import (
@@ -30,8 +30,9 @@ from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
+from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.configuration import edited, failed_settings, kept_length
-from memtop.supervisor.recovery.forecast import Outlook, outlook_of
+from memtop.supervisor.recovery.forecast import Outlook, foreseen_text, outlook_of, split_text
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
 from memtop.supervisor.run.queue import begin_next
@@ -212,8 +213,7 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
             print_message(f"memtop: {foreseen}")
         for line in (*([again] if again else []), *(f"memtop: {line}" for line in lines)):
             print_message(line)
-    say_peak(plan)
-    return stay(folder, begun, headless=headless, detach=detach)
+    return stay(folder, begun, headless=headless, detach=detach, told=say_peak(plan))
 
 
 def _repeated_updates(folder: RunFolder, change: Change) -> str | None:
@@ -280,23 +280,31 @@ def meant(plan: Planned | None, change: Change) -> Iterator[str]:
     yield from [found] if found else []
 
 
-def say_peak(plan: Planned | None) -> None:
-    """Print the foreseen peak of the changed settings, or why there is none. It reads the GPUs,
-    which takes time if their driver is slow."""
-    if plan is not None and plan.after != plan.state.settings:
-        from memtop.cli.gpus import sample
+def say_peak(plan: Planned | None) -> int | None:
+    """Print the foreseen peak of the changed settings, as at a launch; the number of their
+    configuration if they have a peak. It reads the GPUs, which takes time if their driver is
+    slow."""
+    if plan is None or plan.after == plan.state.settings:
+        return None
+    from memtop.cli.gpus import sample
 
-        machine = sample()
-        outlook = outlook_of(plan.state, plan.rows, machine.gpus, machine.host)
-        print_message(f"memtop: {peak_words(outlook, plan.after)}")
+    machine = sample()
+    outlook = outlook_of(plan.state, plan.rows, machine.gpus, machine.host)
+    for line in peak_words(outlook, plan.after):
+        print_message(f"memtop: {line}")
+    return plan.rows[-1].number + 1 if plan.rows else 1
 
 
-def peak_words(outlook: Outlook, after: Settings) -> str:
-    """The foreseen peak of these settings, or why there is none, in one line."""
+def peak_words(outlook: Outlook, after: Settings) -> Iterator[str]:
+    """The foreseen peak of these settings, or why there is none; if it is not safe, also the
+    largest split with the same effective batch that is."""
     found = outlook.measured(after) or outlook.predicted(after)
-    if isinstance(found, str):
-        return f"{outlook.what} cannot be predicted: {found}"
-    return f"predicted {outlook.what} {forecast_words(found)}"
+    yield foreseen_text(found, on_gpu=outlook.on_gpu)
+    if isinstance(found, str) or found.fraction is None or found.fraction < EDGE_FROM:
+        return
+    best = outlook.safe_split(after)
+    if best is not None:
+        yield split_text(best[0], best[1].peak_bytes)
 
 
 @click.command(epilog=f"{RUN_HELP} N is the number of a configuration.")

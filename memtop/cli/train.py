@@ -217,7 +217,7 @@ def train(
         profile_why=chosen.why if chosen is not None else "",
         memtop_version=__version__,
     )
-    return stay(_start(where, spec, fresh=fresh, notify=told), begun, headless=headless, detach=detach)
+    return stay(_start(where, spec, fresh=fresh, notify=told), begun, headless=headless, detach=detach, told=plan.told)
 
 
 def _find_run(name: str, runs_dir: Path) -> RunFolder:
@@ -328,6 +328,8 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None = None
     choice: str | None = None
     """What memtop chose because nobody did, and why."""
+    told: int | None = None
+    """The configuration whose foreseen peak was said."""
 
 
 def new_run(
@@ -373,9 +375,10 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    for words in (*told, *_foreseen(settings, place)):
+    foreseen = list(_foreseen(settings, place))
+    for words in (*told, *foreseen):
         print_message(f"memtop: {words}")
-    return NewRun(settings=settings, choice="; ".join(told) or None)
+    return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if foreseen else None)
 
 
 def _foreseen(settings: Settings, place: Place) -> Iterator[str]:

@@ -36,7 +36,7 @@ STANDARD_ERRORS = 2.0
 """Required distance between the two medians, in standard errors of their difference."""
 
 ForecastOf = Callable[[int], Forecast | None]
-"""Predicts the peak memory of a micro-batch; None where no measurement allows a prediction."""
+"""Predicts the peak memory of a micro-batch; None where it cannot be predicted."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +82,8 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
 def forecast_refusal(title: str, factor: float, forecast: Forecast | None, *, is_next: bool) -> str | None:
     """Why a micro-batch that is larger by this factor must not be tried, by its forecast; None if
     it may be. `is_next`: it is that of the next exact split."""
-    if forecast is not None and forecast.fraction is not None and forecast.fraction >= EDGE_FROM:
-        size = f"{units.size(forecast.taken_bytes)} of {units.size(forecast.total_bytes)}"
-        return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
+    if forecast is not None and (why := above_safe(title, forecast)) is not None:
+        return why
     if forecast is None or forecast.fraction is None:
         return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
     if factor <= LARGEST_STEP:
@@ -96,6 +95,14 @@ def forecast_refusal(title: str, factor: float, forecast: Forecast | None, *, is
         limit = units.percent(ROOMY_BELOW, 0)
         return f"{step}, predicted {units.percent(forecast.fraction)}; more than +25 % at once is tried only below {limit}"
     return None
+
+
+def above_safe(title: str, forecast: Forecast) -> str | None:
+    """That it is predicted above the safe band, in one line; None if it is not."""
+    if forecast.fraction is None or forecast.fraction < EDGE_FROM:
+        return None
+    size = f"{units.size(forecast.taken_bytes)} of {units.size(forecast.total_bytes)}"
+    return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
 
 
 def next_split(settings: Settings, forecast: ForecastOf, failed: Collection[int] = ()) -> tuple[Split | None, list[str]]:

@@ -13,11 +13,13 @@ from collections.abc import Collection, Iterator
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets import edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, forecast_refusal, next_split
+from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, above_safe, forecast_refusal, next_split
 from memtop.supervisor.recovery.configuration import optimizer_on_gpu
+from memtop.supervisor.recovery.forecast import Estimates
 from memtop.supervisor.recovery.situation import restart_command
 from memtop.supervisor.recovery.values import Advice, Forecast, Remedy
 
@@ -139,18 +141,20 @@ def advise(
     *,
     run: str = "RUN",
     own: OwnSplit | None = None,
+    estimates: Estimates | None = None,
 ) -> Advice:
     """The bottleneck with its evidence, what can be tried against it, and what must not be done
     now.
 
     `settings` is None for the user's own program: `own` is what a restart can change in it. Its
     proposal is a command that a person types. `failed`: micro-batches that ran out of memory in
-    this run; `run`: its name, for the commands.
+    this run; `run`: its name, for the commands; `estimates`: foresees changes other than the batch,
+    on a GPU.
     """
     bottleneck, summary = bottleneck_of(measured)
     rungs: list[Remedy | str | None] = []
     if settings is not None and bottleneck != "unknown":
-        rungs = list(_ladder(bottleneck, measured, settings, forecast or _unknown, failed))
+        rungs = list(_ladder(bottleneck, measured, settings, forecast or _unknown, failed, estimates))
     elif bottleneck in ("compute", "launch"):
         rungs = [_of_own_program(own, forecast or _unknown, failed)]
     return Advice(
@@ -277,7 +281,14 @@ _Rung = Remedy | str | None
 """What can be tried, why it cannot, or None if it does not apply."""
 
 
-def _ladder(bottleneck: str, m: Measured, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
+def _ladder(
+    bottleneck: str,
+    m: Measured,
+    settings: Settings,
+    forecast: ForecastOf,
+    failed: Collection[int],
+    estimates: Estimates | None,
+) -> Iterator[_Rung]:
     band = ram_band(m.host_fraction, m.swap_in_bytes_per_second)
     if bottleneck == "data":
         yield _more_workers(m, settings, band)
@@ -285,7 +296,7 @@ def _ladder(bottleneck: str, m: Measured, settings: Settings, forecast: Forecast
     if bottleneck == "swap" or band is Band.DANGER:
         yield from _less_host_memory(m, settings)
     if settings.zero.offload_optimizer and bottleneck in ("compute", "swap"):
-        yield _offload_off(m, settings)
+        yield _offload_off(m, settings, estimates)
     if not settings.zero.offload_optimizer and band is not Band.SAFE:
         yield f"optimizer offload: it moves gigabytes into host memory, which is {_full(m, band)}"
     if bottleneck in ("compute", "launch"):
@@ -417,20 +428,31 @@ def _less_host_memory(m: Measured, settings: Settings) -> Iterator[_Rung]:
     yield f"more loader workers, pinned buffers: host memory is {_full(m, band)}"
 
 
-def _offload_off(m: Measured, settings: Settings) -> _Rung:
-    if m.gpu_fraction is None or m.gpu_free_bytes is None:
+def _offload_off(m: Measured, settings: Settings, estimates: Estimates | None) -> _Rung:
+    values = optimizer_on_gpu(settings)
+    found: Forecast | str = "the size of the optimizer state is not measured while it is in host memory"
+    if estimates is not None:
+        found = estimates.forecast(edit_settings(settings, assignments=values))
+    if isinstance(found, Forecast):
+        if (why := above_safe("optimizer offload off", found)) is not None:
+            return why
+        title = "optimizer offload off"
+    elif m.gpu_fraction is None or m.gpu_free_bytes is None:
         return "optimizer offload off: how much GPU memory is free is not known"
-    if m.gpu_fraction >= 0.6:
+    elif m.gpu_fraction >= 0.6:
         used = units.percent(m.gpu_fraction, 0)
         return f"optimizer offload off: {used} of the GPU is already used, so the optimizer may not fit"
+    else:
+        title = f"optimizer offload off: {units.size(m.gpu_free_bytes)} of the GPU are free"
     return Remedy(
         id="offload_off",
-        title=f"optimizer offload off: {units.size(m.gpu_free_bytes)} of the GPU are free",
+        title=title,
         why="the optimizer step runs on the GPU, and its state leaves host memory",
         keeps_math=True,
         resumable="resumes",
-        assignments=optimizer_on_gpu(settings),
-        forecast_unknown="the size of the optimizer state is not measured while it is in host memory",
+        assignments=values,
+        forecast=found if isinstance(found, Forecast) else None,
+        forecast_unknown=found if isinstance(found, str) else None,
     )
 
 

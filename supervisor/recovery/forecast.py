@@ -398,24 +398,39 @@ def _others(run: RunState, gpu: GpuSample) -> int | None:
 # --- in words -------------------------------------------------------------------------------------
 
 
-def foreseen_text(found: Forecast) -> str:
-    """The predicted peak of a configuration, and what the prediction rests on."""
-    size = units.size(found.peak_bytes)
+def foreseen_text(found: Forecast | str, *, on_gpu: bool = True) -> str:
+    """The predicted peak of a configuration and what the prediction rests on, or why there is
+    none."""
+    if isinstance(found, str):
+        gpu, host = (
+            f"the peak of GPU memory cannot be foreseen: {found}",
+            f"the peak of host memory cannot be foreseen: {found}",
+        )
+        return gpu if on_gpu else host
+    size, total, percent = units.size(found.peak_bytes), units.size(found.total_bytes), units.percent(found.fraction)
     if found.fraction is None:
-        return f"GPU memory is foreseen to peak at {size}: {found.basis}"
-    total, percent = units.size(found.total_bytes), units.percent(found.fraction)
-    return f"GPU memory is foreseen to peak at {size} of {total} ({percent}, {found.band.value}): {found.basis}"
+        gpu = f"GPU memory is foreseen to peak at {size}: {found.basis}"
+        host = f"host memory is foreseen to peak at {size}: {found.basis}"
+    else:
+        band = found.band.value
+        gpu = f"GPU memory is foreseen to peak at {size} of {total} ({percent}, {band}): {found.basis}"
+        host = f"host memory is foreseen to peak at {size} of {total} ({percent}, {band}): {found.basis}"
+    return gpu if on_gpu else host
+
+
+def split_text(split: Settings, size: int) -> str:
+    """A safe split with the same effective batch, and its peak in bytes."""
+    return (
+        f"--batch {split.batch} --accum {split.accumulation} keeps the effective batch, and peaks at about {units.size(size)}"
+    )
 
 
 def words_at_launch(settings: Settings, card: Card) -> Iterator[str]:
     """The predicted peak of a new run; if it is not safe, also the largest split with the same
     effective batch that is."""
     found = Estimates(card=card).forecast(settings)
-    if isinstance(found, str):
-        yield f"the peak of GPU memory cannot be foreseen: {found}"
-        return
     yield foreseen_text(found)
-    if found.fraction is None or found.fraction < EDGE_FROM:
+    if isinstance(found, str) or found.fraction is None or found.fraction < EDGE_FROM:
         return
 
     def ask(tried: Settings) -> Need | None:
@@ -426,5 +441,4 @@ def words_at_launch(settings: Settings, card: Card) -> Iterator[str]:
     if best is None:
         yield "no split with this effective batch is foreseen to be safe with this preset; memtop plan says what else would fit"
     else:
-        split, size = best[0], units.size(peak_of(best[1], card).bytes)
-        yield f"--batch {split.batch} --accum {split.accumulation} keeps the effective batch, and peaks at about {size}"
+        yield split_text(best[0], peak_of(best[1], card).bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memtop.presets import edit_settings
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.environment import MANAGED, Place
@@ -16,6 +17,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.advice import advice, raised
 from memtop.supervisor.recovery.configuration import optimizer_on_gpu
+from memtop.supervisor.recovery.forecast import PeakLine
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,
     checkpointing,
@@ -180,21 +182,27 @@ def offload_off(situation: Situation) -> Rung:
     settings, needed = situation.settings, offload_bytes(situation)
     if not settings.zero.offload_optimizer:
         return None
-    line, total = situation.line(), situation.total_bytes
-    if isinstance(line, str) or needed is None or total is None:
-        return "optimizer back on the GPU: whether it fits is not known"
-    share = needed // settings.world_size
-    estimate = line.shifted(share, f"the optimizer's {units.size(share)} return to the GPU")
-    fraction = (estimate.at(settings.batch) + (situation.others_bytes or 0)) / total
-    if fraction >= EDGE_FROM:
-        return f"optimizer back on the GPU: it would be {units.percent(fraction)} full"
+    if needed is None:
+        return _NOT_KNOWN
+    line, values, estimate = situation.line(), optimizer_on_gpu(settings), None
+    if isinstance(line, PeakLine):
+        share = needed // settings.world_size
+        estimate = line.shifted(share, f"the optimizer's {units.size(share)} return to the GPU")
+    found = situation.foresee(edit_settings(settings, assignments=values), estimate)
+    if isinstance(found, str) or found.fraction is None:
+        return _NOT_KNOWN
+    if found.fraction >= EDGE_FROM:
+        return f"optimizer back on the GPU: it would be {units.percent(found.fraction)} full"
     return situation.rung(
         "offload_off",
         f"saves {units.size(needed)} of host memory, and is faster",
-        optimizer_on_gpu(settings),
+        values,
         title="optimizer state back on the GPU",
         estimate=estimate,
     )
+
+
+_NOT_KNOWN = "optimizer back on the GPU: whether it fits is not known"
 
 
 def fewer_processes(situation: Situation) -> Rung:

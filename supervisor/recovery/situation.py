@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets import PresetFileError, SettingsError, compatibility, edit_settings, load_presets
-from memtop.presets.comparison import assignments_of_new_run, changes
+from memtop.presets.comparison import assignments_of_new_run, changes, pace
 from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
 from memtop.presets.files import load_recipes
 from memtop.presets.parameters import trained_parameters
@@ -101,12 +101,9 @@ class Situation:
         """The forecast for `after`, or the reason why there is none.
 
         A line through two measured batches comes first, then the calibrated estimate, then a line
-        through one batch, and the line `estimate` at last. The calibrated estimate knows little of
-        ZeRO, so there the line `estimate` comes before it.
+        through one batch, and the line `estimate` at last.
         """
         line = line_through(peaks_of(after, self.peaks, on_gpu=self.on_gpu))
-        if isinstance(line, str) and estimate is not None and after.zero.stage:
-            line = estimate
         if isinstance(line, PeakLine):
             return self._on(line, after)
         found = or_estimated("", self.estimates, after)
@@ -159,7 +156,7 @@ class Situation:
         fit, _ = compatibility(self.settings, after)
         foreseen = unforeseen if unforeseen is not None else self.foresee(after, estimate)
         another = fit == "new run"
-        unchanged = training_unchanged(self.settings, after)
+        unchanged, expected = training_unchanged(self.settings, after), pace(self.settings, after)
         return Remedy(
             id=id,
             title=title or "; ".join(changes(self.settings, after)),
@@ -172,6 +169,8 @@ class Situation:
             forecast=foreseen if isinstance(foreseen, Forecast) else None,
             forecast_unknown=foreseen if isinstance(foreseen, str) else None,
             speed=speed,
+            speed_class=expected.speed,
+            speed_basis=expected.basis,
             command=train_command(self.settings, values) if another else restart_command(self.run, values, preset),
         )
 

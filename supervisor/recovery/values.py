@@ -87,6 +87,10 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     forecast_unknown: str | None = None
     speed: float | None = None
     """Expected speed as a factor of the current one (0.8: a fifth slower); None: not known."""
+    speed_class: str | None = None
+    """Compared with the present settings (`presets.comparison.Pace`); None: not known."""
+    speed_basis: tuple[str, ...] = ()
+    """What the class follows from, or why it is not known."""
     command: str | None = None
     """What a person types in a shell: `memtop restart RUN --batch 4 --accum 8`, or system commands,
     one a line, which memtop never runs."""

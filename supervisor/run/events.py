@@ -309,6 +309,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """One line for each gauge that has stayed in its danger band."""
     measured: Measured | None = None
     """Medians of the newest updates and samples, every few samples."""
+    model_config: dict[str, Any] = {}
+    """The model's configuration, for forecasts on a GPU; empty if it is not known."""
     keep: bool = False
     """Whether this sample goes into the ledger."""
 

@@ -8,8 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from memtop.presets.parameters import stored_config
 from memtop.supervisor.monitor.processes.proc import ProcessId, has_loaded_torch, is_stopped
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
@@ -51,6 +52,8 @@ class Sensors:
         self._stall: StallWatch | None = None
         self._trends, self._measurements = TrendWatch(), Measurements()
         self._samples = 0
+        self._model_config: dict[str, Any] | None = None
+        """That of the attempt's model; None: not read yet."""
         self._silence_due = _SILENCE_SECONDS
         self._torch_loaded = False
         self._not_heard: NotHeard | None = None
@@ -64,6 +67,7 @@ class Sensors:
         self._stall = StallWatch(attempt.log_path, self._monotonic)
         self._trends, self._measurements = TrendWatch(), Measurements()
         self._silence_due, self._not_heard = _SILENCE_SECONDS, None
+        self._model_config = None
         self._torch_loaded = False
         self._knows_workers = new
 
@@ -172,8 +176,18 @@ class Sensors:
             crossings=tuple(watch.crossings()),
             dangers=tuple(dangers),
             measured=measured,
+            model_config=self._config_of(model),
             keep=keep,
         )
+
+    def _config_of(self, model: Model) -> dict[str, Any]:
+        """The configuration of the model that trains on a GPU; empty if it is not known, or not
+        needed."""
+        if not model.on_gpu or model.settings is None:
+            return {}
+        if self._model_config is None:
+            self._model_config = stored_config(model.settings) or {}
+        return self._model_config
 
     def stood_still(self, read_reports: Callable[[], None]) -> StoodStill | None:
         """The event of a program that ran out of memory and hangs, or None.

@@ -14,10 +14,12 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.schema import Settings, Zero, exact_splits
 from memtop.supervisor.monitor.values import Band, band_of
+from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.batch_trial import Split, Update, measured, split_refusal
 from memtop.supervisor.recovery.bottleneck import Measured, advise, loader_processes, ram_band
 from memtop.supervisor.recovery.configuration import applied
-from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.recovery.forecast import Estimates
+from memtop.supervisor.recovery.values import Advice, Forecast
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -213,6 +215,32 @@ def test_a_batch_beyond_the_gpu_and_offload_are_refused_with_reasons() -> None:
     for world, then in ((3, Zero(stage=2)), (1, Zero())):
         (back,) = [one for one in advise(BUSY, replace(offloading, world_size=world)).proposals if one.id == "offload_off"]
         assert applied(offloading, back).zero == then
+
+
+def test_taking_an_offload_back_is_judged_by_the_forecast_of_what_the_gpu_then_holds() -> None:
+    offloading = replace(T5, world_size=1, zero=Zero(stage=2, offload_optimizer=True))
+
+    def asked(total: int, settings: Settings = offloading) -> Advice:
+        return advise(
+            replace(BUSY, gpu_fraction=0.75), settings, line, estimates=Estimates(card=Card(total_bytes=total, generation=86))
+        )
+
+    (back,) = [one for one in asked(40 * GIB).proposals if one.id == "offload_off"]
+    assert back.forecast is not None
+    own = Estimates(card=Card(total_bytes=40 * GIB, generation=86)).forecast(applied(offloading, back))
+    assert isinstance(own, Forecast)
+    assert back.forecast == own
+    assert back.title == "optimizer offload off"
+    tight = asked(back.forecast.peak_bytes)
+    assert "offload_off" not in [one.id for one in tight.proposals]
+    (why,) = [text for text in tight.refused if text.startswith("optimizer offload off: predicted ")]
+    assert why.endswith("estimate), the limit is 85 %")
+    # Without an estimate, three quarters in use are too much.
+    unknown = replace(offloading, model={"config": {"model_type": "mamba"}})
+    assert (
+        "optimizer offload off: 75 % of the GPU is already used, so the optimizer may not fit"
+        in asked(40 * GIB, unknown).refused
+    )
 
 
 @pytest.mark.parametrize(

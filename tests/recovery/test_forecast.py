@@ -13,8 +13,9 @@ from memtop.presets import Settings
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Card, Need, estimated
-from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.configuration import applied, settings_key
 from memtop.supervisor.recovery.forecast import Estimates, PeakLine, forecast, line_through, outlook_of, peaks_of
+from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.wire import Configuration, Phase, RunState
 from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, T5_OOM, climb, gib, ids, measured, named, peak
@@ -376,6 +377,27 @@ def test_the_estimate_chooses_the_smaller_batch_and_is_what_remedies_say() -> No
     # A card of half the size: no more than a quarter of the batch is safe.
     small = climb(replace(T5_OOM, total_bytes=CARD // 2), T5, estimates=estimates)
     assert int(named(small, "smaller_batch").assignments["batch"]) < 16
+
+
+def test_under_zero_and_with_an_offload_the_estimate_comes_before_a_line_made_by_hand() -> None:
+    """The run has measured half the batch, so there would be a line for each."""
+    half, whole = measured()
+    estimates = Estimates(card=A20, known=((replace(T5, batch=16), half),))
+    for zero in (Zero(), Zero(stage=2), Zero(stage=3)):
+        settings = replace(T5, world_size=3, zero=zero)
+        peaks = [replace(one, settings_key=settings_key(settings, on_gpu=True)) for one in (half, whole)]
+        found = climb(T5_OOM, settings, peaks=peaks, estimates=estimates, host=HostFacts(available_bytes=64 * GIB))
+        offload = named(found, "offload_optimizer")
+        assert offload.forecast is not None
+        assert offload.forecast.basis.startswith("estimate, calibrated at B 16"), zero
+        after = applied(settings, offload)
+        rough = estimated(after, A20)
+        assert isinstance(rough, Need)
+        assert after.zero.offload_optimizer
+        # Adam's moments are gone, shared or not.
+        own = estimated(settings, A20)
+        assert isinstance(own, Need)
+        assert rough.reserved < own.reserved
 
 
 def test_a_remedy_that_is_forecast_near_the_limit_is_the_last_of_those_without_consent() -> None:

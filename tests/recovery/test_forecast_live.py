@@ -7,17 +7,21 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
+from memtop.supervisor.recovery.batch_trial import refusal
+from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.effects import Foresee
 from memtop.supervisor.run.events import Foreseen, Sampled
 from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.rules.prevention import advised, forecast
 from memtop.supervisor.wire import Phase
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY, inject
 from tests.recovery.support import T5
-from tests.run.brain import MIB, PLAN, SETTINGS, SPLIT, STEP, die, proposal, training
+from tests.run.brain import HELLO, MIB, PLAN, SETTINGS, SPLIT, STEP, die, proposal, training
 
 GIB = 1 << 30
 
@@ -60,6 +64,45 @@ def test_remedies_are_foreseen_by_the_estimate_with_what_was_measured() -> None:
     (row,) = brain.model.configurations.rows
     assert row.peak is not None
     assert (row.peak.outside_bytes, row.peak.failed) == (300 * MIB, True)
+
+
+def test_a_larger_batch_and_a_trial_are_judged_by_the_estimate_of_the_run() -> None:
+    """One measured peak scales it; as if all of the peak grew with the batch, twice the batch would
+    be refused."""
+    settings = replace(T5, world_size=1, batch=8, accumulation=16)
+    held, room = 12 << 30, 20 << 30
+    card = GpuSample(
+        index=0, uuid="GPU-0", total_bytes=room, used_bytes=held, free_bytes=room - held, used_fraction=held / room
+    )
+    machine = MachineSnapshot(time=1.0, gpus=(card,))
+    sample = Sampled(machine=machine, gpu_base_bytes={"GPU-0": 300 * MIB}, model_config=settings.model["config"])
+    brain = training(settings=settings, progress=Progress(), sample=sample, phase=Phase.STARTING)
+    brain.report(HELLO, {**PLAN, "device_uuid": "GPU-0"}, {**STEP, "device_uuid": "GPU-0", "peak_reserved_bytes": 11 << 30})
+    (row,) = brain.model.configurations.rows
+    assert row.peak is not None
+    measured = row.peak.bytes
+    found = forecast(brain.model, 16)
+    assert found is not None
+    assert found.basis == f"estimate, calibrated at B 8; other processes hold {units.size(held - measured)}"
+    assert measured < found.peak_bytes < 1.9 * measured
+    (bound,) = [one for one in [forecast(replace(brain.model, sample=replace(sample, model_config={})), 16)] if one is not None]
+    assert (bound.peak_bytes, bound.basis[:8]) == (2 * measured, "at most:"), "without the model's configuration"
+    busy = Measured(updates=20, on_gpu=True, step_seconds=1.0, data_wait_seconds=0.01, sm_active_fraction=0.9)
+    advice = advised(brain.model, busy).advice
+    assert advice is not None
+    after = replace(settings, batch=16, accumulation=8)
+    tried = refusal(settings, after, lambda batch: forecast(brain.model, batch), ())
+    assert tried is not None
+    assert tried in advice.refused, "advice and trial follow one rule"
+    assert tried.endswith(f"predicted {units.percent(found.fraction)}; more than +25 % at once is tried only below 70 %")
+    # With a second measured batch, the line says it.
+    brain.report(
+        {**SPLIT, "reason": "live", "changes": {"batch": 4, "accumulation": 32}},
+        {**STEP, "update": 2, "peak_reserved_bytes": 7 << 30},
+    )
+    line = forecast(brain.model, 16)
+    assert line is not None
+    assert line.basis.startswith("line through peaks at B 4 and B 8")
 
 
 def test_nothing_is_foreseen_on_the_cpu() -> None:

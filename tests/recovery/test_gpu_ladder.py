@@ -341,3 +341,15 @@ def test_a_change_of_the_effective_batch_changes_training_and_needs_consent() ->
     found = situation_of(T5_OOM, T5).rung("x", "why", {"batch": "24", "accumulation": "2"})
     assert not isinstance(found, str)
     assert (found.keeps_math, found.needs_consent) == (False, True)
+
+
+def test_each_remedy_has_a_class_of_speed_and_what_it_follows_from() -> None:
+    found = climb(T5_OOM, replace(T5, loss_chunk=0), host=HostFacts(available_bytes=64 * GIB), peaks=measured())
+    classes = {one.id: one.speed_class for one in found.remedies}
+    expected = {"smaller_batch": "slower", "checkpointing": "slower", "offload_optimizer": "slower", "seq_len": "faster"}
+    assert {id: classes[id] for id in expected} == expected
+    assert classes["chunked_loss"] is None
+    assert "not known" in named(found, "chunked_loss").speed_basis[0]
+    for one in found.remedies:
+        if one.speed is not None:
+            assert (one.speed_class == "slower") == (one.speed < 1), one.id

@@ -9,10 +9,12 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Zero, with_splits
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.advice import table
 from memtop.supervisor.recovery.configuration import applied
+from memtop.supervisor.recovery.forecast import Estimates
 from memtop.supervisor.recovery.situation import HostFacts, KeptState
-from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, climb, died, gib, ids, named, peak, why_not
+from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, climb, died, forecast_of, gib, ids, named, peak, why_not
 
 GPU_RUN = replace(T5, workers=4, device="cuda")
 CPU_RUN = replace(FIRST, workers=2, device="cpu", loss_chunk=0)
@@ -130,6 +132,12 @@ def test_an_offload_returns_to_a_gpu_that_has_room() -> None:
     assert "offload_off" not in ids(full)
     assert why_not(full, "optimizer back on the GPU: it would be 91.6 % full")
     assert why_not(climb(KILLED, OFFLOADED), "whether it fits is not known")
+    # The estimate needs no measured line, and knows what returns better than the line does.
+    estimates = Estimates(card=Card(total_bytes=CARD, generation=86))
+    roomy = climb(KILLED, replace(OFFLOADED, batch=2), total_bytes=CARD, estimates=estimates, on_gpu=True)
+    assert forecast_of(roomy, "offload_off").basis == "estimate"
+    small = climb(KILLED, replace(OFFLOADED, batch=2), total_bytes=gib(4), estimates=estimates, on_gpu=True)
+    assert why_not(small, "optimizer back on the GPU: it would be ")
 
 
 @pytest.mark.parametrize(

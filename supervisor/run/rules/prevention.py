@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
+from memtop.supervisor.plan import with_split
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import Measured, OwnSplit, advise
 from memtop.supervisor.recovery.configuration import configuration_key
-from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import Estimates, PeakLine, estimates_on, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
-from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.events import Answered
 from memtop.supervisor.run.grip import Grip, shape_key
 from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, ask, note, refused
@@ -74,6 +75,7 @@ def advised(model: Model, measured: Measured) -> Model:
         failed_batches(model),
         run=model.run.name,
         own=_own_split(model.grip),
+        estimates=_estimates(model),
     )
     return replace(model, advice=found)
 
@@ -108,46 +110,81 @@ def failed_batches(model: Model) -> set[int]:
 
 
 def forecast(model: Model, batch: int) -> Forecast | None:
-    """The peak with another micro-batch, by this run's measurements; None if they do not allow a
-    forecast.
+    """The peak with another micro-batch and the same effective batch: from the line of this run's
+    measured peaks, else by the estimate, else at the most; None if nothing allows a forecast.
     """
-    settings, sample, grip = model.settings, model.sample, model.grip
-    measured = [row.peak for row in model.configurations.rows if row.peak is not None]
-    if sample is None:
-        return None
-    if settings is not None:
-        peaks, present = peaks_of(settings, measured, on_gpu=model.on_gpu), settings.batch
-    elif grip is not None and grip.batch is not None:
-        key = _own_key(model, grip)
-        peaks, present = tuple(peak for peak in measured if peak.settings_key == key), grip.batch
-    else:
-        return None
-    total, taken = _capacity(model, sample.machine)
-    own = next((peak for peak in reversed(peaks) if peak.batch == present and not peak.failed), None)
-    # All used memory that does not belong to the run.
-    others = max(0, taken - own.bytes) if own is not None and taken is not None else None
+    settings = model.settings
+    peaks, present = _like_the_present(model)
+    total, taken = _capacity(model)
+    others = _others_bytes(present, taken)
     line = line_through(peaks)
     if isinstance(line, PeakLine):
         return line.forecast(batch, total, others)
-    if own is None or total is None:
+    if present is None or total is None:
         return None
-    return upper_bound(own.bytes, own.batch, batch, total, others or 0)
+    estimates = _estimates(model)
+    if settings is not None and estimates is not None:
+        each = settings.effective_batch // settings.world_size
+        found = estimates.forecast(with_split(settings, batch, max(1, each // batch)))
+        if isinstance(found, Forecast):
+            return found
+    return upper_bound(present.bytes, present.batch, batch, total, others or 0)
+
+
+def _like_the_present(model: Model) -> tuple[tuple[Peak, ...], Peak | None]:
+    """The peaks that were measured with the present settings except the micro-batch, and that of
+    the present ones."""
+    settings, grip = model.settings, model.grip
+    measured = [row.peak for row in model.configurations.rows if row.peak is not None]
+    if settings is not None:
+        peaks, batch = peaks_of(settings, measured, on_gpu=model.on_gpu), settings.batch
+    elif grip is not None and grip.batch is not None:
+        key = _own_key(model, grip)
+        peaks, batch = tuple(peak for peak in measured if peak.settings_key == key), grip.batch
+    else:
+        return (), None
+    return peaks, next((peak for peak in reversed(peaks) if peak.batch == batch and not peak.failed), None)
+
+
+def _estimates(model: Model) -> Estimates | None:
+    """For the run's fullest GPU; None on the CPU, or as long as no peak of the present settings is
+    measured: then what other processes hold is not known."""
+    gpu, (_, present) = _fullest(model), _like_the_present(model)
+    if gpu is None or present is None or model.sample is None:
+        return None
+    others = _others_bytes(present, _capacity(model)[1])
+    rows = model.configurations.rows
+    return estimates_on(gpu, rows, others_bytes=others or 0, config=model.sample.model_config)
+
+
+def _others_bytes(present: Peak | None, taken: int | None) -> int | None:
+    """All used memory that does not belong to the run."""
+    return max(0, taken - present.bytes) if present is not None and taken is not None else None
 
 
 def _own_key(model: Model, grip: Grip) -> str:
     return shape_key(grip, model.knobs, model.allocator, on_gpu=model.on_gpu)
 
 
-def _capacity(model: Model, machine: MachineSnapshot) -> tuple[int | None, int | None]:
+def _capacity(model: Model) -> tuple[int | None, int | None]:
     """Size and used bytes of the memory in which the run trains: its fullest GPU, or the host."""
-    if not model.on_gpu:
-        host = machine.host
-        return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
-    gpus = [gpu for gpu in own_gpus(machine, model.progress.rank_memory()) if gpu.total_bytes and gpu.free_bytes is not None]
-    fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
-    if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
+    if model.sample is None:
         return None, None
-    return fullest.total_bytes, fullest.total_bytes - fullest.free_bytes
+    if not model.on_gpu:
+        host = model.sample.machine.host
+        return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
+    gpu = _fullest(model)
+    if gpu is None or gpu.total_bytes is None or gpu.free_bytes is None:
+        return None, None
+    return gpu.total_bytes, gpu.total_bytes - gpu.free_bytes
+
+
+def _fullest(model: Model) -> GpuSample | None:
+    if model.sample is None or not model.on_gpu:
+        return None
+    gpus = own_gpus(model.sample.machine, model.progress.rank_memory())
+    known = [gpu for gpu in gpus if gpu.total_bytes and gpu.free_bytes is not None]
+    return max(known, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
 
 
 def own_gpus(machine: MachineSnapshot, ranks: Iterable[RankMemory]) -> list[GpuSample]:
