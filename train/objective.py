@@ -30,7 +30,8 @@ class Objective(torch.nn.Module):
 
     `chunk`, the setting `loss_chunk`, is the number of tokens in a piece, whose logits exist at one
     time: 0 for all, -1 for a number that `tokens_at_once` chooses. `free` gives the bytes that are
-    free then, if not torch.
+    free then, if not torch. `plain`: whether the logits are what the head gives; None: the model is
+    tested.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Objective(torch.nn.Module):
         seq2seq: bool = False,
         chunk: int = -1,
         free: Callable[[torch.device], int | None] | None = None,
+        plain: bool | None = None,
     ) -> None:
         super().__init__()
         self._free = free
@@ -47,7 +49,7 @@ class Objective(torch.nn.Module):
         self.seq2seq = seq2seq
         # If the model changes the logits after its head (a cap, a scale), they must be computed
         # whole.
-        self._chunk = chunk if chunk and _head_gives_the_logits(self) else 0
+        self._chunk = chunk if chunk and (_head_gives_the_logits(self) if plain is None else plain) else 0
 
     @property
     def head(self) -> torch.nn.Module:

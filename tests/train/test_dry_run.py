@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, masking_utils
 
 from bench.predict import MIB
 from bench.published import A6000, T4, a6000_training, t4_training
 from memtop.presets.allocator import Allocator
-from memtop.presets.schema import Lora, Settings
+from memtop.presets.schema import Lora, Settings, Zero
 from memtop.train import BadInputError
-from memtop.train.dry_run import run
+from memtop.train.dry_run import layers, results, run, trace
 from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
@@ -362,6 +363,68 @@ def _replayed(trace: Any) -> list[int]:
         else:
             allocator.release(~event)
     return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulation": 2, "gradient_checkpointing": True, "method": "lora", "lora": Lora(r=8, alpha=16, dropout=0.1)},
+        {"method": "qlora", "lora": QKVO, "weights": "bf16", "optimizer": "adamw_8bit"},
+        {"config": T5, "task": "seq2seq", "padded": True, "attention": "eager", "autocast": "fp16", "generation": 75},
+        {"autocast": None, "weights": "bf16", "zero": Zero(stage=2, offload_optimizer=True), "world_size": 2},
+        {"autocast": None, "weights": "bf16", "zero": Zero(stage=3), "world_size": 2},
+    ],
+)
+def test_operations_that_were_there_before_need_not_be_derived_again(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = msgspec.structs.replace(PLAIN, **changes)
+    found = recorded(training, config_of(training))[0]
+    derived = Counter[Any]()
+
+    def always(func: Any, args: Any, kwargs: Any) -> Any:
+        derived[func] += 1
+        return func(*args, **kwargs)
+
+    monkeypatch.setattr(trace, "result", always)
+    whole = recorded(training, config_of(training))[0]
+    assert (found.allocations, found.phases) == (whole.allocations, whole.phases)
+    assert layers._in_order(found.events) == layers._in_order(whole.events)
+    assert derived.total() > 500
+
+
+def test_results_are_made_as_they_were_derived() -> None:
+    """New tensors, views, arguments and several results, with their memory."""
+    aten = torch.ops.aten
+
+    def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+        of_memory = one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        looks = ("shape", "dtype", "requires_grad", "device")
+        same = all(getattr(one, name) == getattr(other, name) for name in looks)
+        return same and of_memory and (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
+
+    with FakeTensorMode() as mode:
+        one, other = torch.empty(4, 6), torch.empty(4, 6)
+        total = torch.empty(())
+    for times in range(2):
+        known = len(results._known)
+        with mode:
+            assert results.result(aten.add_.Tensor, (one, other), {"alpha": 2}) is one
+            assert results.result(aten.mul.out, (one, 2.0), {"out": other}) is other
+            view = results.result(aten.slice.Tensor, (other, 1, 2, 5), {})
+            assert view.untyped_storage() is other.untyped_storage()
+            assert alike(view, other[:, 2:5])
+            norm = results.result(aten.native_layer_norm.default, (one, [6], None, None, 1e-5), {})
+            assert all(map(alike, norm, aten.native_layer_norm(one, [6], None, None, 1e-5)))
+            pieces = results.result(aten.split.Tensor, (one, 3, 1), {})
+            assert all(map(alike, pieces, one.split(3, 1)))
+            assert {id(piece.untyped_storage()) for piece in pieces} == {id(one.untyped_storage())}
+            assert results.result(aten.add.Tensor, (one, 1), {}).dtype == torch.float32
+            assert results.result(aten.add.Tensor, (one, 1.0), {}).dtype == torch.float32
+            # What a number would decide is asked each time.
+            with pytest.raises(DataDependentOutputException):
+                results.result(aten._local_scalar_dense.default, (total,), {})
+        assert times == 0 or len(results._known) == known
 
 
 def test_layers_that_differ_are_not_repeated() -> None:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit
+from memtop.presets.schema import Zero
 from memtop.presets.sequence import Phase
 from memtop.train import BadInputError, objective
 from memtop.train.dry_run.build import (
@@ -135,6 +136,12 @@ def needing_most(training: Training) -> Training:
 def _traced(training: Training) -> Recorded:
     config = config_of(training)
     layers = layers_of(config)
+    if (
+        training.loss == "pieces"
+        and training.loss_chunk
+        and _computes_whole_logits(training, config if layers is None else with_layers(config, 1))
+    ):
+        training = msgspec.structs.replace(training, loss_chunk=0)
     # DeepSpeed's buckets and gathered weights do not begin and end with a layer.
     if training.zero.stage or layers is None or layers <= sum(SHALLOW):
         return recorded(training, config)[0]
@@ -149,12 +156,21 @@ def _traced(training: Training) -> Recorded:
     return deepened(shallow, deeper, layers) or recorded(training, config)[0]
 
 
+def _computes_whole_logits(training: Training, config: Any) -> bool:
+    """Whether the logits are not what the head gives, which the loss in pieces needs."""
+    plain = msgspec.structs.replace(training, method="full", gradient_checkpointing=False, zero=Zero())
+    model, trace, mode = _to_run(plain, config)
+    with _blaming_model(config), torch.random.fork_rng(devices=[]):
+        with mode:
+            make_fake(model, mode, trace, DTYPES[training.weights])
+        return Objective(model, seq2seq=training.task == "seq2seq", chunk=1).chunk == 0
+
+
 def recorded(training: Training, config: Any, live: list[int] | None = None) -> tuple[Recorded, list[int]]:
     """The trace, and the bytes that were allocated each time that the loss asked for the free
-    memory. `live`: those that count instead, each time."""
-    model = meta_model(training, config)
-    trace = Trace(kernels(training.generation), config.get_text_config().vocab_size)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memory. `live`: those that count instead, each time. The logits are what the head gives, or
+    `loss_chunk` is 0."""
+    model, trace, mode = _to_run(training, config)
     asked: list[int] = []
 
     def free(device: torch.device) -> int | None:
@@ -162,18 +178,31 @@ def recorded(training: Training, config: Any, live: list[int] | None = None) -> 
         allocated = asked[-1] if live is None else live[len(asked) - 1]
         return None if training.capacity is None else max(0, training.capacity - allocated)
 
+    with _blaming_model(config), _few_pieces(), torch.random.fork_rng(devices=[]), mode, trace:
+        _load(training, model, mode, trace)
+        # What exists at the end is released after the trace.
+        kept = _train(training, model, mode, trace, free)
+    del kept
+    return trace.recorded, asked
+
+
+def _to_run(training: Training, config: Any) -> tuple[Any, Trace, FakeTensorMode]:
+    model = meta_model(training, config)
+    trace = Trace(kernels(training.generation), config.get_text_config().vocab_size)
+    return model, trace, FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def _blaming_model(config: Any) -> Iterator[None]:
+    """Say that a model cannot be foreseen if it cannot run on tensors without contents."""
     try:
-        with _without_reports(), _few_pieces(), torch.random.fork_rng(devices=[]), mode, trace:
-            _load(training, model, mode, trace)
-            # What exists at the end is released after the trace.
-            kept = _train(training, model, mode, trace, free)
+        with _without_reports():
+            yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
         raise _unforeseeable(config, type(error).__name__, error) from error
-    del kept
-    return trace.recorded, asked
 
 
 def _unforeseeable(config: Any, why: str, error: Exception) -> BadInputError:
@@ -338,6 +367,7 @@ class _LossInPieces:
             seq2seq=training.task == "seq2seq",
             chunk=training.loss_chunk,
             free=free,
+            plain=True,
         )
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:

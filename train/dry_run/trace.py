@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtop.presets.estimate import Component as Estimated
 from memtop.presets.sequence import Phase
+from memtop.train.dry_run.results import result
 
 Component = Literal[Estimated, "cached"]
 """With ZeRO: weights gathered from all processes, fp32 weights that the optimizer updates, and the
@@ -159,7 +160,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         before = self._kernels.before.get(func)
         held = [] if before is None else [self._allocate(size, str(func), "temporary") for size in before(*args, **kwargs)]
-        found = func(*args, **kwargs)
+        found = result(func, args, kwargs)
         # A number that Python turns into a tensor stays in host memory.
         if func is not torch.ops.aten.lift_fresh.default:
             self._track(func, found)
