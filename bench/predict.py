@@ -1,7 +1,7 @@
 """The dry run compared with published measurements on GPUs.
 
     python -m bench.predict [--only TEXT]
-    python -m bench.predict --closed N [--seed N]
+    python -m bench.predict --closed N [--seed N] [--shallow]
     python -m bench.predict --calibrated N [--seed N]
     python -m bench.predict --speed [--only TEXT]
 
@@ -16,8 +16,9 @@ the usual CUDA context is subtracted. Errors are signed, in percent of the measu
 dry run's errors are those of other estimators (`baselines.py`) for the allocated memory.
 
 `--closed`: the estimate of `presets.estimate` compared with the dry run instead, over N trainings
-drawn from a seed. Models have few layers, because both are linear in their number; widths and
-vocabularies are those of real models. A row is printed as soon as it is known.
+drawn from a seed: published models on a card, with what somebody would try there (`trainings.py`).
+With `--shallow` they have two to four layers and any batch, which is harder. A row is printed as
+soon as it is known.
 
 `--calibrated`: the same for an estimate that a known peak scales. The dry run of a training stands
 for a measured peak; the scaled estimate is compared with the dry run of the same training with
@@ -31,9 +32,8 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,15 +41,16 @@ import msgspec
 from bench.baselines import NO_ADAPTERS, baselines
 from bench.baselines import summary as baselines_summary
 from bench.common import report, versions
-from bench.published import A6000, CONFIGS, T4, WIKI, a6000_training, llama, t4_training, wiki_training
+from bench.published import A6000, CONFIGS, T4, WIKI, a6000_training, t4_training, wiki_training
+from bench.trainings import GIB, KINDS, Compared, drawn, drawn_deep
 from memtop.presets import Settings
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.presets.estimate import estimate
-from memtop.presets.schema import ATTENTION_TARGETS, Lora, Zero
+from memtop.presets.schema import Lora, Zero
 from memtop.train.dry_run.build import Training, training_of
 from memtop.train.dry_run.run import Foresight, foresee, needing_most
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 
 
 def a6000_rows(only: str) -> list[dict[str, Any]]:
@@ -174,120 +175,6 @@ def _error(foreseen: float, measured: float) -> float:
 
 # --- the estimate without torch -------------------------------------------------------------------
 
-_TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "t5": (("q", "v"), ("all-linear",)),
-    "gpt2": (("c_attn",), ("all-linear",)),
-    "phi3": (("qkv_proj", "o_proj"), ("all-linear",)),
-}
-_OTHER_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "adafactor")
-_KINDS = ("llama", "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "gpt2", "t5", "t5")
-_SIZES = (
-    (576, 1536, 9, 3),
-    (1024, 2816, 16, 4),
-    (1536, 8960, 12, 2),
-    (2048, 5632, 16, 16),
-    (2048, 8192, 32, 8),
-    (4096, 14336, 32, 8),
-)
-"""Width, width inside a layer, heads, and heads of keys."""
-
-
-class Compared(msgspec.Struct, frozen=True):
-    """A training of which the memory is estimated and foreseen."""
-
-    settings: Settings
-    config: dict[str, Any]
-    generation: int
-    capacity: int
-
-    @property
-    def from_folder(self) -> bool:
-        """Whether its weights would be read, and so be in 16 bits if they are frozen."""
-        return "path" in self.settings.model
-
-    def foreseen(self) -> Foresight:
-        if not self.from_folder:
-            return foresee(needing_most(training_of(self.settings, generation=self.generation, capacity=self.capacity)))
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(self.config))
-            settings = msgspec.structs.replace(self.settings, model={"path": folder})
-            return foresee(needing_most(training_of(settings, generation=self.generation, capacity=self.capacity)))
-
-
-def drawn(rng: random.Random, kind: str | None = None) -> Compared:
-    """A training of any architecture, or of this one."""
-    kind = kind or rng.choice(_KINDS)
-    config = _config(rng, kind)
-    method = rng.choice(("full", "full", "lora", "lora", "qlora"))
-    targets = _TARGETS.get(kind, (ATTENTION_TARGETS, ("q_proj", "v_proj"), ("all-linear",)))
-    lora = Lora(r=rng.choice((8, 16, 64)), alpha=16, dropout=rng.choice((0.0, 0.05)), targets=rng.choice(targets))
-    generation = rng.choice((75, 80, 86, 90))
-    precision = rng.choice(("bf16", "bf16", "bf16", "fp16", "fp32") if generation >= 80 else ("fp16", "fp32"))
-    length, tokens = rng.choice((256, 512, 1024, 2048)), rng.choice((1024, 2048, 4096, 8192, 16384))
-    if kind in ("gpt2", "t5", "gemma2") or generation == 75 or precision == "fp32":
-        length = min(length, 1024)  # matrices of scores
-    reads = method == "lora" and rng.random() < 0.6
-    zero = _zero(rng, method) if rng.random() < 0.35 else Zero()
-    settings = Settings(
-        recipe="",
-        preset="",
-        save_every=1,
-        learning_rate=1e-4,
-        model={"path": "read"} if reads else {"config": config},
-        task="seq2seq" if kind == "t5" else "causal",
-        method=method,
-        lora=None if method == "full" else lora,
-        precision=precision,
-        batch=max(1, tokens // length),
-        seq_len=length,
-        accumulation=rng.choice((1, 1, 4)),
-        gradient_checkpointing=rng.random() < 0.4,
-        loss_chunk=rng.choice((-1, -1, 0, 512, 1024, 4096)),
-        optimizer="adamw" if zero.stage else rng.choice(("adamw", "adamw", "adamw", *_OTHER_OPTIMIZERS)),
-        world_size=rng.choice((1, 2, 4, 8) if zero.stage else (1, 1, 2)),
-        zero=zero,
-        bf16_residual=rng.random() < 0.3,
-        allocator=rng.choice(("", "expandable_segments:True")),
-    )
-    return Compared(settings, config, generation, rng.choice((24, 80)) * GIB)
-
-
-def _zero(rng: random.Random, method: str) -> Zero:
-    """A base in 4 bits cannot be sharded."""
-    stage, offloads = rng.choice((1, 2) if method == "qlora" else (1, 2, 3, 3)), rng.random() < 0.4
-    return Zero(stage=stage, offload_optimizer=offloads, offload_parameters=stage == 3 and offloads and rng.random() < 0.5)
-
-
-def _config(rng: random.Random, kind: str) -> dict[str, Any]:
-    layers, tied = rng.choice((2, 2, 2, 3, 3, 4)), rng.random() < 0.5
-    if kind == "t5":
-        width, inner, heads = rng.choice(((512, 2048, 8), (768, 3072, 12), (1024, 2816, 16)))
-        return {
-            "model_type": kind,
-            "d_model": width,
-            "d_ff": inner,
-            "num_heads": heads,
-            "d_kv": 64,
-            "num_layers": layers,
-            "num_decoder_layers": rng.choice((2, 3, 4)),
-            "vocab_size": rng.choice((29298, 32128)),
-            "feed_forward_proj": rng.choice(("relu", "gated-gelu")),
-            "tie_word_embeddings": tied,
-            "dropout_rate": rng.choice((0.0, 0.1)),
-            "decoder_start_token_id": 0,
-        }
-    if kind == "gpt2":
-        width = rng.choice((768, 1280))
-        return {"model_type": kind, "n_embd": width, "n_head": width // 64, "n_layer": layers}
-    hidden, inner, heads, key_heads = rng.choice(_SIZES)
-    config = llama(hidden, inner, layers, heads, key_heads, rng.choice((32000, 50257, 128256, 151936)))
-    config |= {"model_type": kind, "tie_word_embeddings": tied, "pad_token_id": 0}
-    if kind.startswith("gemma"):
-        config |= {"head_dim": rng.choice((64, 128, 256)), "vocab_size": rng.choice((32000, 256000))}
-    if kind in ("mistral", "gemma3_text"):
-        config["sliding_window"] = rng.choice((512, 4096))
-    return config
-
 
 def closed_row(one: Compared) -> dict[str, Any]:
     """The signed errors of the estimate, in percent of what the dry run foresees."""
@@ -376,7 +263,7 @@ def calibrated(count: int, seed: int) -> None:
 
 def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    groups = {"all": rows} | {kind: [row for row in rows if row["model"]["model_type"] == kind] for kind in sorted({*_KINDS})}
+    groups = {"all": rows} | {kind: [row for row in rows if row["model"]["model_type"] == kind] for kind in sorted({*KINDS})}
     groups |= {f"ZeRO-{stage}": [row for row in rows if row["settings"]["zero"].stage == stage] for stage in range(4)}
     for name, chosen in groups.items():
         for kind in ("allocated", "reserved"):
@@ -392,11 +279,11 @@ def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def closed(count: int, seed: int) -> None:
+def closed(count: int, seed: int, draw: Callable[[random.Random], Compared]) -> None:
     rng, rows = random.Random(seed), list[dict[str, Any]]()
     try:
         while len(rows) < count:
-            rows.append(closed_row(drawn(rng)))
+            rows.append(closed_row(draw(rng)))
             print(json.dumps(msgspec.to_builtins(rows[-1])), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(f"{len(rows)} of {count} trainings were compared", file=sys.stderr)
@@ -418,6 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains this")
     parser.add_argument("--closed", type=int, default=0, metavar="N", help="compare N estimates with the dry run instead")
+    parser.add_argument("--shallow", action="store_true", help="with --closed: of models with few layers, the harder set")
     parser.add_argument("--calibrated", type=int, default=0, metavar="N", help="scale N estimates by a known peak")
     parser.add_argument("--speed", action="store_true", help="measure how long it takes instead")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the trainings that are compared")
@@ -427,7 +315,7 @@ def main() -> None:
         report("predict_speed", {"versions": packages, "rows": speed_rows(options.only)})
         return
     if options.closed:
-        closed(options.closed, options.seed)
+        closed(options.closed, options.seed, drawn if options.shallow else drawn_deep)
         return
     if options.calibrated:
         calibrated(options.calibrated, options.seed)

@@ -18,6 +18,8 @@ _OWN_SEGMENT = 10 * MIB
 """From this size on, a request gets a segment of its own size, rounded to _ROUND_SEGMENT."""
 _ADDRESSES = _LARGE_SEGMENT << 22
 """Addresses that an expandable segment can grow into: more than any GPU has bytes, whole pages."""
+_ADDRESS_BITS = 56
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
 class CannotFit(Exception):
@@ -28,29 +30,18 @@ class CannotFit(Exception):
         self.key, self.size, self.allocated = key, size, allocated
 
 
-class _Block:
-    """A part of a segment. Its neighbours there have the addresses before and after it."""
-
-    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
-
-    def __init__(self, pool: _Pool, address: int, size: int) -> None:
-        self.pool, self.address, self.size = pool, address, size
-        self.free, self.mapped = True, True
-        self.before: _Block | None = None
-        self.after: _Block | None = None
-
-
 class _Pool:
     """The segments for small or for large requests."""
 
-    __slots__ = ("free", "page", "small", "unmapped")
+    __slots__ = ("free", "least_rest", "page", "unmapped")
 
-    def __init__(self, small: bool) -> None:
-        self.small = small
+    def __init__(self, small: bool, expandable: bool) -> None:
         self.page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
         """An expandable segment grows by a multiple of it."""
-        self.free: list[tuple[int, int]] = []
-        """Size and address of the free blocks, ascending."""
+        self.least_rest = SMALLEST if small or expandable else _SMALL + 1
+        """From this size on, what a request leaves of a block becomes a block of its own."""
+        self.free: list[int] = []
+        """The free blocks, ascending by size, then by address: size << _ADDRESS_BITS | address."""
         self.unmapped: list[int] = []
         """Addresses of the parts of expandable segments that have no memory, ascending."""
 
@@ -64,51 +55,63 @@ class Allocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         """How often all unused segments were given back because memory ran out."""
-        self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._blocks: dict[int, _Block] = {}
-        self._used: dict[int, _Block] = {}
+        self._pools: dict[int, _Pool] = {}
+        self._used: dict[int, tuple[int, int, _Pool]] = {}
+        """Address and size of each block in use."""
+        self._sizes: dict[int, int] = {}
+        """Of the free blocks, by address. Segments have gaps between them, so a block that begins
+        or ends where another one ends or begins is its neighbour."""
+        self._starts: dict[int, int] = {}
+        """Where a free block begins, by where it ends."""
+        self._unmapped: dict[int, int] = {}
+        """Sizes of the parts of expandable segments without memory, by address."""
+        self._segments: dict[int, int] = {}
+        """Sizes of the other segments, by address."""
         self._next_address = _ADDRESSES
 
     def allocate(self, key: int, size: int, stream: int = 0) -> None:
         """Allocate `size` bytes under this key; CannotFit if the capacity is too small."""
         if size == 0:
             return
-        size = rounded(size)
-        small = size <= _SMALL
-        pool = self._pools.get((stream, small))
+        size = -(-size // SMALLEST) * SMALLEST
+        pool = self._pools.get(2 * stream + (size <= _SMALL))
         if pool is None:
-            pool = self._pools[stream, small] = _Pool(small)
-        block = self._best_fit(pool, size) or self._new_block(pool, size)
-        if block is None:
-            self.retries += 1
-            self.give_back_unused()
-            block = self._new_block(pool, size)
-            if block is None:
-                raise CannotFit(key, size, self.allocated)
-        rest = block.size - size
-        if rest >= SMALLEST if pool.small or self.expandable else rest > _SMALL:
-            self._cut(block, size)
-            assert block.after is not None
-            insort(pool.free, (rest, block.after.address))
-        block.free = False
-        self._used[key] = block
-        self.allocated += block.size
+            pool = self._pools[2 * stream + (size <= _SMALL)] = _Pool(size <= _SMALL, self.expandable)
+        free = pool.free
+        place = bisect_left(free, size << _ADDRESS_BITS)
+        if self.expandable:
+            # A block that can grow counts with the size to which it can grow.
+            while place + 1 < len(free) and self._grown(free[place + 1]) < self._grown(free[place]):
+                place += 1
+        if place < len(free):
+            found = free.pop(place)
+            address, block = found & _ADDRESS, found >> _ADDRESS_BITS
+            del self._sizes[address]
+        else:
+            address, block = self._new_block(pool, size) or self._after_giving_back(pool, key, size)
+        rest = block - size
+        if rest >= pool.least_rest:
+            self._sizes[address + size] = rest
+            self._starts[address + block] = address + size
+            insort(free, rest << _ADDRESS_BITS | address + size)
+            block = size
+        else:
+            self._starts.pop(address + block, None)
+        self._used[key] = (address, block, pool)
+        self.allocated += block
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
 
     def release(self, key: int) -> None:
         """Release what was allocated under this key."""
-        block = self._used.pop(key, None)
-        if block is None:
-            return
-        self.allocated -= block.size
-        block.free = True
-        self._insert(block)
+        found = self._used.pop(key, None)
+        if found is not None:
+            self.allocated -= found[1]
+            self._insert(*found)
 
     def block_bytes(self, key: int) -> int:
         """The size of the block: the request, rounded, and what was not split off."""
-        block = self._used.get(key)
-        return 0 if block is None else block.size
+        return self._used[key][1] if key in self._used else 0
 
     def reset_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
@@ -116,156 +119,137 @@ class Allocator:
     def give_back_unused(self) -> None:
         """Give back segments without a used block; of expandable segments, all unused pages."""
         for pool in self._pools.values():
-            for size, address in list(pool.free):
-                block = self._blocks[address]
+            for found in list(pool.free):
+                address, size = found & _ADDRESS, found >> _ADDRESS_BITS
                 if self.expandable:
-                    self._unmap(block)
-                elif block.before is None and block.after is None:
-                    pool.free.remove((size, address))
-                    del self._blocks[address]
+                    self._unmap(pool, address, size)
+                elif self._segments.get(address) == size:
+                    self._withdraw(pool, address)
+                    del self._segments[address]
                     self.reserved -= size
 
-    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that is large enough; of equal ones the lowest address."""
-        place = bisect_left(pool.free, (size, 0))
-        if place == len(pool.free):
-            return None
-        if self.expandable:
-            # A block that can grow counts with the size to which it can grow.
-            while place + 1 < len(pool.free) and self._grown(pool.free[place + 1]) < self._grown(pool.free[place]):
-                place += 1
-        return self._blocks[pool.free.pop(place)[1]]
+    def _grown(self, found: int) -> int:
+        size = found >> _ADDRESS_BITS
+        return size + self._unmapped.get((found & _ADDRESS) + size, 0)
 
-    def _grown(self, free: tuple[int, int]) -> int:
-        after = self._blocks[free[1]].after
-        return free[0] + (after.size if after is not None and not after.mapped else 0)
+    def _after_giving_back(self, pool: _Pool, key: int, size: int) -> tuple[int, int]:
+        self.retries += 1
+        self.give_back_unused()
+        found = self._new_block(pool, size)
+        if found is None:
+            raise CannotFit(key, size, self.allocated)
+        return found
 
-    def _new_block(self, pool: _Pool, size: int) -> _Block | None:
+    def _new_block(self, pool: _Pool, size: int) -> tuple[int, int] | None:
+        """Address and size of a block that is in no list; None if there is not enough memory."""
         if self.expandable:
             return self._expand(pool, size)
-        block = _Block(pool, self._next_address, segment_bytes(size))
-        if not self._reserve(block.size):
+        address, size = self._next_address, segment_bytes(size)
+        if not self._reserve(size):
             return None
         # The gap keeps segments apart: their blocks never merge.
-        self._next_address += block.size + _ROUND_SEGMENT
-        self._blocks[block.address] = block
-        return block
+        self._next_address += size + _ROUND_SEGMENT
+        self._segments[address] = size
+        return address, size
 
     def _reserve(self, size: int) -> bool:
         if self.capacity is not None and self.reserved + size > self.capacity:
             return False
         self.reserved += size
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
         return True
 
-    def _cut(self, block: _Block, size: int) -> None:
-        """Shorten the block; what is left is a new block after it."""
-        rest = _Block(block.pool, block.address + size, block.size - size)
-        rest.mapped = block.mapped
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        self._blocks[rest.address] = rest
+    def _insert(self, address: int, size: int, pool: _Pool) -> int:
+        """Add a free block to its pool, merged with its free neighbours; return its address."""
+        sizes, starts, free = self._sizes, self._starts, pool.free
+        before = starts.pop(address, None)
+        if before is not None:
+            del free[bisect_left(free, (address - before) << _ADDRESS_BITS | before)]
+            size += address - before
+            address = before
+        after = sizes.pop(address + size, None)
+        if after is not None:
+            del free[bisect_left(free, after << _ADDRESS_BITS | address + size)]
+            size += after
+        sizes[address] = size
+        starts[address + size] = address
+        insort(free, size << _ADDRESS_BITS | address)
+        return address
 
-    def _insert(self, block: _Block) -> _Block:
-        """Merge a free block with its free neighbours, and add it to its pool."""
-        before, after = block.before, block.after
-        if before is not None and before.free and before.mapped == block.mapped:
-            self._withdraw(before)
-            block = self._merge(before, block)
-        if after is not None and after.free and after.mapped == block.mapped:
-            self._withdraw(after)
-            block = self._merge(block, after)
-        if block.mapped:
-            insort(block.pool.free, (block.size, block.address))
-        else:
-            insort(block.pool.unmapped, block.address)
-        return block
+    def _withdraw(self, pool: _Pool, address: int) -> int:
+        """Take a free block out of its pool's list; return its size."""
+        size = self._sizes.pop(address)
+        del self._starts[address + size]
+        del pool.free[bisect_left(pool.free, size << _ADDRESS_BITS | address)]
+        return size
 
-    def _merge(self, first: _Block, second: _Block) -> _Block:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        del self._blocks[second.address]
-        return first
-
-    def _withdraw(self, block: _Block) -> None:
-        """Take a block out of its pool's list."""
-        if block.mapped:
-            del block.pool.free[bisect_left(block.pool.free, (block.size, block.address))]
-        else:
-            del block.pool.unmapped[bisect_left(block.pool.unmapped, block.address)]
-
-    def _expand(self, pool: _Pool, size: int) -> _Block | None:
+    def _expand(self, pool: _Pool, size: int) -> tuple[int, int] | None:
         """A free block that has grown by pages; None if there is not enough memory for them."""
-        block = self._place_to_expand(pool, size)
-        if not block.mapped:
-            grown = self._map(block, min(block.size, size))
-            if grown is None:
+        address = self._place_to_expand(pool, size)
+        while True:
+            have = self._sizes.get(address, 0)
+            if have >= size:
+                return address, self._withdraw(pool, address)
+            after = self._unmapped[address + have]
+            if not self._map(pool, address + have, min(after, size - have)):
                 return None
-            block = grown
-        while block.size < size:
-            assert block.after is not None
-            grown = self._map(block.after, min(block.after.size, size - block.size))
-            if grown is None:
-                return None
-            block = grown
-        self._withdraw(block)
-        return block
 
-    def _place_to_expand(self, pool: _Pool, size: int) -> _Block:
+    def _place_to_expand(self, pool: _Pool, size: int) -> int:
         """The lowest run of free and unmapped blocks with room for `size`."""
         for address in pool.unmapped:
-            start = self._blocks[address]
-            if start.before is not None and start.before.free:
-                start = start.before
-            room, block = 0, start
-            while room < size and block is not None and block.free:
-                room, block = room + block.size, block.after  # type: ignore[assignment]
-            if room >= size:
+            start = self._starts.get(address, address)
+            end = start
+            while end - start < size:
+                length = self._sizes.get(end) or self._unmapped.get(end)
+                if length is None:
+                    break
+                end += length
+            else:
                 return start
-        segment = _Block(pool, self._next_address, _ADDRESSES)
-        segment.mapped = False
+        address = self._next_address
         self._next_address += 2 * _ADDRESSES
-        self._blocks[segment.address] = segment
-        insort(pool.unmapped, segment.address)
-        return segment
+        self._unmapped[address] = _ADDRESSES
+        insort(pool.unmapped, address)
+        return address
 
-    def _map(self, block: _Block, size: int) -> _Block | None:
-        """Give an unmapped block's first pages memory; return the free block they belong to."""
-        pages = -(-size // block.pool.page) * block.pool.page
+    def _map(self, pool: _Pool, address: int, size: int) -> bool:
+        """Give the first pages of an unmapped part memory; False if there is not enough."""
+        pages = -(-size // pool.page) * pool.page
         if not self._reserve(pages):
-            return None
-        self._withdraw(block)
-        if pages < block.size:
-            self._cut(block, pages)
-            assert block.after is not None
-            insort(block.pool.unmapped, block.after.address)
-        block.mapped = True
-        return self._insert(block)
+            return False
+        rest = self._unmapped.pop(address) - pages
+        place = bisect_left(pool.unmapped, address)
+        if rest > 0:
+            self._unmapped[address + pages] = rest
+            pool.unmapped[place] = address + pages
+        else:
+            del pool.unmapped[place]
+        self._insert(address, pages, pool)
+        return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, pool: _Pool, address: int, size: int) -> None:
         """Give back the whole pages of a free block."""
-        page = block.pool.page
-        first = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
+        page = pool.page
+        first = -(-address // page) * page
+        end = (address + size) // page * page
         if first >= end:
             return
-        self._withdraw(block)
-        if first > block.address:
-            self._cut(block, first - block.address)
-            insort(block.pool.free, (block.size, block.address))
-            assert block.after is not None
-            block = block.after
-        if end < block.address + block.size:
-            self._cut(block, end - block.address)
-            assert block.after is not None
-            insort(block.pool.free, (block.after.size, block.after.address))
-        block.mapped = False
-        self.reserved -= block.size
-        self._insert(block)
+        self._withdraw(pool, address)
+        if first > address:
+            self._insert(address, first - address, pool)
+        if end < address + size:
+            self._insert(end, address + size - end, pool)
+        self.reserved -= end - first
+        after = self._unmapped.pop(end, None)
+        if after is not None:
+            pool.unmapped.remove(end)
+        for start in pool.unmapped:
+            if start + self._unmapped[start] == first:
+                self._unmapped[start] = (end if after is None else end + after) - start
+                return
+        self._unmapped[first] = (end if after is None else end + after) - first
+        insort(pool.unmapped, first)
 
 
 def rounded(size: int) -> int:
