@@ -25,6 +25,7 @@ import msgspec
 import memtop
 from memtop.presets import user_cache
 from memtop.presets.gpu_support import TorchBuild
+from memtop.presets.measured import GpuKind, Learned, learned
 from memtop.presets.torch_build import installed_build
 
 TRAINER_PATH = Path(memtop.__file__).absolute().parent / "train" / "path"
@@ -364,6 +365,13 @@ def build_of(path: str) -> TorchBuild | None:
         return installed_build()
     folder = prove(path).torch_folder
     return None if folder is None else installed_build(folder)
+
+
+def learned_on(gpu: GpuKind | None, python: str, *, without: str = "") -> Learned:
+    """What earlier runs have measured on such a GPU with the torch of this interpreter (empty:
+    memtop's own). `without`: see `learned`."""
+    build = None if gpu is None else build_of(python)
+    return learned(gpu, None if build is None else build.version, without=without)
 
 
 def _own_proof() -> Proof:

@@ -16,6 +16,7 @@ from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.presets.comparison import Pace, other_changes, pace
 from memtop.presets.estimate import estimate
 from memtop.presets.fields import training_unchanged
+from memtop.presets.measured import GpuKind, Learned
 from memtop.presets.parameters import stored_config
 from memtop.presets.states import UnknownMemoryError
 from memtop.supervisor.monitor.values import EDGE_FROM, Band, GpuSample, band_of
@@ -43,8 +44,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Its compute capability without the point."""
     context_bytes: int = CONTEXT_BYTES
     """The CUDA context of a process with its libraries."""
+    context_measured: bool = False
+    """By an earlier run on such a GPU; else it is an assumption."""
     communication_bytes: int = 0
     """NCCL's buffers, if there are several processes."""
+    kind: GpuKind | None = None
+    """None: not known which GPU it is."""
 
     @property
     def outside_bytes(self) -> int:
@@ -66,10 +71,21 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
             others_bytes=others or 0,
             generation=int(text) if text.isdecimal() else GENERATION,
             context_bytes=CONTEXT_BYTES if context_bytes is None else context_bytes,
+            kind=gpu_kind(gpu),
         )
+
+    def with_measured_context(self, learned: Learned, processes: int) -> Card:
+        """With what earlier runs have measured; the same card if none has."""
+        size = learned.context_bytes(processes)
+        return self if size is None else replace(self, context_bytes=size, communication_bytes=0, context_measured=True)
 
     def fraction(self, peak_bytes: int) -> float | None:
         return None if self.total_bytes is None else (peak_bytes + self.others_bytes) / self.total_bytes
+
+
+def gpu_kind(gpu: GpuSample) -> GpuKind | None:
+    """None if its name or its memory is not known."""
+    return GpuKind(gpu.name, gpu.total_bytes) if gpu.name and gpu.total_bytes else None
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +96,12 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     components: Mapping[str, int]
     """What is allocated at the peak."""
     basis: Basis
+    sure: tuple[float, float] | None = None
+    """The true size divided by this one, at the least and at the most; None: as of its basis."""
+    calibrated: str | None = None
+    """By what, if measured peaks scale it."""
+    peaks: Mapping[str, int] = {}
+    """What is allocated at the most in each phase; empty if not known."""
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +117,8 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """With what other programs hold."""
     band: Band
     basis: Basis
+    calibrated: str | None = None
+    """As in `Need`."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,12 +170,13 @@ def _estimated(question: bytes) -> Need | str:
     except UnknownMemoryError as error:
         return str(error)
     components = {str(name): size for name, size in found.components.items()}
-    return Need(reserved=found.reserved, phase=found.peak_phase, components=components, basis="estimate")
+    peaks = {str(phase): size for phase, size in found.peaks.items()}
+    return Need(reserved=found.reserved, phase=found.peak_phase, components=components, basis="estimate", peaks=peaks)
 
 
 def peak_of(need: Need, card: Card) -> Peak:
     size = need.reserved + card.outside_bytes
-    least, most = (round(need.reserved * part) + card.outside_bytes for part in SURE[need.basis])
+    least, most = (round(need.reserved * part) + card.outside_bytes for part in need.sure or SURE[need.basis])
     fraction = card.fraction(size)
     components = {**need.components, "unused": need.reserved - sum(need.components.values()), "context": card.context_bytes}
     if card.communication_bytes:
@@ -165,6 +190,7 @@ def peak_of(need: Need, card: Card) -> Peak:
         fraction=fraction,
         band=band_of(fraction),
         basis=need.basis,
+        calibrated=need.calibrated,
     )
 
 

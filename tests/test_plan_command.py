@@ -18,9 +18,11 @@ from memtop.cli import run
 from memtop.cli.plan_host import host_text, planned_host
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
+from memtop.presets.measured import GpuKind, Measured, model_key, place, remember
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor import language
 from memtop.supervisor.dry_runs import DryRuns
+from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
 
@@ -169,6 +171,44 @@ def test_a_plan_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     again = document(capsys, "first-run", "--vram", "1")
     assert {**again, "host": None} == {**found, "host": None}
     assert list((tmp_path / "cache").rglob("dry_runs/*"))
+
+
+def test_a_plan_knows_what_earlier_runs_have_measured(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB, free_bytes=20 * GIB)
+    here = replace(gpus_of.sample(), gpus=(gpu,))
+    monkeypatch.setattr(gpus_of, "sample", lambda: here)
+    words = ("--model", str(model), "--method", "full", "--preset", "standard", "--batch", "2", "--accum", "3")
+    before = document(capsys, *words)
+    settings = msgspec.convert(before["settings"], Settings)
+    assert (before["gpu"]["context_measured"], before["measured"]) == (False, None)
+    exact = before["gpu"]["peak_bytes"] - before["gpu"]["components"]["context"]
+    row = {"run": "/runs/first", "time": 1.0, "gpu": GpuKind("A4500", 20 * GIB), "model": model_key(LLAMA)}
+    measured = Measured(**row, settings=settings, reserved_bytes=2 * exact, outside_bytes=300 * MIB)
+    remember(measured)
+    found = document(capsys, *words)
+    assert found["gpu"]["context_measured"]
+    assert found["gpu"]["components"]["context"] == 300 * MIB
+    assert found["gpu"]["peak_bytes"] == exact + 300 * MIB, "the dry run of these settings is not scaled"
+    assert found["measured"] == {"run": "/runs/first", "peak_bytes": 2 * exact + 300 * MIB, "of_foreseen": 2.0}
+    assert run(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "in first, an earlier run with these settings: 100.0 % more than foreseen" in said
+    assert "measured context 300 MiB" in said
+    # Without torch it estimates, and the earlier run scales the estimate.
+    monkeypatch.setattr("memtop.cli.plan.search", lambda: Search(found=None))
+    estimated = document(capsys, *words)["gpu"]
+    assert (estimated["basis"], estimated["calibrated"]) == (
+        "estimate",
+        "estimate, calibrated by 1 earlier run with these settings",
+    )
+    assert estimated["peak_bytes"] == pytest.approx(2 * exact + 300 * MIB, rel=1e-4)
+    path = place()
+    assert path is not None
+    path.write_text("broken\n")
+    assert run(["plan", *words]) == 0
+    assert f"memtop: earlier runs: {path}: line 1 is left out: " in capsys.readouterr().err
 
 
 def test_a_plan_for_two_gpus_names_the_memory_of_nccl(capsys: pytest.CaptureFixture[str]) -> None:

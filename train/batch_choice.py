@@ -5,14 +5,20 @@ from what all have measured. Values go in, values come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from memtop.presets import Settings
+from memtop.presets.estimate import estimate
+from memtop.presets.measured import Learned
 from memtop.presets.schema import Positive, Split, exact_splits
+from memtop.presets.states import UnknownMemoryError
 from memtop.train.batch_sizer import SAFE_FRACTION
 
 _ALIKE = 1.1
@@ -33,6 +39,17 @@ class Tried(msgspec.Struct, frozen=True):
     @property
     def fits(self) -> bool:
         return self.fullness is not None and self.fullness < SAFE_FRACTION
+
+
+def earlier_scale(earlier: Learned, settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int) -> float:
+    """How many times its estimate the peak was in earlier runs of this model; 1 without any.
+    `config`, `generation`, `capacity`: as of `estimate`."""
+    ratios = []
+    for row in earlier.calibrating(settings)[0]:
+        with suppress(UnknownMemoryError):  # then this row says nothing
+            found = estimate(row.settings, config, generation=generation, capacity=capacity)
+            ratios.append(row.reserved_bytes / found.reserved)
+    return statistics.median(ratios) if ratios else 1.0
 
 
 def first_size(sizes: Sequence[int], given: int, foresee: Callable[[int], float | None]) -> int:

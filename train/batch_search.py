@@ -25,10 +25,20 @@ from msgspec.structs import replace
 from memtop.presets import Settings, user_cache
 from memtop.presets.estimate import estimate
 from memtop.presets.fields import SPLIT, memory_shape
+from memtop.presets.measured import GpuKind, learned
 from memtop.presets.schema import Split, exact_splits, ranks_text
 from memtop.presets.states import UnknownMemoryError
 from memtop.train.agent.memory import free_cache
-from memtop.train.batch_choice import Measured, Tried, choose_splits, even_splits, first_size, next_size, update_seconds
+from memtop.train.batch_choice import (
+    Measured,
+    Tried,
+    choose_splits,
+    earlier_scale,
+    even_splits,
+    first_size,
+    next_size,
+    update_seconds,
+)
 from memtop.train.batch_sizer import SAFE_FRACTION, BatchSizer, OomGuard
 from memtop.train.batches import Batch, completed, to_device
 from memtop.train.channel import Channel, warn_from_first
@@ -254,13 +264,15 @@ class BatchSearch:
             return {}
         model: Any = self._engine.model
         config, capacity = model.config.to_dict(), int(total * (1 - self._others))
-        found = {}
+        kind, found = GpuKind(self._memory.name() or "", total), {}
+        scale = earlier_scale(learned(kind, torch.__version__), settings, config, generation=generation, capacity=capacity)
         for size, accumulation in accumulations.items():
             tried = replace(settings, batch=size, accumulation=accumulation, rank_splits=())
             try:
-                found[size] = estimate(tried, config, generation=generation, capacity=capacity).reserved
+                reserved = estimate(tried, config, generation=generation, capacity=capacity).reserved
             except UnknownMemoryError:
                 return {}  # the search begins with the given batch
+            found[size] = round(scale * reserved)
         return found
 
     def _foreseen_fullness(self, size: int) -> float | None:

@@ -5,7 +5,7 @@ Enter applies its memory strategy, Esc returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -65,14 +65,17 @@ class PresetDialog(Dialog[str]):
         chosen_key: str,
         failed: Sequence[Settings] = (),
         foresee: Callable[[Settings], Forecast | str] | None = None,
+        learn: Callable[[], Awaitable[Callable[[Settings], Forecast | str]]] | None = None,
     ) -> None:
+        """`learn` gives a better `foresee`, which knows earlier runs."""
         super().__init__()
         self._run = run
         self._settings = settings
         self._outlooks = {name: outlook(settings, preset, failed) for name, preset in presets.items()}
-        possible = {name: look.kept for name, look in self._outlooks.items() if look.switch != "refused"}
-        self._peaks = {} if foresee is None else {name: foresee(after) for name, after in possible.items()}
+        self._possible = {name: look.kept for name, look in self._outlooks.items() if look.switch != "refused"}
+        self._peaks = {} if foresee is None else {name: foresee(after) for name, after in self._possible.items()}
         """By preset, the predicted peak, or why there is none."""
+        self._learn = learn
         self._chosen_key = chosen_key
 
     def compose(self) -> ComposeResult:
@@ -91,6 +94,14 @@ class PresetDialog(Dialog[str]):
         if wanted is not None:
             self.action_point(wanted)
         self._pointed()
+        if self._learn is not None:
+            self.run_worker(self._foresee_again(self._learn))
+
+    async def _foresee_again(self, learn: Callable[[], Awaitable[Callable[[Settings], Forecast | str]]]) -> None:
+        foresee = await learn()
+        self._peaks = {name: foresee(after) for name, after in self._possible.items()}
+        self.query_one(LineList).redraw()
+        self._describe()
 
     def action_point(self, key: int) -> None:
         """Move the cursor to the preset of a digit key."""

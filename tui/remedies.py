@@ -4,15 +4,21 @@ edited settings.
 
 from __future__ import annotations
 
+import asyncio
+
 from memtop.presets.comparison import speed_words
+from memtop.presets.measured import Learned
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import EDGE_FROM, mark
-from memtop.supervisor.recovery.forecast import Outlook
+from memtop.supervisor.plan import gpu_kind
+from memtop.supervisor.recovery.forecast import Outlook, gpu_of
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.tui.bars import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
+from memtop.tui.store import Store
 
 PREDICTED_GLYPH = "╍"
 MEASURED_GLYPH = "█"
@@ -130,6 +136,14 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
         else:
             lines.append(fit(part, width) if width_of(part) > width else part)
     return lines
+
+
+async def earlier_runs(store: Store) -> Learned:
+    """What earlier runs have measured on the GPU of this one. Files are read, in a thread."""
+    run, gpu = store.run, gpu_of(store.run, store.gpus)
+    if run is None or run.settings is None or gpu is None:
+        return Learned()
+    return await asyncio.to_thread(learned_on, gpu_kind(gpu), run.settings.python, without=run.folder)
 
 
 def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:

@@ -16,6 +16,7 @@ from textual.widgets import Button, Input, Label, Select
 from memtop.presets import apply_preset
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import FIELDS
+from memtop.presets.measured import Learned
 from memtop.presets.schema import Settings
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
@@ -25,7 +26,7 @@ from memtop.supervisor.wire import Change, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import outlook_lines
+from memtop.tui.remedies import earlier_runs, outlook_lines
 from memtop.tui.restart_plan import (
     NUMBER_FIELDS,
     RestartPlan,
@@ -66,6 +67,8 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._settings = settings
         self._presets = presets if settings.preset in presets else (settings.preset, *presets)
         self._plan: RestartPlan | None = None
+        self._learned = Learned()
+        """What earlier runs have measured, once it is read."""
         self._put = {name: number_text(settings, name) for name in NUMBER_FIELDS}
         """The text that the form itself has put into each field."""
 
@@ -89,6 +92,11 @@ class RestartDialog(FormDialog[RestartRequest]):
     def on_mount(self) -> None:
         # The run's state may change while the form is open.
         self.follow(self._dashboard, self._take)
+        self.run_worker(self._learn())
+
+    async def _learn(self) -> None:
+        self._learned = await earlier_runs(self._dashboard.store)
+        self.judge()
 
     def _take(self, store: Store) -> None:
         self._run = store.run or self._run
@@ -125,7 +133,7 @@ class RestartDialog(FormDialog[RestartRequest]):
         after = self._plan.after if self._plan is not None else None
         if after is None:
             return []
-        outlook = outlook_of(store.run, store.configurations, store.gpus, store.host)
+        outlook = outlook_of(store.run, store.configurations, store.gpus, store.host, self._learned)
         return outlook_lines(outlook, after, width)[:height]
 
     def _failed(self) -> tuple[Settings, ...]:

@@ -21,14 +21,17 @@ from memtop.presets.choosing import COMMUNICATION_BYTES
 from memtop.presets.comparison import outlook, speed_words
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
+from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import model_size, stored_config
 from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import band_of, mark
-from memtop.supervisor.plan import GENERATION, Card, Need, Peak, Way, estimated, largest_safe, peak_of, smallest, ways
+from memtop.supervisor.plan import GENERATION, Card, Need, Peak, Way, largest_safe, peak_of, smallest, ways
 from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
+from memtop.supervisor.recovery.forecast import Estimates
 from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
@@ -91,7 +94,8 @@ def plan(
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = replace(_card(machine, vram), communication_bytes=COMMUNICATION_BYTES if (gpus or 1) > 1 else 0)
     settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
-    answers = _Answers(card)
+    answers = _Answers(card, gpus or 1)
+    card = answers.card
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
@@ -184,14 +188,15 @@ class _Answers:
     """What configurations need: by a dry run if a Python with torch is there, else by the
     estimate."""
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
+    def __init__(self, card: Card, processes: int) -> None:
         self._known: dict[bytes, Need | None] = {}
         self._factor = 1.0
         self.problem: str | None = None
         """Why there is no dry run."""
         found = search().found
         self._runs = None if found is None else DryRuns(found.path)
+        self.learned = learned(card.kind) if found is None else learned_on(card.kind, found.path)
+        self.card = card.with_measured_context(self.learned, processes)
         if found is None:
             self.problem = "no Python with torch was found"
 
@@ -203,7 +208,7 @@ class _Answers:
         """By the dry run, or the estimate without one."""
         rough = self._estimated(settings)
         # The pieces of the loss follow the GPU's memory.
-        open_loss = self._card.torch_bytes is None and settings.loss_chunk < 0 and rough is not None
+        open_loss = self.card.torch_bytes is None and settings.loss_chunk < 0 and rough is not None
         if self._runs is None or open_loss:
             return self.quick(settings)
         key = msgspec.json.encode(settings, order="deterministic")
@@ -219,18 +224,24 @@ class _Answers:
         return found or self.quick(settings)
 
     def quick(self, settings: Settings) -> Need | None:
-        """By the estimate, as far as it is off where a dry run was made."""
+        """By the estimate, as far as it is off where a dry run was made, or an earlier run has
+        measured."""
         found = self._estimated(settings)
         if found is None:
             return None if self._runs is None or self.problem is not None else self.sure(settings)
         return replace(found, reserved=max(sum(found.components.values()), round(found.reserved * self._factor)))
 
+    def measured(self, settings: Settings) -> Measured | None:
+        """What the newest earlier run with these settings has measured."""
+        rows, likeness = self.learned.calibrating(settings)
+        return rows[-1] if rows and likeness == "same" else None
+
     def _foreseen(self, settings: Settings) -> Foreseen:
         assert self._runs is not None
-        return self._runs.foresee(settings, generation=self._card.generation, capacity=self._card.torch_bytes)
+        return self._runs.foresee(settings, generation=self.card.generation, capacity=self.card.torch_bytes)
 
     def _estimated(self, settings: Settings) -> Need | None:
-        found = estimated(settings, self._card)
+        found = Estimates(card=self.card, learned=self.learned).need(settings)
         return None if isinstance(found, str) else found
 
 
@@ -254,7 +265,7 @@ def _print_one(
     need = answers.sure(settings)
     if need is None:
         raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
-    peak = peak_of(need, card)
+    peak, seen = peak_of(need, card), answers.measured(settings)
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
     found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
@@ -263,10 +274,16 @@ def _print_one(
         host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
     if as_json:
         document = _document(settings, peak, card, host, None if best is None else best[0].batch, found)
+        document["measured"] = None if seen is None else _measured_row(seen, need, card)
         document["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(document | {"assumed": [] if own is None else list(own.assumed)})
         return
-    print_lines(*_text(settings, own, peak, card, best, least, found), *host_text(host, on_gpu=card.total_bytes is not None))
+    print_lines(
+        *_text(settings, own, peak, card, best, least, found, _measured_text(seen, need, card)),
+        *host_text(host, on_gpu=card.total_bytes is not None),
+    )
+    if answers.learned.problem is not None:
+        print_message(f"memtop: earlier runs: {answers.learned.problem}")
     if answers.problem is not None:
         print_message(f"memtop: estimated without a dry run: {answers.problem}")
     if card.total_bytes is None:
@@ -309,6 +326,7 @@ def _document(
             "peak_phase": peak.phase,
             "components": dict(peak.components),
             "total_bytes": card.total_bytes,
+            "context_measured": card.context_measured,
         },
         "host": host.row,
         "effective_batch": settings.effective_batch,
@@ -326,7 +344,27 @@ def _peak_row(peak: Peak) -> dict[str, Any]:
         "fraction": peak.fraction,
         "band": peak.band.value,
         "basis": peak.basis,
+        "calibrated": peak.calibrated,
     }
+
+
+def _measured_row(seen: Measured, need: Need, card: Card) -> dict[str, Any]:
+    return {
+        "run": seen.run,
+        "peak_bytes": seen.reserved_bytes + card.outside_bytes,
+        "of_foreseen": seen.reserved_bytes / need.reserved,
+    }
+
+
+def _measured_text(seen: Measured | None, need: Need, card: Card) -> str | None:
+    """What an earlier run with these settings has measured, and how far off the foresight is."""
+    if seen is None:
+        return None
+    size, off = units.size(seen.reserved_bytes + card.outside_bytes), seen.reserved_bytes / need.reserved - 1
+    name, much = Path(seen.run).name, units.percent(abs(off))
+    if off < 0:
+        return f"{size} in {name}, an earlier run with these settings: {much} less than foreseen"
+    return f"{size} in {name}, an earlier run with these settings: {much} more than foreseen"
 
 
 def _way_row(way: Way) -> dict[str, Any]:
@@ -353,6 +391,7 @@ def _text(
     best: tuple[Settings, Need] | None,
     least: tuple[Settings, Peak] | None,
     found: list[Way],
+    measured: str | None,
 ) -> Iterator[str]:
     comma = separator(", ")
     method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
@@ -363,10 +402,13 @@ def _text(
         yield f"your program: {what}"
         yield f"assumed     {'; '.join(map(tr, own.assumed))}"
     yield f"GPU memory  {_share(peak, card)}"
-    yield f"by          {peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
+    yield f"by          {peak.calibrated or peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
+    if measured is not None:
+        yield f"measured    {measured}"
     yield f"peak        in the {peak.phase} phase"
     parts = sorted(peak.components.items(), key=lambda one: -one[1])
-    yield f"parts       {comma.join(f'{tr(name)} {units.size(size)}' for name, size in parts if size)}"
+    names = {"context": "measured context"} if card.context_measured else {}
+    yield f"parts       {comma.join(f'{tr(names.get(name, name))} {units.size(size)}' for name, size in parts if size)}"
     if card.total_bytes is None:
         return
     if best is None:

@@ -21,12 +21,14 @@ from memtop.presets import Preset, PresetFileError, Settings, SettingsError, loa
 from memtop.presets.comparison import Outlook, effective_change, outlook, speed_words
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
+from memtop.presets.measured import Learned, learned
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.language import tr
-from memtop.supervisor.plan import Card
+from memtop.supervisor.plan import Card, gpu_kind
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import Estimates, foreseen_text, outlook_of
+from memtop.supervisor.recovery.forecast import Estimates, foreseen_text, gpu_of, outlook_of
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -115,14 +117,21 @@ def _foresee(run: RunState | None) -> Foresee:
 
     machine = sample()
     if run is not None:
-        outlook = outlook_of(run, read_configurations(Path(run.folder)), machine.gpus, machine.host)
+        used = gpu_of(run, machine.gpus)
+        python = "" if run.settings is None else run.settings.python
+        earlier = Learned() if used is None else learned_on(gpu_kind(used), python, without=run.folder)
+        outlook = outlook_of(run, read_configurations(Path(run.folder)), machine.gpus, machine.host, earlier)
         if outlook.on_gpu:
             return outlook.predicted
     gpu = emptiest(machine)
     if gpu is None or run is not None:
         why = "the run trains on the CPU" if run is not None else machine.gpu_note or "no NVIDIA GPU"
         return lambda settings: why
-    return Estimates(card=Card.of(gpu)).forecast
+    # Which torch would train is not known before a start.
+    found = learned(gpu_kind(gpu))
+    return lambda settings: Estimates(
+        card=Card.of(gpu).with_measured_context(found, settings.world_size), learned=found
+    ).forecast(settings)
 
 
 def _peak(look: Outlook, foresee: Foresee) -> Forecast | str:

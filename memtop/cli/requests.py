@@ -28,11 +28,14 @@ from memtop.cli.options import (
 )
 from memtop.cli.output import print_lines, print_message
 from memtop.presets.comparison import risk
+from memtop.presets.measured import Learned
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
+from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.monitor.values import EDGE_FROM
+from memtop.supervisor.plan import gpu_kind
 from memtop.supervisor.recovery.configuration import edited, failed_settings, kept_length
-from memtop.supervisor.recovery.forecast import Outlook, foreseen_text, outlook_of, split_text
+from memtop.supervisor.recovery.forecast import Outlook, foreseen_text, gpu_of, outlook_of, split_text
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
 from memtop.supervisor.run.queue import begin_next
@@ -288,8 +291,10 @@ def say_peak(plan: Planned | None) -> int | None:
         return None
     from memtop.cli.gpus import sample
 
-    machine = sample()
-    outlook = outlook_of(plan.state, plan.rows, machine.gpus, machine.host)
+    machine, run = sample(), plan.state
+    gpu, python = gpu_of(run, machine.gpus), "" if run.settings is None else run.settings.python
+    learned = Learned() if gpu is None else learned_on(gpu_kind(gpu), python, without=run.folder)
+    outlook = outlook_of(run, plan.rows, machine.gpus, machine.host, learned)
     for line in peak_words(outlook, plan.after):
         print_message(f"memtop: {line}")
     return plan.rows[-1].number + 1 if plan.rows else 1

@@ -386,9 +386,10 @@ def _foreseen(settings: Settings, place: Place) -> Iterator[str]:
     which finds the batch by measuring."""
     if place.card is not None and settings.device != "cpu" and not settings.auto_batch:
         # It loads what a run on the CPU does not need.
+        from memtop.supervisor.interpreters import learned_on
         from memtop.supervisor.recovery.forecast import words_at_launch
 
-        yield from words_at_launch(settings, place.card)
+        yield from words_at_launch(settings, place.card, learned_on(place.card.kind, settings.python))
 
 
 def recipe_named(name: str) -> Recipe:

@@ -21,7 +21,7 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.configuration import change_for
-from memtop.supervisor.recovery.forecast import foreseen
+from memtop.supervisor.recovery.peak_line import foreseen
 from memtop.supervisor.recovery.values import Advice, Forecast
 from memtop.supervisor.wire import Change
 

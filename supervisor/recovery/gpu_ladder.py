@@ -22,7 +22,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.advice import advice, larger_than_device, refusals
 from memtop.supervisor.recovery.configuration import applied, settings_key
-from memtop.supervisor.recovery.forecast import PeakLine
+from memtop.supervisor.recovery.peak_line import PeakLine
 from memtop.supervisor.recovery.situation import Situation, to_do, train_command
 from memtop.supervisor.recovery.values import Forecast, Remedy
 

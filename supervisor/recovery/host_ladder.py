@@ -17,7 +17,6 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.advice import advice, raised
 from memtop.supervisor.recovery.configuration import optimizer_on_gpu
-from memtop.supervisor.recovery.forecast import PeakLine
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,
     checkpointing,
@@ -27,6 +26,7 @@ from memtop.supervisor.recovery.gpu_ladder import (
     rungs_that_change_training,
     smaller_split,
 )
+from memtop.supervisor.recovery.peak_line import PeakLine
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.situation import HostFacts, Situation, restart_command, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy

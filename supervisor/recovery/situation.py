@@ -19,7 +19,8 @@ from memtop.presets.parameters import trained_parameters
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key, settings_key
-from memtop.supervisor.recovery.forecast import Estimates, PeakLine, line_through, or_estimated, peaks_of
+from memtop.supervisor.recovery.forecast import Estimates, or_estimated
+from memtop.supervisor.recovery.peak_line import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Written
 
 

@@ -19,6 +19,10 @@ Class = Literal["none", "live", "resumes", "converts", "new run"]
 run."""
 
 
+PHASES = ("forward", "backward", "optimizer")
+"""Of an update: its memory has a peak in each."""
+
+
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """A predicted peak. `basis` names its source; never show it as a measurement."""
 
@@ -34,6 +38,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     least_bytes: int | None = None
     """The true peak is hardly below it, and hardly above `most_bytes`; None: not known."""
     most_bytes: int | None = None
+    phases: dict[str, int] = {}
+    """By phase (see `PHASES`), what torch allocates at the most on a GPU; empty if not known."""
 
     @property
     def taken_bytes(self) -> int | None:
@@ -135,6 +141,8 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     settings_key: str = ""
     """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
     key lie on one line."""
+    phases: dict[str, int] = {}
+    """By phase (see `PHASES`), what torch allocated at the most on a GPU; empty if not measured."""
 
     @property
     def words(self) -> str:

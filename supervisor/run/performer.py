@@ -20,7 +20,9 @@ from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.plan import gpu_kind
 from memtop.supervisor.recovery.forecast import outlook_on
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.effects import (
     AddEvent,
     AskRanks,
@@ -66,6 +68,7 @@ from memtop.supervisor.run.events import (
     WriteChecked,
 )
 from memtop.supervisor.run.grip import Grip
+from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.output.intake import OutputIntake
 from memtop.supervisor.run.output.rank_log import rank_log
@@ -135,6 +138,7 @@ class Performer:
         self._read_reports = read_reports
         me = identify(os.getpid())
         self._started_ticks = me.started_ticks if me else None
+        self._measurements = Measurements()
         self._state_problem: str | None = None
         self._saved: StateFile | None = None
         """What state.json contains; None if it could not be written."""
@@ -157,8 +161,10 @@ class Performer:
             case SaveConfigurations(records=records):
                 self._outbox.save_configurations(records)
                 self._publisher.configurations_changed()
+                news = self._measurements.note(records, model)
+                return None if news is None else WriteChecked(topic="measurements", problem=news[0])
             case Foresee():
-                return self._foreseen(effect)
+                self._begin(self._foresee(effect))
             case FollowWorkers():
                 self._follow_workers()
             case DropRows(update=update):
@@ -229,13 +235,19 @@ class Performer:
         self._publisher.take_back_from(update)
         return RowsDropped(best_loss=self._outbox.ledger.best_loss(update))
 
-    def _foreseen(self, effect: Foresee) -> Foreseen:
-        """What was in use when the attempt began is of other programs."""
-        gpu, evidence = effect.gpu, self._sensors.evidence
+    async def _foresee(self, effect: Foresee) -> None:
+        """What was in use when the attempt began is of other programs. It reads files, and
+        estimates."""
+        gpu, settings, evidence = effect.gpu, effect.settings, self._sensors.evidence
         used = {} if evidence is None else evidence.baseline.gpu_used_bytes
         others = used.get(gpu.uuid or "", 0)
-        found = outlook_on(gpu, effect.earlier, others).predicted(effect.settings)
-        return Foreseen(number=effect.number, found=found)
+
+        def found() -> Forecast | str:
+            learned = interpreters.learned_on(gpu_kind(gpu), settings.python, without=str(self._folder.path))
+            outlook = outlook_on(gpu, effect.earlier, others, learned, settings.world_size)
+            return outlook.with_phases(outlook.predicted(settings), settings)
+
+        self._post(Foreseen(number=effect.number, found=await asyncio.to_thread(found)))
 
     def _follow_workers(self) -> None:
         """The workers of the program have begun again, and their output with them."""

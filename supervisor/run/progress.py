@@ -102,6 +102,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     """How often the launcher (torchrun) has started the workers of this attempt again."""
     max_restarts: int | None = None
+    torch: str | None = None
+    """Its version in rank 0; None if that is not known."""
     ranks: dict[int, Rank] = {}
     recent: tuple[Done, ...] = ()
     """The newest updates."""
@@ -118,12 +120,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         match report:
             case Step():
                 return progress._after_step(rank, report)
-            case Hello(pid=pid, offers=offers, max_restarts=most):
+            case Hello(pid=pid, offers=offers, max_restarts=most, packages=packages):
                 if report.restarts > progress.restarts:
                     progress = progress.started_again(report.restarts)
                 known = {**progress.ranks, rank: Rank(pid=pid)}
                 progress = replace(progress, ranks=known, max_restarts=most)
-                return replace(progress, offers=frozenset(offers)) if rank == 0 else progress
+                if rank == 0:
+                    progress = replace(progress, offers=frozenset(offers), torch=packages.get("torch"))
+                return progress
             case Plan(device_uuid=uuid):
                 known = {**self.ranks, rank: replace(self.ranks.get(rank) or Rank(), device_uuid=uuid)}
                 return replace(progress, ranks=known)._after_plan(report) if rank == 0 else replace(progress, ranks=known)

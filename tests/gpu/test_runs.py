@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.recovery.forecast import line_through
+from memtop.supervisor.recovery.peak_line import line_through
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.view import read_configurations, read_state
 from tests.conftest import Runs

@@ -14,7 +14,8 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Card, Need, estimated
 from memtop.supervisor.recovery.configuration import applied, settings_key
-from memtop.supervisor.recovery.forecast import Estimates, PeakLine, forecast, line_through, outlook_of, peaks_of
+from memtop.supervisor.recovery.forecast import Estimates, outlook_of
+from memtop.supervisor.recovery.peak_line import PeakLine, forecast, line_through, peaks_of
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.wire import Configuration, Phase, RunState

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.batch_trial import Split, split_refusal
-from memtop.supervisor.recovery.forecast import foreseen
+from memtop.supervisor.recovery.peak_line import foreseen
 from memtop.supervisor.recovery.values import Advice
 from memtop.supervisor.wire import Change, Try
 from memtop.tui.dashboard.training import draw_compact_training, draw_training

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from memtop.presets import apply_preset, presets_for
+from memtop.presets import Settings, apply_preset, presets_for
 from memtop.supervisor import wire
 from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.forecast import outlook_of
-from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.processes.kill import KillDialog, end_chosen
 from memtop.tui.screen import ConfirmDialog, Dashboard
@@ -109,6 +109,7 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
 
 async def preset(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.presets import PresetDialog
+    from memtop.tui.remedies import earlier_runs
 
     run = dashboard.store.run
     assert run is not None
@@ -120,8 +121,14 @@ async def preset(dashboard: Dashboard, key: str) -> None:
         return
     failed, store = failed_settings(dashboard.store.configurations), dashboard.store
     peaks = outlook_of(run, store.configurations, store.gpus, store.host)
-    foresee = peaks.predicted if peaks.on_gpu else None
-    name = await dashboard.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed, foresee))
+
+    async def foresee_with_earlier_runs() -> Callable[[Settings], Forecast | str]:
+        learned = await earlier_runs(store)
+        return outlook_of(run, store.configurations, store.gpus, store.host, learned).predicted
+
+    foresee, learn = (peaks.predicted, foresee_with_earlier_runs) if peaks.on_gpu else (None, None)
+    dialog = PresetDialog(run, run.settings, presets, key, failed, foresee, learn)
+    name = await dashboard.app.push_screen_wait(dialog)
     if name is None:
         return
     if apply_preset(run.settings, presets[name], failed) == run.settings:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from memtop.supervisor.diagnosis.values import Diagnosis
-from memtop.supervisor.recovery.forecast import PeakLine, line_through
+from memtop.supervisor.recovery.peak_line import PeakLine, line_through
 from memtop.supervisor.recovery.policy import Candidate
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.grip import Grip, shape_key, why_not_continued

@@ -12,8 +12,9 @@ from memtop.supervisor.plan import with_split
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import Measured, OwnSplit, advise
 from memtop.supervisor.recovery.configuration import configuration_key
-from memtop.supervisor.recovery.forecast import Estimates, PeakLine, estimates_on, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on
 from memtop.supervisor.recovery.leaks import must_act
+from memtop.supervisor.recovery.peak_line import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.events import Answered
 from memtop.supervisor.run.grip import Grip, shape_key

@@ -1,0 +1,313 @@
+"""A run learns from what earlier runs of the same model have measured on such a GPU."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memtop.presets import Settings
+from memtop.presets.measured import KEPT, GpuKind, Learned, Measured, learned, model_key, place, remember
+from memtop.presets.parameters import stored_config
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.plan import SURE, Card, Need, estimated
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on, spread, words_at_launch
+from memtop.supervisor.recovery.values import Forecast, Peak
+from memtop.supervisor.run.effects import SaveConfigurations
+from memtop.supervisor.run.events import Sampled
+from memtop.supervisor.run.measurements import Measurements
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.wire import Configuration
+from tests.conftest import Runs
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
+from tests.recovery.injected import TINY, inject
+from tests.recovery.support import FIRST, LORA, T5
+from tests.run.brain import HELLO, PLAN, STEP, Brain, training
+
+MIB, GIB = 1 << 20, 1 << 30
+A4500 = GpuKind("A4500", 20 * GIB)
+CARD = Card(total_bytes=20 * GIB, generation=86, kind=A4500)
+ONE = replace(T5, world_size=1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def need(settings: Settings) -> Need:
+    found = estimated(settings, CARD)
+    assert isinstance(found, Need), found
+    return found
+
+
+def row(settings: Settings, ratio: float = 1.0, **values: Any) -> Measured:
+    """A run whose peak was so many times its estimate."""
+    known = {"run": "/runs/a", "time": 1.0, "gpu": A4500, "torch": "2.8.0", "model": model_key(stored_config(settings) or {})}
+    return Measured(**{**known, "settings": settings, "reserved_bytes": round(need(settings).reserved * ratio), **values})
+
+
+def by(settings: Settings, *rows: Measured) -> Forecast:
+    found = Estimates(card=CARD, learned=Learned(rows=rows)).forecast(settings)
+    assert isinstance(found, Forecast), found
+    return found
+
+
+def named(count: int, ratios: list[float], first: Settings = ONE) -> list[Measured]:
+    """Runs with other settings than `first`, each of its own."""
+    settings = [replace(first, seq_len=first.seq_len // 2, batch=first.batch + number) for number in range(count)]
+    return [row(one, ratio, run=f"/runs/{n}") for n, (one, ratio) in enumerate(zip(settings, ratios, strict=True))]
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_what_is_remembered_is_read_for_such_a_gpu_and_torch() -> None:
+    assert learned(A4500) == Learned()
+    rows = [row(ONE), row(replace(ONE, batch=8), torch="2.9.1+cu128"), row(ONE, gpu=GpuKind("A4000", 16 * GIB))]
+    for one in rows:
+        remember(one)
+    # The driver and torch count the memory of a GPU with a small difference.
+    assert learned(GpuKind("A4500", 20 * GIB - 200 * MIB)).rows == (rows[0], rows[1])
+    assert learned(A4500, "2.8.0+cu126").rows == (rows[0],)
+    assert learned(GpuKind("A4500", 24 * GIB)).rows == ()
+    assert learned(A4500, without="/runs/a").rows == ()
+    assert learned(None) == Learned()
+
+
+def test_a_newer_measurement_of_the_same_takes_the_place_of_the_older_one_and_the_oldest_are_dropped() -> None:
+    remember(row(ONE, 1.1))
+    remember(row(replace(ONE, accumulation=9), 1.2, run="/runs/b"))
+    failed = row(ONE, 0.9, failed=True)
+    remember(failed)
+    assert [(one.run, one.failed) for one in learned(A4500).rows] == [("/runs/b", False), ("/runs/a", True)]
+    for number in range(KEPT):
+        remember(replace(row(ONE), settings=replace(ONE, seq_len=2 + number)))
+    assert len(learned(A4500).rows) == KEPT
+    assert failed not in learned(A4500).rows
+
+
+def test_a_row_that_cannot_be_read_is_left_out_and_named() -> None:
+    remember(row(ONE))
+    path = place()
+    assert path is not None
+    path.write_bytes(b'{"half\n' + path.read_bytes() + b'{"run": 3}\n')
+    found = learned(A4500)
+    assert found.rows == (row(ONE),)
+    assert found.problem is not None
+    assert found.problem.startswith(f"{path}: line 1 is left out: ")
+    remember(row(replace(ONE, batch=8)))
+    assert (len(learned(A4500).rows), learned(A4500).problem) == (2, None), "writing drops what nobody can read"
+    path.unlink()
+    path.mkdir()
+    assert learned(A4500) == Learned(problem=f"{path}: cannot be read: Is a directory")
+
+
+def test_a_model_is_known_by_its_configuration_whatever_wrote_it() -> None:
+    config = {"model_type": "llama", "hidden_size": 64}
+    assert model_key(config) == model_key(
+        {"hidden_size": 64, "model_type": "llama", "_name_or_path": "/x", "transformers_version": "5"}
+    )
+    assert model_key(config) != model_key({**config, "hidden_size": 128})
+
+
+# --- what it changes in a forecast ----------------------------------------------------------------
+
+
+def test_an_earlier_run_with_these_settings_counts_most_then_one_with_another_batch_then_one_of_the_model() -> None:
+    other = row(replace(ONE, gradient_checkpointing=not ONE.gradient_checkpointing), 1.4, run="/runs/other")
+    near = row(replace(ONE, batch=ONE.batch // 2), 1.2, run="/runs/near")
+    same = row(replace(ONE, accumulation=7), 1.1, run="/runs/same")
+    size = need(ONE).reserved
+    for rows, ratio, basis in (
+        ([other], 1.4, "estimate, calibrated by 1 earlier run of this model"),
+        ([other, near], 1.2, "estimate, calibrated by 1 earlier run with another batch"),
+        ([other, near, same], 1.1, "estimate, calibrated by 1 earlier run with these settings"),
+    ):
+        found = by(ONE, *rows)
+        assert found.basis == basis
+        assert found.peak_bytes == pytest.approx(size * ratio + CARD.context_bytes, rel=1e-6)
+        assert not found.is_measured, "this run has measured nothing"
+        # One ratio moves the middle; the range stays that of any calibrated estimate.
+        least, most = SURE["calibrated"]
+        assert found.least_bytes == pytest.approx(size * ratio * least + CARD.context_bytes, rel=1e-6)
+        assert found.most_bytes == pytest.approx(size * ratio * most + CARD.context_bytes, rel=1e-6)
+
+
+def test_another_model_or_method_says_nothing() -> None:
+    lora = replace(LORA, model=ONE.model)
+    for one in (row(FIRST, 1.5), replace(row(ONE, 1.5), settings=lora)):
+        assert by(ONE, one).basis == "estimate"
+
+
+def test_what_the_run_has_measured_with_its_settings_comes_before_earlier_runs() -> None:
+    gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB, free_bytes=20 * GIB)
+
+    def own(settings: Settings, ratio: float) -> Configuration:
+        size = round(need(settings).reserved * ratio)
+        peak = Peak(
+            batch=settings.batch, bytes=size, updates=9, outside_bytes=0, settings_key=settings_key(settings, on_gpu=True)
+        )
+        return Configuration(number=1, attempt=1, started=0, reason="", settings=settings, peak=peak)
+
+    half = own(replace(ONE, batch=ONE.batch // 2), 1.3)
+    other = own(replace(ONE, seq_len=ONE.seq_len // 2), 1.3)
+    known = Learned(rows=(row(ONE, 1.1),))
+    distant = Learned(rows=(row(replace(ONE, seq_len=ONE.seq_len // 4), 1.1),))
+
+    def basis(rows: list[Configuration], learned: Learned) -> str:
+        found = estimates_on(gpu, rows, learned=learned).forecast(ONE)
+        assert isinstance(found, Forecast)
+        return found.basis
+
+    assert basis([half], known) == f"estimate, calibrated at B {ONE.batch // 2}"
+    assert basis([other], known) == "estimate, calibrated by 1 earlier run with these settings"
+    assert basis([other], distant) == f"estimate, calibrated at B {ONE.batch} with other settings"
+
+
+def test_a_failure_of_an_earlier_run_lifts_the_estimate() -> None:
+    failed = row(ONE, 1.3, failed=True)
+    found = by(replace(ONE, batch=ONE.batch // 2), failed)
+    assert found.basis == "estimate; lifted, because it needed more when it ran out of memory"
+    assert "lifted" not in by(ONE, replace(failed, settings=replace(ONE, allocator="expandable_segments:True"))).basis
+
+
+def test_five_ratios_show_how_sure_the_estimate_is() -> None:
+    least, most = SURE["calibrated"]
+    few, alike, apart = spread([1.1] * 4), spread([1.1] * 5), spread([0.7, 1.0, 1.1, 1.2, 1.6])
+    assert few == pytest.approx((1.1 * least, 1.1 * most))
+    assert few[0] < alike[0] < 1.1 < alike[1] < few[1], "they agree: it is surer"
+    assert alike[1] / alike[0] > 1.2, "five settings do not show that all others are alike"
+    assert apart[0] < 0.7 < 1.6 < apart[1]
+    widths = [most / least for least, most in (spread([1.0] * count) for count in (5, 8, 12))]
+    assert all(one > other for one, other in pairwise(widths))
+    found = by(ONE, *named(5, [1.1] * 5))
+    assert found.basis == "estimate, calibrated by 5 earlier runs of this model"
+    size = need(ONE).reserved
+    assert found.most_bytes == pytest.approx(size * alike[1] + CARD.context_bytes, rel=1e-5)
+
+
+@given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=12))
+def test_the_range_has_every_ratio_in_it_and_is_never_a_point(ratios: list[float]) -> None:
+    least, most = spread(ratios)
+    assert least <= min(ratios) <= max(ratios) <= most
+    assert math.log(most / least) > 0.15
+
+
+# --- the context ----------------------------------------------------------------------------------
+
+
+def test_the_context_is_that_of_the_newest_run_of_any_model_on_such_a_gpu() -> None:
+    rows = (
+        row(FIRST, outside_bytes=300 * MIB),
+        row(FIRST, outside_bytes=420 * MIB),
+        row(ONE, outside_bytes=None),
+        row(replace(FIRST, world_size=2), outside_bytes=800 * MIB),
+    )
+    known = Learned(rows=rows)
+    card = replace(CARD, communication_bytes=512 * MIB)
+    one, several = card.with_measured_context(known, 1), card.with_measured_context(known, 4)
+    assert (one.outside_bytes, several.outside_bytes) == (420 * MIB, 800 * MIB), "with NCCL's buffers, if there are several"
+    assert card.with_measured_context(Learned(), 1) == card
+    gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB)
+    assert estimates_on(gpu, (), learned=known).card.context_bytes == 420 * MIB
+
+
+def test_a_start_names_what_its_forecast_rests_on() -> None:
+    plain = next(words_at_launch(ONE, CARD))
+    assert plain.endswith(": estimate")
+    known = Learned(rows=(row(ONE, 1.2, outside_bytes=300 * MIB),))
+    assert next(words_at_launch(ONE, CARD, known)).endswith(": estimate, calibrated by 1 earlier run with these settings")
+
+
+# --- what a run remembers -------------------------------------------------------------------------
+
+
+def on_card(**more: Any) -> Brain:
+    card = GpuSample(index=0, uuid="GPU-0", name="A4500", total_bytes=20 * GIB)
+    sample = Sampled(machine=MachineSnapshot(time=1.0, gpus=(card,)), gpu_base_bytes={"GPU-0": 300 * MIB})
+    brain = training(progress=Progress(), sample=sample, **more)
+    brain.report({**HELLO, "packages": {"torch": "2.8.0+cu126"}}, {**PLAN, "device_uuid": "GPU-0"})
+    return brain
+
+
+def told(brain: Brain, kept: Measurements) -> Any:
+    """What the run's newest configurations give to the file; they are saved now and then."""
+    records = brain.model.configurations.records
+    return kept.note(SaveConfigurations(records).records, brain.model)
+
+
+def test_a_run_remembers_its_peaks_from_the_second_update_on() -> None:
+    brain, kept = on_card(), Measurements()
+    device = {"device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
+    brain.report({**STEP, **device})
+    assert told(brain, kept) is None
+    assert learned(A4500).rows == (), "the first update allocates the moments at its end"
+    brain.report({**STEP, **device, "update": 2})
+    told(brain, kept)
+    (found,) = learned(A4500, "2.8.0").rows
+    assert (found.run, found.reserved_bytes, found.outside_bytes, found.torch) == ("/runs/a", 2 * GIB, 300 * MIB, "2.8.0+cu126")
+    brain.report({**STEP, **device, "update": 3, "peak_reserved_bytes": 3 * GIB})
+    told(brain, kept)
+    (found,) = learned(A4500).rows
+    assert found.reserved_bytes == 3 * GIB
+
+
+def test_a_file_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "memtop").write_text("in the way")
+    brain, kept = on_card(), Measurements()
+    device = {"device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
+    brain.report({**STEP, **device}, {**STEP, **device, "update": 2})
+    news = told(brain, kept)
+    assert news is not None
+    assert news[0].endswith("later runs cannot learn from this one's peaks")
+    brain.report({**STEP, **device, "update": 3, "peak_reserved_bytes": 3 * GIB})
+    assert told(brain, kept) is None
+
+
+# --- real runs ------------------------------------------------------------------------------------
+
+_ON_A_GPU = """
+    import memtop.train.channel, memtop.train.devices
+    memtop.train.devices.device_uuid = lambda device: "GPU-0"
+    plain = memtop.train.channel.open_channel
+    def open_channel():
+        channel = plain()
+        read = channel.readings
+        held = {"allocated_bytes": 400 << 20, "reserved_bytes": 700 << 20, "peak_bytes": 600 << 20}
+        channel.readings = lambda: {**read(), **held, "peak_reserved_bytes": 700 << 20}
+        return channel
+    memtop.train.channel.open_channel = open_channel
+"""
+"""The trainer computes on the CPU, says that it is the GPU of the scripted driver, and that its
+allocator held 700 MiB."""
+
+
+def test_the_second_run_is_foreseen_by_what_the_first_has_measured(
+    runs: Runs,
+    tmp_path: Path,
+    nvml_library: Path,  # noqa: F811
+) -> None:
+    script = Script(tmp_path / "script").gpu(0, total=20 * GIB, used=0, uuid="GPU-0", name="A4500")
+    runs.environment |= script.write().env(nvml_library) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    inject(runs, _ON_A_GPU)
+    start = ("train", *TINY, "--headless", "--max-updates", "3", "--preset", "standard")
+    runs.memtop(*start, "--name", "a")
+    (first,) = runs.show("a")["configurations"]
+    assert first["foreseen"]["basis"] == "estimate"
+    assert first["peak"]["bytes"] >= 700 * MIB
+    runs.memtop(*start, "--name", "b")
+    (second,) = runs.show("b")["configurations"]
+    found = second["foreseen"]
+    assert found["basis"] == "estimate, calibrated by 1 earlier run with these settings"
+    assert found["peak_bytes"] == pytest.approx(700 * MIB + GIB // 2, rel=0.01)
+    assert found["least_bytes"] < found["peak_bytes"] < found["most_bytes"]
+    assert found["phases"].keys() == {"forward", "backward", "optimizer"}
