@@ -113,7 +113,7 @@ EXAMPLES = {
 }
 """Texts that are only a part of a sentence, each in one."""
 NOT_SHOWN = {
-    "llamafactory-cli train",
+    *("llamafactory-cli train", "trl sft"),
     *(
         "Apple GPU (MPS)",
         "Stable Diffusion web UI",
