@@ -416,7 +416,7 @@ def t5_layer(
         normed = layer.norm(x, shape.hidden, "t5")
         attended = _t5_attend(layer, shape, normed, source or normed, kernel, bias, batched=source is not None or seen is None)
         del normed
-        x = layer.add(x, layer.dropout(attended, shape.residual_dropout))
+        x = layer.clamped(layer.add(x, layer.dropout(attended, shape.residual_dropout)))
         del attended
     normed = layer.norm(x, shape.hidden, "t5")
     rate = shape.residual_dropout
@@ -432,7 +432,7 @@ def t5_layer(
     wide = layer.cast(wide, layer.numbers.kept)
     inner = layer.linear(wide, shape.inner, shape.hidden, "wo", whole=True)
     del wide
-    return layer.add(x, layer.dropout(inner, rate))
+    return layer.clamped(layer.add(x, layer.dropout(inner, rate)))
 
 
 def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kernel, bias: Tensor, *, batched: bool) -> Tensor:

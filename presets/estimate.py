@@ -37,7 +37,7 @@ _MIB = 1 << 20
 _MOST_SAMPLES = 1 << 20
 _ABOVE = 1.02
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
-_LAYERS = 3
+_LAYERS = 2
 """Of equal layers, how many are there one by one."""
 
 
@@ -103,31 +103,33 @@ class _Stack(msgspec.Struct):
     names: set[str]
 
 
+class _Part(msgspec.Struct):
+    """A layer, or several equal ones, in the order of the model."""
+
+    unit: Unit
+    stack: _Stack
+    is_first: bool = False
+    """Whether it gets what no layer has made."""
+    running: Running | None = None
+    """Between its passes; otherwise there are blocks: what was before them, and what each layer
+    has saved."""
+    blocks: list[int] = []
+    copies: list[int] = []
+
+
 class _Places(NamedTuple):
     """The parameters of the parts of a model."""
 
     embeddings: Unit
-    layers: list[list[Unit]]
-    """Of each stack."""
+    layers: list[_Part]
     tail: Unit
     head: Unit | None
     """With weights of its own."""
 
     @property
     def units(self) -> list[Unit]:
-        layers = [unit for stack in self.layers for unit in stack]
+        layers = [part.unit for part in self.layers]
         return [self.embeddings, *layers, self.tail, *([] if self.head is None else [self.head])]
-
-
-class _Ran(msgspec.Struct):
-    """A layer, or several, between the forward and the backward pass."""
-
-    unit: Unit
-    stack: _Stack
-    running: Running | None = None
-    """Otherwise there are blocks: what was before them, and what each layer has saved."""
-    blocks: list[int] = []
-    copies: list[int] = []
 
 
 class _Run:
@@ -168,8 +170,9 @@ class _Run:
         # What is not split off a block belongs to it.
         components["temporary"] += peaks[top] - sum(components.values())
         reserved = max(reserved for _, reserved in by_phase.values())
-        if self.capacity is None or reserved <= self.capacity:
-            reserved = min(round(_ABOVE * reserved), max(reserved, self.capacity or reserved * 2))
+        fits = self.capacity is not None and reserved <= self.capacity
+        above = round(_ABOVE * reserved)
+        reserved = min(above, self.capacity) if fits else above  # type: ignore[type-var]
         return Estimate(
             allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
         )
@@ -329,28 +332,18 @@ class _Run:
             micro_batches = min(settings.accumulation, 1 + update)
             for number in range(micro_batches):
                 sequence.phase("forward")
+                engine.begin_forward()
                 engine.before_forward(places.embeddings)
                 started = [sequence.begin(size, "activations") for size in start]
                 added = [sequence.begin(size, "activations") for size in biases]
                 engine.after_forward(places.embeddings)
                 if not update:
                     sequence.begin(workspace, "workspace")
-                ran: list[_Ran] = []
                 source = -1
-                for stack, layers in zip(self.stacks, places.layers, strict=True):
-                    source = -1
-                    for unit in layers:
-                        engine.before_forward(unit)
-                        if unit.times > 1:
-                            saved = sequence.begin_for(unit.times, stack.saved, "activations")
-                            copies = sequence.begin_for(unit.times, stack.copies, "activations")
-                            ran.append(_Ran(unit, stack, blocks=[source, *saved], copies=copies))
-                            source = -1
-                        else:
-                            running = sequence.forward(stack.passes, source)
-                            ran.append(_Ran(unit, stack, running))
-                            source = running.result
-                        engine.after_forward(unit)
+                for part in places.layers:
+                    engine.before_forward(part.unit)
+                    source = self._part_forward(sequence, part, -1 if part.is_first else source)
+                    engine.after_forward(part.unit)
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
@@ -362,10 +355,10 @@ class _Run:
                 else:
                     engine.after_forward(head)
                     loss.forward()
-                for one in ran:
-                    if one.running is not None:
-                        sequence.end_forward(one.running)
-                    sequence.end(*one.copies)
+                for part in places.layers:
+                    if part.running is not None:
+                        sequence.end_forward(part.running)
+                    sequence.end(*part.copies)
                 sequence.end_forward(normed)
                 sequence.end(*added, holds, normed.result)
                 sequence.phase("backward")
@@ -378,13 +371,10 @@ class _Run:
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)
                 summed = [sequence.begin(size, "temporary") for size in made]
-                for one in reversed(ran):
-                    engine.before_backward(one.unit)
-                    if one.running is not None:
-                        gradient = sequence.backward(one.running, gradient)
-                    else:
-                        self._ran_backward(sequence, one)
-                    engine.after_backward(one.unit)
+                for part in reversed(places.layers):
+                    engine.before_backward(part.unit)
+                    gradient = self._part_backward(sequence, part, gradient)
+                    engine.after_backward(part.unit)
                 sequence.end(*summed)
                 self._embedded(sequence, of_head, gradient)
                 engine.after_backward(places.embeddings)
@@ -397,25 +387,39 @@ class _Run:
             holds = -1
         return sequence
 
-    def _ran_backward(self, sequence: Sequence, one: _Ran) -> None:
-        """Layers that are one block each."""
-        for block in reversed(one.blocks):
+    def _part_forward(self, sequence: Sequence, part: _Part, source: int) -> int:
+        """`source`: the result of the layer before. Returns that of this one."""
+        times, stack = part.unit.times, part.stack
+        if times == 1:
+            part.running = sequence.forward(stack.passes, source)
+            return part.running.result
+        part.blocks = [source, *sequence.begin_for(times, stack.saved, "activations")]
+        part.copies = sequence.begin_for(times, stack.copies, "activations")
+        return -1
+
+    def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
+        """`gradient`: of the part's result. Returns that of its input."""
+        if part.running is not None:
+            return sequence.backward(part.running, gradient)
+        for block in reversed(part.blocks):
             sequence.end(block)
-            if one.stack.gradients and block is not one.blocks[0]:
-                size = one.unit.times * one.stack.gradients // (len(one.blocks) - 1)
+            if part.stack.gradients and block is not part.blocks[0]:
+                size = part.unit.times * part.stack.gradients // (len(part.blocks) - 1)
                 sequence.kept.append(sequence.begin(size, "gradients"))
+        return gradient
 
     def _places(self) -> _Places:
         """The model's parts in their order."""
         outside = self._outside()
         head = None if self.shape.tied else Unit([outside.pop(1)])
-        layers = []
-        for stack in self.stacks:
-            ones = stack.count if stack.count <= _LAYERS + 1 else _LAYERS
-            layers.append([Unit(stack.parameters) for _ in range(ones)])
-            if stack.count > ones:
-                layers[-1].insert(1, Unit(stack.parameters, stack.count - ones))
-        return _Places(Unit(outside), layers, Unit(self.tail.parameters), head)
+        return _Places(Unit(outside), self._parts(), Unit(self.tail.parameters), head)
+
+    def _parts(self) -> list[_Part]:
+        if self.shape.decoder_layers:
+            return [part for stack in self.stacks for part in _parts_of([stack] * stack.count)]
+        if len(self.stacks) == 1:
+            return _parts_of(self.stacks * self.shape.layers)
+        return _parts_of([self.stacks[0 < window <= self.settings.seq_len] for window in self.shape.windows])
 
     def _embedded(self, sequence: Sequence, of_head: int, gradient: int) -> None:
         """The gradient of the embeddings. If they are tied, its sum with the head's is a third
@@ -460,3 +464,24 @@ class _Run:
         if not checkpointed:
             return start, [bias, zeros], made, held
         return [*start, bias, bias, zeros], [], [*made, zeros], held + 2 * zeros
+
+
+def _parts_of(layers: list[_Stack]) -> list[_Part]:
+    """The first layer and the last ones one by one, and before these one of another kind: in its
+    backward pass, nearly all that was saved is still there. The rest is in blocks of equal ones."""
+    first, last = layers[0], layers[-1]
+    run = next((n for n, one in enumerate(reversed(layers)) if one is not last), len(layers))
+    if len(layers) <= _LAYERS + 1:
+        chosen = [(one, 1) for one in layers]
+    else:
+        at_end = min(run, _LAYERS - 1)
+        others = layers[len(layers) - run - 1 : len(layers) - run]
+        middle = layers[1 : len(layers) - run - 1] if others else layers[1 : len(layers) - at_end]
+        counts = {id(one): (one, sum(other is one for other in middle)) for one in middle}
+        chosen = [(first, 1)] if run < len(layers) - 1 or not others else []
+        chosen += [*counts.values(), *((one, 1) for one in others)]
+        chosen += [(last, run - at_end)] if others and run > at_end else []
+        chosen += [(last, 1)] * at_end
+    parts = [_Part(Unit(one.parameters, times), one) for one, times in chosen]
+    parts[0].is_first = True
+    return parts

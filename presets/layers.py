@@ -268,6 +268,14 @@ class Layer:
             return x
         return self._result(x.count, x.item, ((x, 0, x.item),), (self.new(x.count, 1),))
 
+    def clamped(self, x: Tensor) -> Tensor:
+        """In fp16, what T5 adds up is kept finite."""
+        if x.item == 4 or self.numbers.half != "fp16":
+            return x
+        infinite, absolute = self.new(x.count, 1), self.new(x.count, x.item)
+        del infinite, absolute
+        return self._result(x.count, x.item, ((x, (x.count, x.count), x.item),), (x,))
+
     def activation(self, x: Tensor, name: str) -> Tensor:
         if name == "gelu_new":
             wide = self.cast(x, 4) if self.numbers.autocast else x
@@ -357,10 +365,13 @@ class Layer:
             del narrow, copy
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
-        return self._adapted(x, found, inputs, outputs, quantized)
+        held = [found]
+        del found
+        return self._adapted(x, held, inputs, outputs, quantized)
 
-    def _adapted(self, x: Tensor, found: Tensor, inputs: int, outputs: int, quantized: bool) -> Tensor:
-        numbers = self.numbers
+    def _adapted(self, x: Tensor, held: list[Tensor], inputs: int, outputs: int, quantized: bool) -> Tensor:
+        """`held` has the product without the adapter, and gives it up."""
+        numbers, found = self.numbers, held.pop()
         rank, own = numbers.rank, numbers.adapters
         rows = x.count // inputs
         self.parameters += [Parameter(rank, inputs, own, True), Parameter(outputs, rank, own, True)]

@@ -3,6 +3,7 @@ DeepSpeed, or with its ZeRO as in train/dry_run/zero*.py."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Several
 
 import msgspec
@@ -10,11 +11,30 @@ import msgspec
 from memtop.presets.allocator import MIB
 from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Sequence
+from memtop.presets.sequence import NOWHERE, Sequence
 from memtop.presets.states import Numbers, Parameter, block_bytes, optimizer_bytes, ring_bytes, weight_bytes
 
 _GATHERING, _REDUCING = 1, 2
 """Streams of ZeRO-3, beside 0 of the computation."""
+_PIECES = 12
+"""Of many equal layers, at most so many pieces are gathered one after the other."""
+
+
+class Piece(msgspec.Struct, eq=False):
+    """Weights that ZeRO-3 gathers together; sizes in numbers."""
+
+    sizes: list[int]
+    largest: int
+    """Of one weight."""
+    gathered: list[int] = []
+    """Where they are, whole."""
+    uses: int = 0
+    passed: int = 0
+    """In this pass: how often it was used, and found when looking ahead."""
+
+    @property
+    def count(self) -> int:
+        return sum(self.sizes)
 
 
 class Unit(msgspec.Struct, eq=False):
@@ -23,8 +43,8 @@ class Unit(msgspec.Struct, eq=False):
 
     parameters: Several[Parameter]
     times: int = 1
-    gathered: list[int] = []
-    """With ZeRO-3: where its weights are, whole."""
+    pieces: list[Piece] = []
+    """With ZeRO-3; of many equal layers, a few."""
 
     @property
     def trained(self) -> list[Parameter]:
@@ -62,6 +82,9 @@ class Plain:
         """Do nothing."""
 
     after_forward = before_backward = before_forward
+
+    def begin_forward(self) -> None:
+        """Do nothing."""
 
     def begin_backward(self, *, last: bool) -> None:
         """Do nothing."""
@@ -150,6 +173,9 @@ class _Sharded:
             for _ in range(2):
                 self._sequence.begin(4 * size, "optimizer")
 
+    def _gradients_of(self, unit: Unit, item: int) -> list[int]:
+        return self._sequence.begin_for(unit.times, item * unit.count // unit.times, "gradients")
+
     def begin_update(self) -> None:
         """Do nothing."""
 
@@ -157,6 +183,9 @@ class _Sharded:
         """Do nothing."""
 
     after_forward = before_backward = before_forward
+
+    def begin_forward(self) -> None:
+        """Do nothing."""
 
     def begin_backward(self, *, last: bool) -> None:
         self._last = last
@@ -176,7 +205,7 @@ class Stage1InBf16(_Sharded):
     def after_backward(self, unit: Unit) -> None:
         if unit not in self._done:
             self._done.append(unit)
-            self._gradients.append(self._sequence.begin(self._item * unit.count, "gradients"))
+            self._gradients += self._gradients_of(unit, self._item)
 
     def end_backward(self) -> None:
         self._sequence.pass_through(4 * self._largest)
@@ -223,14 +252,15 @@ class Stages1And2(_Sharded):
     def begin_backward(self, *, last: bool) -> None:
         super().begin_backward(last=last)
         item = 4 if self._separate else self._item
-        self._in_bucket = self._sequence.begin(item * self._bucket, "buckets")
+        if self._in_bucket < 0:
+            self._in_bucket = self._sequence.begin(item * self._bucket, "buckets")
 
     def after_backward(self, unit: Unit) -> None:
         sequence = self._sequence
         if not self._partitions:
             if unit not in self._done:
                 self._done.append(unit)
-                self._sums.append(sequence.begin((4 if self._separate else self._item) * unit.count, "gradients"))
+                self._sums += self._gradients_of(unit, 4 if self._separate else self._item)
             return
         # A gradient that is larger than the bucket is kept by the process that updates it.
         start, end = self._starts[id(unit)], self._starts[id(unit)] + unit.count
@@ -268,7 +298,10 @@ class Stages1And2(_Sharded):
             self._sum()
         if not self._compact and not self._offloads and self._flat < 0:
             self._flat = sequence.begin(self._item * self._part, "gradients")
-        sequence.end(self._in_bucket, *self._own)
+        if self._partitions or self._last:
+            sequence.end(self._in_bucket)
+            self._in_bucket = -1
+        sequence.end(*self._own)
         self._own.clear()
         if self._last:
             sequence.end(*self._sums)
@@ -295,6 +328,17 @@ class Stage3(_Sharded):
         self._most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
         self._ahead = int(0.9 * self._bucket)
         self._is_known = False
+        self._live = 0
+        self._after: dict[int, int] = {}
+        after = 0
+        for unit in reversed(self._units):
+            self._after[id(unit)] = after
+            sizes = [one.numbers for one in unit.parameters if one.numbers * self._item > MIB]
+            pieces, largest = min(unit.times, _PIECES), max(sizes, default=0)
+            if unit.times > 1:
+                sizes = [unit.times * sum(sizes) // pieces]
+            unit.pieces = [Piece(sizes, largest) for _ in range(pieces)]
+            after += sum(one.count for one in unit.pieces)
         self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
         self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
         # Weights that are read from files are sharded at once.
@@ -326,45 +370,92 @@ class Stage3(_Sharded):
 
     # --- gathering
 
-    def _gather(self, unit: Unit) -> None:
-        if unit.gathered or (self._world == 1 and self._keeps):
-            return
-        sizes = [one.numbers for one in unit.parameters if one.numbers * self._item > MIB]
-        if unit.times > 1:
-            # Of many layers, as many are live as are used again soon.
-            room = self._most // 2 if self._is_known else 0
-            sizes = [min(unit.times * sum(sizes), room)]
-        keys = [self._sequence.begin(self._item * size, "gathered weights", _GATHERING) for size in sizes]
-        if not self._keeps and self._world > 1:
-            self._sequence.pass_through(self._item * sum(sizes) // self._world, "gathered weights", _GATHERING)
-        if self._is_known and self._world > 1:
-            # Several weights arrive together, those that come next among them.
-            together = max(self._ahead, min(sum(sizes), self._ahead + max(sizes, default=0)))
-            self._sequence.pass_through(self._item * together, stream=_GATHERING)
-        unit.gathered = [key for key in keys if key >= 0]
+    def begin_forward(self) -> None:
+        """From the second pass on, DeepSpeed knows the order in which weights are used. It gathers
+        them ahead, until there are as many as may be."""
+        units = [*self._units, self._units[0]] if self._is_tied else self._units
+        forward = [piece for unit in units for piece in unit.pieces]
+        self._queue = deque([*forward, *reversed(forward)] if self._is_known else [])
+        for piece in forward:
+            piece.uses = piece.passed = 0
 
-    def _release(self, unit: Unit) -> None:
-        self._sequence.end(*unit.gathered)
-        unit.gathered = []
+    def _use(self, piece: Piece) -> None:
+        self._gather([piece])
+        if not self._is_known:
+            return
+        piece.uses += 1
+        while self._queue and piece.passed < piece.uses:
+            self._next()
+        while self._queue and self._live < self._most:
+            together: list[Piece] = []
+            most = min(self._ahead, self._most - self._live)
+            while self._queue and most > 0:
+                one = self._next()
+                if not (one.gathered or one in together):
+                    together.append(one)
+                    most -= one.count
+            self._gather(together)
+
+    def _next(self) -> Piece:
+        found = self._queue.popleft()
+        found.passed += 1
+        return found
+
+    def _gather(self, pieces: list[Piece]) -> None:
+        missing = [one for one in pieces if not one.gathered]
+        if not missing or (self._world == 1 and self._keeps):
+            return
+        sequence, count = self._sequence, sum(one.count for one in missing)
+        self._live += count
+        sent = 0 if self._keeps or self._world == 1 else self._item * count // self._world
+        if self._is_known and self._world > 1:
+            # What arrives together is there until it is split up.
+            at_once = self._item * min(count, self._ahead + max(one.largest for one in missing))
+            arrived = sequence.begin(at_once, "gathered weights", _GATHERING)
+            sequence.pass_through(sent, "gathered weights", _GATHERING)
+        else:
+            arrived = NOWHERE
+        for one in missing:
+            one.gathered = [sequence.begin(self._item * size, "gathered weights", _GATHERING) for size in one.sizes]
+        if arrived < 0:
+            sequence.pass_through(sent, "gathered weights", _GATHERING)
+        sequence.end(arrived)
+
+    def _release(self, piece: Piece) -> None:
+        if piece.gathered:
+            self._live -= piece.count
+            self._sequence.end(*piece.gathered)
+            piece.gathered = []
 
     def before_forward(self, unit: Unit) -> None:
-        self._gather(unit)
+        for piece in unit.pieces:
+            self._use(piece)
+            if unit.times > 1:
+                self._release_after_forward(unit, piece)
 
     def after_forward(self, unit: Unit) -> None:
-        after = self._units[self._units.index(unit) + 1 :]
-        distance = 2 * sum(one.times * sum(p.numbers for p in one.parameters) for one in after)
+        if unit.times == 1:
+            for piece in unit.pieces:
+                self._release_after_forward(unit, piece)
+
+    def _release_after_forward(self, unit: Unit, piece: Piece) -> None:
+        """Unless the backward pass uses it soon."""
+        later = self._after[id(unit)] + sum(one.count for one in unit.pieces[unit.pieces.index(piece) + 1 :])
         unused = False
         if unit is self._units[0]:
             # The head uses tied ones. The backward pass uses frozen ones only for checkpoints.
-            distance, unused = (
-                distance // (2 if self._is_tied else 1),
-                not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing),
-            )
-        if not self._is_known or unused or distance > self._most:
-            self._release(unit)
+            later = 0 if self._is_tied else later
+            unused = not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing)
+        # What it found when looking ahead, it keeps until then.
+        soon = piece.passed > piece.uses or 2 * later <= self._most
+        if not self._is_known or unused or not soon:
+            self._release(piece)
 
     def before_backward(self, unit: Unit) -> None:
-        self._gather(unit)
+        for piece in reversed(unit.pieces):
+            self._use(piece)
+            if unit.times > 1:
+                self._release(piece)
 
     def after_backward(self, unit: Unit) -> None:
         if self._numbers.full or unit.times == 1:
@@ -383,7 +474,8 @@ class Stage3(_Sharded):
                 sequence.end(on_gpu)
             sequence.end(whole, own)
             sequence.end(*first)
-        self._release(unit)
+        for piece in unit.pieces:
+            self._release(piece)
 
     def end_backward(self) -> None:
         self._is_known = True
