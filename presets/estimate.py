@@ -144,6 +144,9 @@ class _Run:
         if shape.norm == "gemma" and self.half == "bf16" and self.numbers.weights == 2:
             # Its norms give the precision that they get, also with weights in fp32.
             self.numbers = replace(self.numbers, stream=2)
+        if shape.buckets and self.numbers.quantized and self.half == "bf16":
+            # What T5's layers add has the precision of its weights, not that of its norms.
+            self.numbers = replace(self.numbers, stream=self.numbers.weights)
         if (settings.task == "seq2seq") != bool(shape.decoder_layers):
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
         self.tokens = settings.batch * settings.seq_len
@@ -162,7 +165,7 @@ class _Run:
 
     def _of_rank(self, rank: int) -> Estimate:
         sequence = self._sequence(rank)
-        by_phase, at = sequence.peaks(expandable="expandable_segments:True" in self.settings.allocator, capacity=self.capacity)
+        by_phase, at = sequence.peaks(expandable=self.numbers.expandable, capacity=self.capacity)
         peaks = {phase: allocated for phase, (allocated, _) in by_phase.items()}
         top = max(peaks, key=lambda phase: peaks[phase])
         components = dict.fromkeys(get_args(Component), 0)
@@ -170,9 +173,9 @@ class _Run:
         # What is not split off a block belongs to it.
         components["temporary"] += peaks[top] - sum(components.values())
         reserved = max(reserved for _, reserved in by_phase.values())
-        fits = self.capacity is not None and reserved <= self.capacity
         above = round(_ABOVE * reserved)
-        reserved = min(above, self.capacity) if fits else above  # type: ignore[type-var]
+        fits = self.capacity is not None and reserved <= self.capacity
+        reserved = min(above, self.capacity or above) if fits else above
         return Estimate(
             allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
         )
@@ -348,6 +351,9 @@ class _Run:
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
                 engine.before_forward(head)
+                if self.shape.scaled_output:
+                    # The model keeps what it scales for the head.
+                    added.append(sequence.begin(self.tokens * self.shape.hidden * self.head_item, "temporary"))
                 if loss.in_pieces:
                     # The head's forward pass computes it, with the gradients.
                     loss.forward()
@@ -451,6 +457,9 @@ class _Run:
         item = numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
         stacks = 2 if shape.decoder_layers else 1
         start = [16 * self.tokens * stacks, *[count * item, count if shape.embedding_dropout else 0] * stacks]
+        if checkpointed and not numbers.full and shape.embedding_dropout:
+            # They get a gradient, so they exist beside what is left of them after dropout.
+            start += [count * item] * stacks
         # The gradient of frozen embeddings, which makes checkpoints run backward.
         held = 2 * count * item * stacks if checkpointed and not numbers.full else 0
         if not shape.decoder_layers:

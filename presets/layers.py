@@ -116,14 +116,14 @@ class Layer:
     def new(self, count: int, item: int, node: int | None = None) -> Tensor:
         size = count * item
         if size >= OWN_SEGMENT:
-            size = block_bytes(size)
+            size = block_bytes(size, self.numbers.expandable)
         self.live += size
         return Tensor(self, count, item, size, node)
 
     def _make(self, size: int, item: int = 0) -> _Gradient:
         """Allocate what no forward pass makes."""
         if size >= OWN_SEGMENT:
-            size = block_bytes(size)
+            size = block_bytes(size, self.numbers.expandable)
         self.live += size
         number = self.began(size, "temporary")
         return _Gradient(size, () if number < 0 else (number,), item)
@@ -213,7 +213,7 @@ class Layer:
             if self.numbers.resident:
                 self._drop(self._make(size))
             else:
-                size = block_bytes(size)
+                size = block_bytes(size, self.numbers.expandable)
                 self.kept += size
                 self.live += size
                 self.began(size, "gradients")

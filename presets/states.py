@@ -22,10 +22,10 @@ class UnknownMemoryError(ValueError):
 OWN_SEGMENT, _ROUND_SEGMENT = 10 << 20, 2 << 20
 
 
-def block_bytes(size: int) -> int:
+def block_bytes(size: int, expandable: bool) -> int:
     """What torch's allocator takes for a request: at most 1 MiB is left at the end of a segment of
-    its own, of which the size is rounded. See presets/allocator.py."""
-    if size >= OWN_SEGMENT:
+    its own, of which the size is rounded. Expandable segments are cut. See presets/allocator.py."""
+    if size >= OWN_SEGMENT and not expandable:
         left = -size % _ROUND_SEGMENT
         return size + left if left <= 1 << 20 else size
     return -(-size // 512) * 512
@@ -75,6 +75,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     """The layers with adapters, with ("all-linear",) all."""
+    expandable: bool = False
+    """Whether torch's allocator has expandable segments."""
     resident: bool = False
     """Whether gradients of an earlier micro-batch exist, to which new ones are added."""
 
@@ -110,6 +112,7 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
         dropout=lora.dropout if lora else 0.0,
         targets=lora.targets if lora else (),
         adapters=2 if sharded else 4,
+        expandable="expandable_segments:True" in settings.allocator,
         resident=settings.accumulation > 1 or bool(settings.zero.stage),
     )
 
@@ -121,24 +124,29 @@ def ring_bytes(settings: Settings, trained: Sequence[Parameter], gradients: int)
     return _BUCKETS * min(_BUCKET, max(max(one.numbers * one.item for one in trained), gradients))
 
 
-def weight_bytes(one: Parameter) -> int:
+def weight_bytes(one: Parameter, expandable: bool) -> int:
     if one.item:
-        return block_bytes(one.numbers * one.item)
+        return block_bytes(one.numbers * one.item, expandable)
     # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
     blocks = -(-one.numbers // 64)
-    return block_bytes(-(-one.numbers // 2)) + block_bytes(blocks) + block_bytes(-(-blocks // 256) * 4) + 2048
+    return (
+        block_bytes(-(-one.numbers // 2), expandable)
+        + block_bytes(blocks, expandable)
+        + block_bytes(-(-blocks // 256) * 4, expandable)
+        + 2048
+    )
 
 
-def optimizer_bytes(kind: str, one: Parameter) -> int:
+def optimizer_bytes(kind: str, one: Parameter, expandable: bool) -> int:
     count = one.numbers
     if kind == "adafactor":
         if not one.columns:
-            return block_bytes(4 * count) + 512
-        return block_bytes(4 * one.rows) + block_bytes(4 * one.columns) + 512
+            return block_bytes(4 * count, expandable) + 512
+        return block_bytes(4 * one.rows, expandable) + block_bytes(4 * one.columns, expandable) + 512
     if kind in ("adamw_8bit", "paged_adamw_8bit"):
         # bitsandbytes keeps small moments in 32 bits. What it pages is not in torch's memory.
         if count < 4096:
-            return 2 * block_bytes(4 * count)
-        scales = 2 * block_bytes(-(-count // 256) * 4)
-        return scales + (0 if kind == "paged_adamw_8bit" and count >= 100_000 else 2 * block_bytes(count))
-    return 2 * block_bytes(count * one.item) + 512
+            return 2 * block_bytes(4 * count, expandable)
+        scales = 2 * block_bytes(-(-count // 256) * 4, expandable)
+        return scales + (0 if kind == "paged_adamw_8bit" and count >= 100_000 else 2 * block_bytes(count, expandable))
+    return 2 * block_bytes(count * one.item, expandable) + 512

@@ -65,17 +65,19 @@ class Plain:
         self._gradients: list[int] = []
 
     def load(self) -> None:
-        sequence = self._sequence
+        sequence, expandable = self._sequence, self._numbers.expandable
         for unit in self._units:
             for one in unit.parameters:
                 if not one.item:
                     sequence.pass_through(one.numbers * self._numbers.weights)
-                if unit.times == 1 and weight_bytes(one) > MIB:
-                    sequence.begin(weight_bytes(one), "weights")
-            sizes = [weight_bytes(one) for one in unit.parameters if unit.times > 1 or weight_bytes(one) <= MIB]
-            self._together(unit, sizes, "weights")
+                if unit.times == 1 and weight_bytes(one, expandable) > MIB:
+                    sequence.begin(weight_bytes(one, expandable), "weights")
+            sizes = [weight_bytes(one, expandable) for one in unit.parameters]
+            self._together(unit, [size for size in sizes if unit.times > 1 or size <= MIB], "weights")
         trained = [one for unit in self._units for one in unit.trained]
-        gradients = sum(block_bytes(one.numbers * one.item) * unit.times for unit in self._units for one in unit.trained)
+        gradients = sum(
+            block_bytes(one.numbers * one.item, expandable) * unit.times for unit in self._units for one in unit.trained
+        )
         sequence.begin(ring_bytes(self._settings, trained, gradients), "workspace")
 
     def before_forward(self, unit: Unit) -> None:
@@ -116,7 +118,7 @@ class Plain:
         if not self._has_moments:
             self._has_moments = True
             for unit in self._units:
-                sizes = [optimizer_bytes(kind, one) for one in unit.trained]
+                sizes = [optimizer_bytes(kind, one, self._numbers.expandable) for one in unit.trained]
                 # Of Adam two moments each, one after the other.
                 halves = sizes if kind == "adafactor" else [size // 2 for size in sizes for _ in range(2)]
                 self._blocks(unit, halves, "optimizer", [])
@@ -159,7 +161,7 @@ class _Sharded:
             (one, key)
             for unit in self._units
             for one in unit.parameters
-            for key in self._sequence.begin_for(unit.times, weight_bytes(one), "weights")
+            for key in self._sequence.begin_for(unit.times, weight_bytes(one, self._numbers.expandable), "weights")
         ]
 
     def _flatten(self) -> None:
