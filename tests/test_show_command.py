@@ -285,7 +285,7 @@ def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
         "anonymous memory of rank 0 grew by 5.0 MiB per update",
         "memtop does nothing yet: --on-oom ask",
         "1. batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32 [training unchanged, resumes]",
-        "predicted peak 2.0 GiB of 8.0 GiB (25.0 %): line through B 4 and B 8",
+        "predicted peak 2.0 GiB of 8.0 GiB (25.0 %, safe): line through B 4 and B 8",
         "memtop restart a --batch 2 --accum 16",
         "2. sequence length 128 -> 64 [changes training, resumes, needs your consent]",
         "peak not known: one measured peak is known (B 4), two are needed",

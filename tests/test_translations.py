@@ -295,8 +295,8 @@ COMPOSED = {
     "GPU 0 is full in 12 min, at update 500": (
         "rank 0 在 GPU 0 上分配的显存 增长：每步 3.0 MiB（每秒 1.0 MiB），40 步内没有下降：GPU 0 将在 12 分后满，在第 500 步"
     ),
-    "predicted peak 3.0 GiB of 20.0 GiB (15.0 %): line through peaks at B 2 and B 4": (
-        "预测峰值 3.0 GiB / 20.0 GiB（15.0 %）：过以下峰值的直线：B 2、B 4"
+    "predicted peak 3.0 GiB of 20.0 GiB (15.0 %, safe): line through peaks at B 2 and B 4": (
+        "预测峰值 3.0 GiB / 20.0 GiB（15.0 %，安全）：过以下峰值的直线：B 2、B 4"
     ),
     "Go back to the state of update 38, without the 32 samples of the updates 40 to 43.": (
         "回到第 38 步的状态，不含第 40 到 43 步的 32 个样本。"

@@ -152,5 +152,8 @@ def _peak(remedy: Remedy) -> str:
     forecast = remedy.forecast
     if forecast is None:
         return f"peak not known: {remedy.forecast_unknown or 'there are no measurements for a forecast'}"
-    share = "" if forecast.fraction is None else f" of {units.size(forecast.total_bytes)} ({units.percent(forecast.fraction)})"
-    return f"predicted peak {units.size(forecast.peak_bytes)}{share}: {forecast.basis}"
+    size, basis = units.size(forecast.peak_bytes), forecast.basis
+    if forecast.fraction is None:
+        return f"predicted peak {size}: {basis}"
+    total, percent = units.size(forecast.total_bytes), units.percent(forecast.fraction)
+    return f"predicted peak {size} of {total} ({percent}, {forecast.band.value}): {basis}"

@@ -12,12 +12,15 @@ from msgspec.structs import replace
 from transformers import AutoConfig
 
 from bench.predict import GIB, MIB, drawn
-from memtop.presets import Settings
+from memtop.presets import Settings, load_presets
 from memtop.presets.architectures import shape_of
+from memtop.presets.comparison import outlook
 from memtop.presets.estimate import Estimate, estimate, largest_batch
 from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import Lora, Zero
 from memtop.presets.states import UnknownMemoryError
+from memtop.train.dry_run.build import training_of
+from memtop.train.dry_run.run import foresee
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -56,6 +59,42 @@ def test_the_estimate_is_near_the_dry_run_and_rather_above_it(kind: str) -> None
         least = -0.1 if one.settings.zero.stage else -0.03
         assert least <= found.allocated / exact.allocated - 1 <= 0.15, one
         assert -0.2 <= found.reserved / exact.reserved - 1 <= 0.25, one
+
+
+@pytest.mark.parametrize("task", ["causal", "seq2seq"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_every_preset_is_estimated_and_run_without_numbers_or_refused_by_name(method: Any, task: Any) -> None:
+    """Within the bounds of docs/performance.md. Presets that lead to the same settings are one."""
+    config = T5 | {"num_layers": 1} if task == "seq2seq" else LLAMA | {"num_hidden_layers": 1}
+    lora = None if method == "full" else Lora(r=16, alpha=16, targets=("q", "v") if task == "seq2seq" else ("q_proj", "v_proj"))
+    base = settings(
+        batch=2,
+        accumulation=2,
+        seq_len=128,
+        method=method,
+        task=task,
+        lora=lora,
+        model={"config": config},
+        device="cuda",
+        target_samples=320,
+    )
+    seen: list[Settings] = []
+    for name, preset in load_presets().items():
+        look = outlook(base, preset)
+        if look.switch == "refused":
+            assert method == "qlora", look.reason
+            assert "stage 3" in look.reason or "ZeRO-3" in look.reason, name
+            continue
+        after = replace(look.kept, preset="", workers=0, host_level="standard", pin_memory=None)
+        if after in seen:
+            continue
+        seen.append(after)
+        found = estimate(after, config, generation=80)
+        exact = foresee(training_of(after, generation=80, capacity=None))
+        least = -0.28 if after.zero.stage == 3 else -0.1
+        assert least <= found.allocated / exact.allocated - 1 <= 0.16, (name, found.allocated, exact.allocated)
+        assert -0.2 <= found.reserved / exact.reserved - 1 <= 0.25, (name, found.reserved, exact.reserved)
+    assert len(seen) >= 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
