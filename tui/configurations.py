@@ -253,20 +253,18 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
 
 
 def _phases(of: Configuration, width: int) -> list[Line]:
-    """`allocated  forward ~4.9 / 5.0  backward ~7.1 / 7.0  optimizer ~4.1 / 4.0 GiB`, or why it is
-    not known."""
+    """`GiB allocated  forward ~4.9/5.0  backward ~7.1/7.0  optimizer ~4.1/4.0`, or why it is not
+    known."""
     peaks, why = phase_peaks(of), why_no_phases(of)
     if not peaks:
         return [fit(fact("allocated by phase", f"{units.UNKNOWN} {tr(why or '')}", MUTED), width)]
     scale = phases_scale(peaks)
     parts = [
-        line(
-            (f"{peak.phase} ", MUTED), (peak.before(scale), "predicted"), (" / ", MUTED), (scale.number(peak.measured), STRONG)
-        )
+        line((f"{peak.phase} ", MUTED), (peak.before(scale), "predicted"), ("/", MUTED), (scale.number(peak.measured), STRONG))
         for peak in peaks
     ]
-    unit = line((f"{scale.unit}, ", MUTED), ("foreseen", "predicted"), (" / ", MUTED), ("measured", STRONG))
-    return [join_fitting([line(("allocated", MUTED)), *parts, unit, line((why or "", MUTED))], width)]
+    legend = line(("foreseen", "predicted"), ("/", MUTED), ("measured", STRONG))
+    return [join_fitting([line((f"{scale.unit} allocated", MUTED)), *parts, legend, line((why or "", MUTED))], width)]
 
 
 def differences(of: Configuration, now: Configuration | None) -> list[str]:
