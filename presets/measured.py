@@ -9,6 +9,7 @@ run measures again.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,15 +109,18 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         """The newest whole peaks of the same model that say most about these settings, and how like
         them they are."""
         whole = [row for row in self.of_model(settings, config) if not row.failed]
-        shape = memory_shape(settings, "peak")
-        near = [row for row in whole if _without_split(memory_shape(row.settings, "peak")) == _without_split(shape)]
+        wanted = _shape(msgspec.json.encode(settings))
+        near = [row for row in whole if _shape(msgspec.json.encode(row.settings)) == wanted]
         same = [row for row in near if (row.settings.batch, row.settings.rank_splits) == (settings.batch, settings.rank_splits)]
         return (same or near or whole)[-MOST_USED:], "same" if same else "near" if near else "model"
 
 
-def _without_split(shape: Mapping[str, Any]) -> dict[str, Any]:
+@functools.lru_cache(maxsize=4 * KEPT)
+def _shape(settings: bytes) -> dict[str, Any]:
+    """What shapes the peak, except the split. A forecast asks for that of every row."""
+    values = memory_shape(msgspec.json.decode(settings, type=Settings), "peak")
     # Evaluations have a peak of their own.
-    return {name: value for name, value in shape.items() if name not in (*SPLIT, "eval_batch")}
+    return {name: value for name, value in values.items() if name not in (*SPLIT, "eval_batch")}
 
 
 def learned(gpu: GpuKind | None, torch: str | None = None, *, without: str = "") -> Learned:

@@ -24,6 +24,8 @@ PATIENCE = 50
 """Updates without failure or pressure before the batch may grow; doubled after a failed growth."""
 SAFE_FRACTION = 0.85
 """The predicted peak of a larger micro-batch must stay below this share of the memory."""
+_FIRST_MEASURED = 3
+"""The first update allocates the optimizer's moments; from the second on all are alike."""
 _PRESSED = 2
 """Consecutive updates with a freed cache that count as pressure; a single one may happen."""
 
@@ -120,6 +122,14 @@ class DeviceMemory(Protocol):
     def peak_bytes(self) -> int | None:
         """The allocator's peak since the last reset, by `reset` or by anything else."""
 
+    def end_phase(self) -> int | None:
+        """What was allocated at the most since the last phase or reset, in bytes. `peak_bytes`
+        still counts the phases before."""
+
+    def end_update(self) -> tuple[int, int]:
+        """What was allocated and reserved at the most in the phases since the last reset, in bytes;
+        0 without any. The next update has none yet."""
+
     def held_bytes(self) -> int | None:
         """What is allocated now. Between two updates that is what a batch of any size needs."""
 
@@ -151,6 +161,12 @@ class UnmeasuredMemory:
     def peak_bytes(self) -> int | None:
         return None
 
+    def end_phase(self) -> int | None:
+        return None
+
+    def end_update(self) -> tuple[int, int]:
+        return 0, 0
+
     def held_bytes(self) -> int | None:
         return None
 
@@ -172,6 +188,8 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._phases = 0, 0
+        """The most that was allocated and reserved in the phases of this update that are over."""
 
     def name(self) -> str | None:
         return torch.cuda.get_device_name(self._device)
@@ -180,7 +198,17 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)[1]
 
     def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_reserved(self._device)
+        return max(self._phases[1], torch.cuda.max_memory_reserved(self._device))
+
+    def end_phase(self) -> int | None:
+        allocated, reserved = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        self._phases = max(self._phases[0], allocated), max(self._phases[1], reserved)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return allocated
+
+    def end_update(self) -> tuple[int, int]:
+        found, self._phases = self._phases, (0, 0)
+        return found
 
     def held_bytes(self) -> int | None:
         return torch.cuda.memory_allocated(self._device)
@@ -200,6 +228,7 @@ class CudaMemory:
         return found
 
     def reset(self) -> None:
+        self._phases = 0, 0
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -207,6 +236,50 @@ class CudaMemory:
 def open_device_memory(device: torch.device) -> DeviceMemory:
     """The memory of a device."""
     return CudaMemory(device) if device.type == "cuda" else UnmeasuredMemory()
+
+
+class PhasePeaks:
+    """What is allocated at the most in each phase of an update.
+
+    To read that takes a moment for each micro-batch. So it is read in the first updates with some
+    settings, and in the update after one with a new highest peak.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._found: dict[str, int] = {}
+        self._settings: object = None
+        self._left = 0
+        """Updates to measure."""
+        self._highest = 0
+
+    def begin(self, settings: object) -> None:
+        """An update, or another attempt at it, begins."""
+        if settings is not self._settings:
+            self._settings, self._left, self._highest = settings, _FIRST_MEASURED, 0
+        self._found = {}
+        if self._left:
+            # What was allocated since the last update is of no phase.
+            self._memory.end_phase()
+
+    def end(self, phase: str) -> None:
+        """A phase of a micro-batch, or the optimizer step, is over."""
+        found = self._memory.end_phase() if self._left else None
+        if found is not None:
+            self._found[phase] = max(found, self._found.get(phase, 0))
+
+    def of_update(self, readings: Mapping[str, int | None]) -> dict[str, int | None]:
+        """The readings after an update, with the peaks of its phases if they were measured."""
+        allocated, reserved = self._memory.end_update()
+        found = {**readings, **{f"{phase}_peak_bytes": size for phase, size in self._found.items()}}
+        for name, before in (("peak_bytes", allocated), ("peak_reserved_bytes", reserved)):
+            size = found.get(name)
+            found[name] = None if size is None else max(size, before)
+        self._left = max(0, self._left - 1)
+        peak = found["peak_bytes"] or 0
+        if peak > self._highest:
+            self._highest, self._left = peak, max(1, self._left)
+        return found
 
 
 class BatchSizer:

@@ -23,7 +23,7 @@ from memtop.presets import Settings
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train.agent.memory import free_cache
 from memtop.train.batch_search import BatchSearch
-from memtop.train.batch_sizer import PATIENCE, BatchSizer, DeviceMemory, OomGuard, open_device_memory
+from memtop.train.batch_sizer import PATIENCE, BatchSizer, DeviceMemory, OomGuard, PhasePeaks, open_device_memory
 from memtop.train.batches import Batch, Batches, to_device
 from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Requests, Stopwatch, Tracking, warn_from_first
 from memtop.train.checkpoint import SavedProgress
@@ -88,6 +88,7 @@ class Trainer:
         self._guard = OomGuard(channel, retries=engine.retries)
         self._skipped_steps = SkippedSteps(engine, partial(warn_from_first, channel, self._accelerator))
         self._sizer = BatchSizer(memory or open_device_memory(self._accelerator.device), patience)
+        self._phases = PhasePeaks(self._sizer.memory)
         self._stopwatch = Stopwatch(self._accelerator.device)
         self._order = SampleOrder(samples, settings.seed, position.cuts)
         on_cpu = self._accelerator.device.type == "cpu"
@@ -240,6 +241,7 @@ class Trainer:
         with self._stopwatch.part("optimizer_seconds"):
             rate = self.settings.rate_at(end, self.target_samples)
             norm = self._engine.step(rate)
+        self._phases.end("optimizer")
         digest = sample_digest(plan.ids)
         loss, norm = self._read_results(norm)
         skipped = self._skipped_steps.check(plan.number, loss, norm, last=end >= self.target_samples)
@@ -260,6 +262,7 @@ class Trainer:
         attempt together.
         """
         self._guard.failed = False
+        self._phases.begin(self.settings)
         split = dict(zip(("batch", "accumulation"), self._live.split, strict=True))
         # The random state depends on the position alone, so a resumed or re-split run draws the
         # same numbers.
@@ -298,9 +301,11 @@ class Trainer:
             on_device = to_device(batch, device)
             with self._stopwatch.part("forward_seconds"):
                 loss = self._engine.objective(**on_device) / tokens
+            self._phases.end("forward")
             self._guard.phase = "backward"
             with self._stopwatch.part("backward_seconds"):
                 self._engine.backward(loss, last=number == len(batches))
+            self._phases.end("backward")
             self._results[0].add_(loss.detach())
         return self._engine.missing_gradients()
 
@@ -328,7 +333,7 @@ class Trainer:
             **values,
             **more,
             **seconds,
-            **self._channel.readings(),
+            **self._phases.of_update(self._channel.readings()),
         )
         if self._accelerator.is_main_process and plan.number % self.settings.log_every == 0:
             speed = len(plan.keys) / seconds["step_seconds"]

@@ -19,7 +19,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.language import Verbatim, separator, tr
 from memtop.supervisor.recovery.configuration import edited, kept_length
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.run.explain import length_change
+from memtop.supervisor.run.explain import length_change, phase_peaks, phases_scale, why_no_phases
 from memtop.supervisor.wire import Change, Configuration, RunState
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join, join_fitting, line, wrap
@@ -247,8 +247,24 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     if of.until_update is not None and of.until_update < (of.since_update or 0):
         span = [fact(f"configuration {of.number},", "no update was done")]
     head = [*span, updates, preset]
-    lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {tr(in_words(of.reason))}", width)]
+    lines = [join_fitting([part for part in head if part], width), *_phases(of, width)]
+    lines += wrap(f"why: {tr(in_words(of.reason))}", width)
     return [*lines, *wrap(f"to go back: {'; '.join(differences(of, now))}", width, MUTED)]
+
+
+def _phases(of: Configuration, width: int) -> list[Line]:
+    """`GiB allocated  forward ~4.9/5.0  backward ~7.1/7.0  optimizer ~4.1/4.0`, or why it is not
+    known."""
+    peaks, why = phase_peaks(of), why_no_phases(of)
+    if not peaks:
+        return [fit(fact("allocated by phase", f"{units.UNKNOWN} {tr(why or '')}", MUTED), width)]
+    scale = phases_scale(peaks)
+    parts = [
+        line((f"{peak.phase} ", MUTED), (peak.before(scale), "predicted"), ("/", MUTED), (scale.number(peak.measured), STRONG))
+        for peak in peaks
+    ]
+    legend = line(("foreseen", "predicted"), ("/", MUTED), ("measured", STRONG))
+    return [join_fitting([line((f"{scale.unit} allocated", MUTED)), *parts, legend, line((why or "", MUTED))], width)]
 
 
 def differences(of: Configuration, now: Configuration | None) -> list[str]:

@@ -27,12 +27,13 @@ from memtop.supervisor.language import Verbatim, has_wide, tr, wrapped_anywhere
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run import speed, view
+from memtop.supervisor.run.explain import phase_peaks, phases_scale, why_no_phases
 from memtop.supervisor.run.queue import revive_queued
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import SAMPLINGS_STORED, reading_ledger
 from memtop.supervisor.run.report.facts import newest_evaluation
 from memtop.supervisor.run.runs import RunRow, row_of, run_folders, table, with_turns
-from memtop.supervisor.wire import Phase, RunState
+from memtop.supervisor.wire import Configuration, Phase, RunState
 
 
 @click.command()
@@ -110,6 +111,8 @@ def document(folder: RunFolder) -> dict[str, Any]:
     """
     with readable_ledger(folder):
         record = view.show(folder)
+    for row in record["configurations"]:
+        row["phases_unknown"] = why_no_phases(msgspec.convert(row, Configuration))
     return record | _measured(view.read_state(folder)) | {"then": folder.spec().then}
 
 
@@ -164,6 +167,8 @@ def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
     if len(record["configurations"]) > 1 or any(row["foreseen"] for row in record["configurations"]):
         for row in record["configurations"]:
             yield f"  {_configuration_line(row)}"
+            if (phases := _phases_words(msgspec.convert(row, Configuration))) is not None:
+                yield f"    allocated     {phases}"
     for attempt in record["attempts"]:
         yield from _attempt_lines(attempt, state)
     if state.proposal is not None:
@@ -277,6 +282,18 @@ def _configuration_line(row: dict[str, Any]) -> str:
     ended = outcome_of(outcome, by_words=row["by_words"]) or (outcome and state_word(outcome, row["ended_by"]))
     parts.append(ended or "current")
     return f"configuration {row['number']}  {', '.join(parts)} ({tr(in_words(row['reason']))})"
+
+
+def _phases_words(row: Configuration) -> str | None:
+    """What was foreseen and measured in each phase of an update."""
+    peaks = phase_peaks(row)
+    if not peaks:
+        return None
+    of, why = phases_scale(peaks), why_no_phases(row)
+    sizes = ", ".join(f"{tr(peak.phase)} {peak.before(of)} / {of.number(peak.measured)}" for peak in peaks)
+    if why is not None:
+        return f"{sizes} {of.unit}, foreseen / measured: {why}"
+    return f"{sizes} {of.unit}, foreseen / measured"
 
 
 def _measured(state: RunState) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Card, Need, estimated, largest_safe, peak_of, splits_of, with_split
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.peak_line import batch_words, forecast, foreseen, median, peaks_of
-from memtop.supervisor.recovery.values import PHASES, Forecast, Peak
+from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
 
 _NOTHING = Learned()
@@ -119,7 +119,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(need, str):
             return found
         times = max(0, found.peak_bytes - self.card.context_bytes) / need.reserved
-        phases = {phase: round(size * times) for phase, size in need.peaks.items() if phase in PHASES}
+        phases = {phase: round(size * times) for phase, size in need.peaks.items() if phase in UPDATE_PHASES}
         return replace(found, phases=phases)
 
     def _foreseen(self, size: int, basis: str, least: int | None = None, most: int | None = None) -> Forecast:

@@ -19,7 +19,7 @@ Class = Literal["none", "live", "resumes", "converts", "new run"]
 run."""
 
 
-PHASES = ("forward", "backward", "optimizer")
+UPDATE_PHASES = ("forward", "backward", "optimizer")
 """Of an update: its memory has a peak in each."""
 
 
@@ -39,7 +39,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The true peak is hardly below it, and hardly above `most_bytes`; None: not known."""
     most_bytes: int | None = None
     phases: dict[str, int] = {}
-    """By phase (see `PHASES`), what torch allocates at the most on a GPU; empty if not known."""
+    """By each of `UPDATE_PHASES`, what torch allocates at the most on a GPU; empty if not known."""
 
     @property
     def taken_bytes(self) -> int | None:
@@ -142,7 +142,8 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
     key lie on one line."""
     phases: dict[str, int] = {}
-    """By phase (see `PHASES`), what torch allocated at the most on a GPU; empty if not measured."""
+    """By each of `UPDATE_PHASES`, what torch allocated at the most on a GPU; empty if not
+    measured."""
 
     @property
     def words(self) -> str:

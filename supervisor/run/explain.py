@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,7 @@ from memtop.supervisor.killed import describe_status, signal_status
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
+from memtop.supervisor.recovery.values import UPDATE_PHASES
 from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
 from memtop.supervisor.run.post_mortem.log_end import DeadWorker, LogEnd
 from memtop.supervisor.run.progress import Progress
@@ -36,6 +37,46 @@ from memtop.supervisor.wire import (
     Stop,
     Try,
 )
+
+
+class PhasePeak(NamedTuple):
+    """What torch allocates at the most in one phase of an update, bytes; None: not known."""
+
+    phase: str
+    foreseen: int | None
+    measured: int | None
+
+    def before(self, of: units.Scale) -> str:
+        """`~4.9`: what was foreseen."""
+        return units.UNKNOWN if self.foreseen is None else f"~{of.number(self.foreseen)}"
+
+
+def phase_peaks(of: Configuration) -> list[PhasePeak]:
+    """By phase of an update; empty if nothing was foreseen or measured."""
+    foreseen = {} if of.foreseen is None else of.foreseen.phases
+    measured = {} if of.peak is None else of.peak.phases
+    if not foreseen and not measured:
+        return []
+    return [PhasePeak(phase, foreseen.get(phase), measured.get(phase)) for phase in UPDATE_PHASES]
+
+
+def why_no_phases(of: Configuration) -> str | None:
+    """Why no peak of a phase was measured; None if one was."""
+    peak = of.peak
+    if peak is not None and peak.phases:
+        return None
+    if of.settings is None:
+        return "only the built-in trainer measures it"
+    if peak is None or not peak.updates:
+        return "no update was measured"
+    if peak.outside_bytes is None:
+        return "on the CPU no allocator counts it"
+    return "its trainer did not measure it"
+
+
+def phases_scale(peaks: Iterable[PhasePeak]) -> units.Scale:
+    """A common unit of all of them."""
+    return units.scale(max((size for peak in peaks for size in (peak.foreseen, peak.measured) if size), default=None))
 
 
 def outcome(

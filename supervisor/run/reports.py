@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from memtop.supervisor.program import Knobs
+from memtop.supervisor.recovery.values import UPDATE_PHASES
 
 # Whatever is in bounds can be stored in SQLite and in state.json, added up, and shown.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
@@ -174,11 +175,21 @@ class Step(Timed, frozen=True, kw_only=True, tag="step"):
     ever).
     """
     peak_reserved_bytes: Count | None = None
+    forward_peak_bytes: Count | None = None
+    """What was allocated at the most in this phase of the update; None if it was not measured."""
+    backward_peak_bytes: Count | None = None
+    optimizer_peak_bytes: Count | None = None
     allocation_retries: Count | None = None
     """How often the allocator had to free its cache and try again, since the process began."""
     rss_bytes: Count | None = None
     anonymous_bytes: Count | None = None
     device_uuid: Word | None = None
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The peaks of the phases that were measured."""
+        sizes = (self.forward_peak_bytes, self.backward_peak_bytes, self.optimizer_peak_bytes)
+        return {phase: size for phase, size in zip(UPDATE_PHASES, sizes, strict=True) if size is not None}
 
 
 class Oom(Timed, frozen=True, kw_only=True, tag="oom"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -286,9 +287,14 @@ _ON_A_GPU = """
         channel.readings = lambda: {**read(), **held, "peak_reserved_bytes": 700 << 20}
         return channel
     memtop.train.channel.open_channel = open_channel
+    import memtop.train.batch_sizer as sizer
+    class Memory(sizer.UnmeasuredMemory):
+        def end_phase(self):
+            return 500 << 20
+    sizer.open_device_memory = lambda device: Memory()
 """
 """The trainer computes on the CPU, says that it is the GPU of the scripted driver, and that its
-allocator held 700 MiB."""
+allocator held 700 MiB, and 500 MiB of them in each phase."""
 
 
 def test_the_second_run_is_foreseen_by_what_the_first_has_measured(
@@ -311,3 +317,15 @@ def test_the_second_run_is_foreseen_by_what_the_first_has_measured(
     assert found["peak_bytes"] == pytest.approx(700 * MIB + GIB // 2, rel=0.01)
     assert found["least_bytes"] < found["peak_bytes"] < found["most_bytes"]
     assert found["phases"].keys() == {"forward", "backward", "optimizer"}
+    assert max(found["phases"].values()) < 700 * MIB
+    assert second["peak"]["phases"] == dict.fromkeys(("forward", "backward", "optimizer"), 500 * MIB)
+    assert second["phases_unknown"] is None
+    said = runs.memtop("show", "b").stdout
+    assert re.search(
+        r"allocated     forward ~\d+ / 500, backward ~\d+ / 500, optimizer ~\d+ / 500 MiB, foreseen / measured", said
+    )
+    page = tmp_path / "report.html"
+    runs.memtop("report", "b", "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert "Memory of each phase" in text
+    assert "<td>optimizer</td>" in text

@@ -8,6 +8,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.run.explain import PhasePeak, phase_peaks, why_no_phases
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
@@ -42,6 +44,34 @@ def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
     (record,) = all_of_them.to_save()
     assert (record.configuration, record.starts) == (row, (ConfigurationStart(attempt=1, saved_after=3),))
     assert all_of_them.saved().to_save() == ()
+
+
+def test_the_largest_peak_of_each_phase_on_any_rank_stays_with_the_configuration() -> None:
+    now = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).resumed(0)
+    phases = {"forward_peak_bytes": 60, "backward_peak_bytes": 90, "optimizer_peak_bytes": 40}
+    now = now.note_step(0, step(1, peak_reserved_bytes=100, **phases), 50, "key", SETTINGS.batch)
+    now = now.note_step(1, step(1, peak_reserved_bytes=90, **{**phases, "optimizer_peak_bytes": 70}), 50, "key", SETTINGS.batch)
+    now = now.note_step(0, step(2, peak_reserved_bytes=120), 50, "key", SETTINGS.batch)
+    (row,) = now.rows
+    assert row.peak is not None
+    assert (row.peak.bytes, row.peak.phases) == (170, {"forward": 60, "backward": 90, "optimizer": 70})
+    assert why_no_phases(row) is None
+    found = Forecast(peak_bytes=200, basis="estimate", phases={"forward": 50})
+    assert phase_peaks(replace(row, foreseen=found))[0] == PhasePeak("forward", 50, 60)
+    # The next settings begin without them.
+    now = now.change(3, "asked", HALF, died=None, saved=None, changed_by=(1, 9.0))
+    assert why_no_phases(now.rows[-1]) == "no update was measured"
+    now = now.note_step(0, step(3, peak_reserved_bytes=80), 50, "key", HALF.batch)
+    assert why_no_phases(now.rows[-1]) == "its trainer did not measure it"
+    assert phase_peaks(now.rows[-1]) == []
+
+
+def test_why_the_peaks_of_phases_are_not_known() -> None:
+    on_cpu = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(100, "key", SETTINGS.batch)
+    on_cpu = on_cpu.note_step(0, step(1), None, "key", SETTINGS.batch)
+    assert why_no_phases(on_cpu.rows[0]) == "on the CPU no allocator counts it"
+    own = Configurations().begin_attempt(1, "start", None, 5.0)
+    assert why_no_phases(own.rows[0]) == "only the built-in trainer measures it"
 
 
 def test_the_same_settings_go_on_and_others_begin_anew() -> None:

@@ -52,6 +52,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
         return found
 
     for name, found in {
+        "max_memory_allocated": of_device(lambda: card.peak_allocated),
         "max_memory_reserved": of_device(lambda: card.peak_reserved),
         "memory_reserved": of_device(lambda: card.reserved),
         "memory_allocated": of_device(lambda: card.held),

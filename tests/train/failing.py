@@ -119,6 +119,12 @@ class Scripted:
         assert self.trainer is not None
         return 100 + 10 * self.trainer.settings.splits[PartialState().process_index][0]
 
+    def end_phase(self) -> int | None:
+        return None
+
+    def end_update(self) -> tuple[int, int]:
+        return 0, 0
+
     def held_bytes(self) -> int | None:
         return self.held
 

@@ -30,6 +30,12 @@ class Card:
     def peak_bytes(self) -> int | None:
         return self.peaks[self.batch]
 
+    def end_phase(self) -> int | None:
+        return None
+
+    def end_update(self) -> tuple[int, int]:
+        return 0, 0
+
     def held_bytes(self) -> int | None:
         return self.held
 

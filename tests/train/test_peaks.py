@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,69 @@ def test_retries_of_the_optimizer_count_once(tmp_path: Path, card: Card) -> None
     # The retries of the first two updates are noticed in the two after them.
     assert [report["update"] for report in training.channel.of("pressure")] == [3]
     assert [(change["update"], change["reason"]) for change in training.channel.of("settings")] == [(4, "pressure")]
+
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+def phases_of(training: Training) -> dict[int, tuple[int, ...] | None]:
+    """By update, the peaks of its phases; None where they were not measured."""
+    names = [f"{phase}_peak_bytes" for phase in PHASES]
+    steps = training.channel.of("step")
+    return {step["update"]: tuple(step[name] for name in names) if names[0] in step else None for step in steps}
+
+
+def taking(training: Training, card: Card, *, backward: Callable[[], int], optimizer: int) -> None:
+    """The backward passes and the optimizer steps of this training take this much, too."""
+    passed, stepped = training.engine.backward, training.engine.step
+
+    def pass_back(loss: torch.Tensor, *, last: bool) -> None:
+        card.take(backward())
+        passed(loss, last=last)
+
+    def step(rate: float) -> Any:
+        card.take(optimizer)
+        return stepped(rate)
+
+    training.engine.backward, training.engine.step = pass_back, step
+
+
+def test_the_first_updates_report_the_peak_of_each_phase_and_their_own_peak_is_that_of_all(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(6, eval_every=2), evaluating=930)
+    taking(training, card, backward=lambda: 700, optimizer=300)
+    training.run()
+    found = phases_of(training)
+    assert {update: found[update] for update in (1, 2, 3)} == dict.fromkeys((1, 2, 3), (580, 700, 300))
+    assert [found[update] for update in (4, 5, 6)] == [None] * 3, "then no update is slowed"
+    steps = training.channel.of("step")
+    assert {(step["peak_bytes"], step["peak_reserved_bytes"]) for step in steps} == {(700, 700)}
+    # The peaks decide about the batch, too.
+    assert training.trainer._sizer.peaks == {8: 700}
+
+
+def test_a_new_highest_peak_and_other_settings_are_measured_again(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(9))
+    size = {"backward": 700}
+    taking(training, card, backward=lambda: size["backward"], optimizer=300)
+
+    def at(update: int) -> None:
+        if update == 5:
+            size["backward"] = 800
+
+    training.model.register_forward_pre_hook(lambda *_: at(training.trainer.position.updates + 1))
+    Failing(training, [Failure(8, 0.0, False)])
+    training.run()
+    found = phases_of(training)
+    assert [update for update, phases in found.items() if phases is not None] == [1, 2, 3, 6, 8, 9]
+    assert found[6] == (580, 800, 300)
+    assert found[8] == (340, 800, 300), "the attempt that failed is not of the smaller batch"
+
+
+def test_on_the_cpu_no_phase_is_measured(tmp_path: Path) -> None:
+    training = fresh(tmp_path, settings_of(2))
+    training.run()
+    assert set(phases_of(training).values()) == {None}
+    assert all(step.get("peak_bytes") is None for step in training.channel.of("step"))
 
 
 def test_cached_memory_is_freed_before_a_peak_is_measured(card: Card) -> None:

@@ -115,7 +115,12 @@ SCENES = (
     Scene("machine", (Picture("machine"),), messages=lambda: [_machine(second) for second in range(200)]),
     Scene(
         "foreseen",
-        (Picture("foreseen"), Picture("what-if", ("r", "backspace", "backspace", "6", "4")), Picture("preset-peaks", ("6",))),
+        (
+            Picture("foreseen"),
+            Picture("phases", ("u",)),
+            Picture("what-if", ("r", "backspace", "backspace", "6", "4")),
+            Picture("preset-peaks", ("6",)),
+        ),
         messages=lambda: _foreseen(),
     ),
 )
@@ -172,8 +177,10 @@ def _foreseen() -> list[FeedMessage]:
     """A run with its first peak measured, near what was foreseen."""
     settings, card = replace(T5, world_size=1), gpu(0, 0.6)
     key = settings_key(settings, on_gpu=True)
-    peak = Peak(batch=32, bytes=12 * GIB, updates=24, outside_bytes=GIB // 2, settings_key=key)
-    found = Forecast(peak_bytes=14 * GIB, total_bytes=20 * GIB, fraction=0.7, band=Band.SAFE, basis="estimate")
+    measured = {"forward": 8 * GIB, "backward": 11 * GIB, "optimizer": 5 * GIB}
+    peak = Peak(batch=32, bytes=12 * GIB, updates=24, outside_bytes=GIB // 2, settings_key=key, phases=measured)
+    phases = {"forward": 9 * GIB, "backward": 13 * GIB, "optimizer": 5 * GIB}
+    found = Forecast(peak_bytes=14 * GIB, total_bytes=20 * GIB, fraction=0.7, band=Band.SAFE, basis="estimate", phases=phases)
     row = Configuration(number=1, attempt=1, started=NOW, reason="start", settings=settings, foreseen=found, peak=peak)
     ranks = (RankMemory(rank=0, pid=7, connected=True, device_uuid=card.uuid),)
     return [running(card, settings=settings, ranks=ranks), wire.ConfigurationRows(rows=(row,))]

@@ -30,7 +30,9 @@ Reports are JSON objects, one a line, each with `type`, `time` (seconds since th
   did not change), sample_digest, dropped, batch, accumulation, data_wait_seconds, forward_seconds,
   backward_seconds, optimizer_seconds, step_seconds} and the values of `memory.readings`:
   {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
-  process began), rss_bytes, anonymous_bytes}. From a program that does not use memtop: {update,
+  process began), rss_bytes, anonymous_bytes}; in some updates on a GPU also {forward_peak_bytes,
+  backward_peak_bytes, optimizer_peak_bytes}: what was allocated at the most in that phase. From a
+  program that does not use memtop: {update,
   learning_rate (null if reading it would wait for a GPU), step_seconds, data_wait_seconds (inside
   torch's data loaders), batch (of the loader that was used last), dropped, device_uuid} and the
   readings. Device bytes are those of the device on which this process reserves most. From Hugging

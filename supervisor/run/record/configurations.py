@@ -242,6 +242,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
             now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key, batch, base_bytes or 0)
+            now = now._note_phases(step.phases)
         last = now.present
         if rank != 0 or last is None:
             return now
@@ -285,6 +286,18 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             peak = replace(known, bytes=taken, outside_bytes=outside)
         else:
             return self
+        return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
+
+    def _note_phases(self, phases: Mapping[str, int]) -> Configurations:
+        """Peaks of phases on one rank: the largest of all ranks and updates count."""
+        last = self.present
+        if not phases or last is None or last.configuration.outcome is not None or last.configuration.peak is None:
+            return self
+        known = last.configuration.peak
+        largest = {phase: max(size, known.phases.get(phase, 0)) for phase, size in phases.items()}
+        if largest.items() <= known.phases.items():
+            return self
+        peak = replace(known, phases={**known.phases, **largest})
         return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
 
     def saved(self) -> Configurations:

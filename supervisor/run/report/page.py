@@ -13,6 +13,7 @@ from memtop.supervisor.clean import clean
 from memtop.supervisor.diagnosis.values import in_words, layers_command
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.language import Verbatim, tr
+from memtop.supervisor.run.explain import phase_peaks, why_no_phases
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.report.charts import curve_svg, memory_svg
 from memtop.supervisor.run.report.facts import (
@@ -71,6 +72,8 @@ def html(facts: Facts) -> str:
             _title("Settings"),
             _table(_COLUMNS, _configurations(facts)),
         ]
+    if phases := list(_phases(facts)):
+        parts += [_title("Memory of each phase"), _table(_PHASE_COLUMNS, phases)]
     if facts.events:
         rows = [(_clock(event.time), str(event.attempt), event.word, in_words(event.message)) for event in facts.events]
         parts += [_title("Events"), _table(("", "attempt", "event", ""), rows)]
@@ -103,6 +106,8 @@ def markdown(facts: Facts) -> str:
     if len(facts.configurations) > 1:
         lines += ["", f"**{tr('Settings')}**", ""]
         lines += _markdown_table(_COLUMNS, _configurations(facts))
+    if phases := list(_phases(facts)):
+        lines += ["", f"**{tr('Memory of each phase')}**", "", *_markdown_table(_PHASE_COLUMNS, phases)]
     if environment := environment_rows(facts):
         lines += ["", f"**{tr('Environment')}**", "", *_markdown_table(("", ""), environment)]
     if facts.events:
@@ -171,6 +176,17 @@ def _configurations(facts: Facts) -> Iterable[tuple[str, ...]]:
         peak = units.UNKNOWN if row.peak is None else row.peak.words
         foreseen = units.UNKNOWN if row.foreseen is None else f"~{units.size(row.foreseen.peak_bytes)}"
         yield str(row.number), since, words, foreseen, peak, in_words(row.reason)
+
+
+_PHASE_COLUMNS = ("", "phase", "foreseen", "measured", "")
+
+
+def _phases(facts: Facts) -> Iterable[tuple[str, ...]]:
+    """What torch allocates in each phase of an update, by configuration."""
+    for row in facts.configurations:
+        for peak in phase_peaks(row):
+            foreseen = units.UNKNOWN if peak.foreseen is None else f"~{units.size(peak.foreseen)}"
+            yield str(row.number), peak.phase, foreseen, units.size(peak.measured), why_no_phases(row) or "allocated"
 
 
 def _clock(moment: float) -> str:
