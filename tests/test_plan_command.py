@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,11 +23,12 @@ from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.measured import GpuKind, Measured, model_key, place, remember
 from memtop.presets.schema import Lora, Zero
-from memtop.supervisor import language
+from memtop.supervisor import dry_runs, language
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
+from tests.forking import Program
 
 MIB, GIB = 1 << 20, 1 << 30
 LLAMA = {
@@ -38,9 +42,12 @@ LLAMA = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own; and dry runs are forks of a process that has the libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
+    forked = functools.partial(Program, imported=("peft", "bitsandbytes"))
+    monkeypatch.setattr(dry_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=subprocess.PIPE))
 
 
 @pytest.fixture
