@@ -116,6 +116,8 @@ def _price(remedy: Remedy, *, alive: bool, resumes: bool) -> list[tuple[str, str
         found.insert(0, ("! needs your consent", "edge"))
     if is_applicable(remedy):
         found.append((_speed(remedy), MUTED))
+    if remedy.seconds_left is not None:
+        found.append((f"about {units.duration(remedy.seconds_left)} left", MUTED))
     return found
 
 

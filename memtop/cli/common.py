@@ -16,6 +16,7 @@ import msgspec
 
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.output import row
+from memtop.presets.comparison import speed_words
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import in_words, layers_command
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
@@ -146,6 +147,10 @@ def _price(remedy: Remedy, *, resumes: bool) -> Iterator[str]:
         yield remedy.resumable
     if remedy.needs_consent and remedy.resumable != "none":
         yield "needs your consent"
+    if remedy.speed_basis:
+        yield speed_words(remedy.speed_class)
+    if remedy.seconds_left is not None:
+        yield f"about {units.duration(remedy.seconds_left)} left"
 
 
 def _peak(remedy: Remedy) -> str:

@@ -209,7 +209,8 @@ def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: b
         print_message(answer.message)
     except NotRunningError:
         again = _repeated_updates(folder, change) if detach else None
-        lines = list(meant(planned(folder, change), change))
+        # Without --detach the run's events say how its end moves.
+        lines = list(meant(planned(folder, change), change, length=detach))
         foreseen = _of_own_program(folder, change)
         starting.start_supervisor(folder, change)
         if foreseen:
@@ -270,15 +271,15 @@ def planned(folder: RunFolder, change: Change) -> Planned | None:
     return None if after is None else Planned(state, rows, at, after)
 
 
-def meant(plan: Planned | None, change: Change) -> Iterator[str]:
-    """What the change means for a run that is over: for its end, and a warning if its settings ran
-    out of memory. A supervisor says it of one that runs."""
+def meant(plan: Planned | None, change: Change, *, length: bool = True) -> Iterator[str]:
+    """What the change means for a run that is over: for its end (`length`), and a warning if its
+    settings ran out of memory. A supervisor says it of one that runs."""
     if plan is None:
         return
     state = plan.state
-    length = explain.length_change(state.settings, plan.after, plan.at, state.total_updates)
-    length = length or kept_length(change, plan.after, plan.rows)
-    yield from [length] if length else []
+    moved = explain.length_change(state.settings, plan.after, plan.at, state.total_updates)
+    moved = moved or kept_length(change, plan.after, plan.rows)
+    yield from [moved] if moved and length else []
     found = risk(plan.after, failed_settings(plan.rows))
     yield from [found] if found else []
 

@@ -78,6 +78,8 @@ class Situation:
     """The model's configuration, if the settings name the model only by path."""
     estimates: Estimates | None = None
     """None on the CPU, or if the GPU is not known."""
+    seconds_left: float | None = None
+    """What the run would take from its saved state to its end, at the speed that was measured."""
     _gone: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -172,6 +174,7 @@ class Situation:
             speed=speed,
             speed_class=expected.speed,
             speed_basis=expected.basis,
+            seconds_left=self.seconds_left / speed if self.seconds_left is not None and speed and not another else None,
             command=train_command(self.settings, values) if another else restart_command(self.run, values, preset),
         )
 

@@ -97,6 +97,8 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     """Compared with the present settings (`presets.comparison.Pace`); None: not known."""
     speed_basis: tuple[str, ...] = ()
     """What the class follows from, or why it is not known."""
+    seconds_left: float | None = None
+    """What the run then takes to its end, by its measured speed and `speed`; None: not known."""
     command: str | None = None
     """What a person types in a shell: `memtop restart RUN --batch 4 --accum 8`, or system commands,
     one a line, which memtop never runs."""

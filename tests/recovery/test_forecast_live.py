@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
+from memtop.cli.common import proposal_lines
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.batch_trial import refusal
 from memtop.supervisor.recovery.bottleneck import Measured
@@ -103,6 +106,23 @@ def test_a_larger_batch_and_a_trial_are_judged_by_the_estimate_of_the_run() -> N
     line = forecast(brain.model, 16)
     assert line is not None
     assert line.basis.startswith("line through peaks at B 4 and B 8")
+
+
+def test_a_remedy_says_how_long_the_run_then_takes() -> None:
+    """From the state after update 5, at the speed that was measured and the remedy's factor."""
+    brain = training(progress=Progress())
+    each = SETTINGS.effective_batch
+    steps = [{**STEP, "update": n, "time": 20.0 + 2 * n, "samples_seen": n * each} for n in range(1, 9)]
+    brain.report(HELLO, PLAN, *steps)
+    die(brain, Kind.HOST_OOM_ALLOC)
+    split = next(one for one in proposal(brain).remedies if one.id == "smaller_batch")
+    assert split.speed is not None
+    updates = SETTINGS.target_samples // each - 5
+    assert split.seconds_left == pytest.approx(2 * updates / split.speed)
+    shorter = next(one for one in proposal(brain).remedies if one.id == "seq_len")
+    assert shorter.seconds_left is None, "of how much faster it is, nothing is known"
+    text = "\n".join(proposal_lines(proposal(brain)))
+    assert f"slower, about {units.duration(split.seconds_left)} left]" in text
 
 
 def test_nothing_is_foreseen_on_the_cpu() -> None:

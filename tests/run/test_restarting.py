@@ -99,6 +99,10 @@ def test_a_greater_length_says_what_becomes_of_the_learning_rate(length: dict[st
     # The update in progress is the 10th: the next one ends at 11 of 20, or of 40.
     words = "the run ends after update 40, not 20: the learning rate of update 11 changes from 0.4218 to 0.8247"
     assert brain.answers()[-1].message == f"restarting from train_latest_state; {words}"
+    # The event of the attempt says it, too, of the update after the saved state.
+    end(brain, 0, 10, 5)
+    brain.tell(Launched(number=2, started=brain.wall, states=states(10, 5)))
+    assert brain.messages("attempt")[-1] == f"attempt 2: restart with max_updates 40; {words}"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.configuration import edited
+from memtop.supervisor.recovery.configuration import edited, kept_length
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
 from memtop.supervisor.run.events import Launched
@@ -113,7 +113,7 @@ def launched(model: Model, event: Launched) -> Model:
     launching = model.launching
     assert launching is not None
     change, settings, number = launching.change, launching.settings, launching.number
-    split = explain.split_change(model.settings, settings)
+    meant = explain.split_change(model.settings, settings) + length_text(model, change, settings, event.states.newest)
     repeated = _repeated(model, change, event.states.newest)
     by_memtop, knobs_before = launching.cause is Cause.DEATH, model.knobs
     if by_memtop and model.restart is not None and model.restart.waiting.disk_bytes is not None:
@@ -147,7 +147,15 @@ def launched(model: Model, event: Launched) -> Model:
     if event.set_aside is not None:
         model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
     again = f"; {repeated}" if repeated else ""
-    return note(model, "attempt", f"attempt {number}: {launching.reason}{split}{again}")
+    return note(model, "attempt", f"attempt {number}: {launching.reason}{meant}{again}")
+
+
+def length_text(model: Model, change: Change, after: Settings | None, reached: Checkpoint | None) -> str:
+    """How a change moves the end of the run and the learning rate, as the end of a sentence; empty
+    if it does not. `reached`: where the run goes on."""
+    length = explain.length_change(model.settings, after, reached, model.progress.total_updates)
+    length = length or kept_length(change, after, model.configurations.rows)
+    return f"; {length}" if length else ""
 
 
 def _anew(model: Model, launching: Launching, event: Launched, repeated: str | None) -> Model:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.recovery.configuration import kept_length, live_values
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
@@ -240,10 +240,8 @@ def _consequences(model: Model, change: Change, after: Settings | None) -> str:
     """How a change affects the effective batch and the end of the run, and a warning if its
     settings ran out of memory before.
     """
-    before, reached = model.settings, attempts.reached_by(model, change)
-    length = explain.length_change(before, after, reached, model.progress.total_updates)
-    length = length or kept_length(change, after, model.configurations.rows)
-    split = explain.split_change(before, after) + (f"; {length}" if length else "")
+    length = attempts.length_text(model, change, after, attempts.reached_by(model, change))
+    split = explain.split_change(model.settings, after) + length
     return split + explain.risk_of(after, model.configurations.rows)
 
 

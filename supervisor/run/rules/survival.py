@@ -236,7 +236,19 @@ def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Re
         deepspeed=facts.deepspeed,
         allocator=facts.inherited_allocator,
         model_config=facts.model_config,
+        seconds_left=_seconds_left(model, settings),
     )
+
+
+def _seconds_left(model: Model, settings: Settings) -> float | None:
+    """From the saved state to the end of the run, at the speed of its newest updates."""
+    saved = model.checkpoint if model.checkpoint is not None and model.checkpoint.complete else None
+    plan = model.progress.plan
+    target = (plan.target_samples if plan is not None else None) or settings.target_samples
+    rate = model.progress.speed(settings.effective_batch).samples_per_second
+    if saved is None or saved.samples_seen is None or not target or not rate:
+        return None
+    return max(0, target - saved.samples_seen) / rate
 
 
 def _estimates(model: Model, facts: RemedyFacts) -> Estimates | None:
