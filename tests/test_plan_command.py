@@ -218,6 +218,28 @@ def test_a_plan_knows_what_earlier_runs_have_measured(
     assert f"memtop: earlier runs: {path}: line 1 is left out: " in capsys.readouterr().err
 
 
+def test_the_presets_are_foreseen_by_what_earlier_runs_have_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMTOP_RUNS_DIR", str(tmp_path / "runs"))
+    gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB, free_bytes=20 * GIB)
+    here = replace(gpus_of.sample(), gpus=(gpu,))
+    monkeypatch.setattr(gpus_of, "sample", lambda: here)
+
+    def forecast() -> Any:
+        assert run(["presets", "standard", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["forecast"]
+
+    assert forecast()["basis"] == "estimate"
+    settings = first_run()
+    model = model_key(settings.model["config"])
+    row = {"run": "/runs/first", "time": 1.0, "gpu": GpuKind("A4500", 20 * GIB), "model": model}
+    remember(Measured(**row, settings=settings, reserved_bytes=3 * GIB, outside_bytes=300 * MIB))
+    found = forecast()
+    assert found["basis"] == "estimate, calibrated by 1 earlier run with these settings"
+    assert found["peak_bytes"] == pytest.approx(3 * GIB + 300 * MIB, rel=1e-6)
+
+
 def test_a_plan_for_two_gpus_names_the_memory_of_nccl(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (document(capsys, "first-run", "--vram", "4", "--gpus", gpus)["gpu"]["components"] for gpus in "12")
     assert two["communication"] == COMMUNICATION_BYTES

@@ -190,6 +190,52 @@ def test_processes_that_take_the_kernel_long_are_read_more_rarely() -> None:
     assert memory.newest is not first
 
 
+GROWS = """
+import sys
+print("ready", flush=True)
+held = bytearray()
+for line in sys.stdin:
+    held = bytearray(b"x") * (int(line) << 20)
+    print("done", flush=True)
+"""
+
+
+def test_a_short_peak_between_two_readings_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdout.readline()
+
+        def holds(mib: int) -> None:
+            program.stdin.write(f"{mib}\n")
+            program.stdin.flush()
+            program.stdout.readline()
+
+        process = identify(program.pid)
+        assert process is not None
+        # The reading takes two seconds, so the next one is due after 200.
+        moments = iter([0.0, 2.0, 50.0, 100.0, 150.0, 300.0, 300.0])
+        memory = RunMemory(lambda: next(moments))
+        memory.update([process], {process.pid})
+        first = memory.newest
+        before = together(first.roles)
+        assert before is not None
+        sizes = []
+        for mib in (200, 40):
+            holds(mib)
+            memory.update([process], {process.pid})
+            sizes.append(together(memory.newest.roles))
+            assert sum(memory.newest.pss_bytes.values()) == sizes[-1]
+        memory.update([process], {process.pid})
+        assert together(memory.newest.roles) == sizes[-1], "nothing has changed"
+        memory.update([process], {process.pid})
+        read = together(memory.newest.roles)
+        assert read is not None
+        assert [size - before for size in sizes if size] == pytest.approx([200 * MIB, 40 * MIB], abs=4 * MIB)
+        assert read - before == pytest.approx(40 * MIB, abs=4 * MIB)
+        program.stdin.close()
+
+
 def test_processes_that_cannot_be_read_are_not_read_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memtop.supervisor.run.processes.host_memory.process_memory", lambda pid, proc_root: None)
     me = identify(os.getpid())

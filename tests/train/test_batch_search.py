@@ -14,6 +14,8 @@ import torch
 
 from memtop.presets import Settings
 from memtop.presets.estimate import estimate
+from memtop.presets.measured import GpuKind, Measured, model_key, remember
+from memtop.presets.parameters import stored_config
 from memtop.train.batch_choice import Tried, first_size, next_size
 from memtop.train.batch_search import longest_sample
 from memtop.train.batch_sizer import CudaMemory
@@ -244,6 +246,29 @@ def test_the_search_begins_where_the_estimate_says(tmp_path: Path, card: Card, c
     assert report["forecast_batch"] == larger
     assert report["forecast_share"] > 0.85
     assert f"memtop: batch auto: begins with {begins}, foreseen at 8" in capsys.readouterr().out
+
+
+def test_earlier_runs_of_the_model_correct_the_estimate(tmp_path: Path, card: Card, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = settings_of(batch=1, accumulation=48)
+    probe = on_card(tmp_path / "probe", card, settings, foresees=True)
+    config = probe.model.config.to_dict()
+
+    def estimated(batch: int) -> int:
+        tried = msgspec.structs.replace(settings, batch=batch, accumulation=48 // batch)
+        return estimate(tried, config, generation=86, capacity=card.total).reserved
+
+    card.total = 1 << 40
+    card.total = int(estimated(48) / 0.84)
+    model = model_key(stored_config(settings) or {})
+    row = {"run": "/runs/a", "time": 1.0, "gpu": GpuKind("simulated", card.total), "model": model}
+    two = msgspec.structs.replace(settings, batch=2, accumulation=24)
+    remember(Measured(**row, settings=two, reserved_bytes=round(1.05 * estimated(2))))
+    training = on_card(tmp_path / "a", card, settings, peak=lambda batch: batch, foresees=True)
+    training.run()
+    first = training.channel.of("batch_search")[0]["tried"][0]
+    largest = max(batch for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48) if 1.05 * estimated(batch) < 0.85 * card.total)
+    assert first["batch"] == largest < 48
+    assert f"begins with {largest}, foreseen at " in capsys.readouterr().out
 
 
 def test_a_buffer_that_passes_change_is_restored(tmp_path: Path, card: Card) -> None:

@@ -11,6 +11,8 @@ import pytest
 from msgspec.structs import replace
 from textual.widgets import Button, Input, Select
 
+from memtop.presets.measured import GpuKind, Measured, model_key, remember
+from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
@@ -222,6 +224,23 @@ async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_mea
     on_cpu = RecordingFeed(running(gpu(), settings=replace(settings, device="cpu")))
     async with opened(on_cpu, "5", size=(160, 50)) as (app, _):
         assert "predicted peak" not in screen_text(app)
+
+
+async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = replace(T5, world_size=1)
+    model, kind = model_key(stored_config(settings) or {}), GpuKind("NVIDIA RTX A4500", 20 * GIB)
+    row = {"run": "/runs/earlier", "time": 1.0, "gpu": kind, "model": model, "outside_bytes": GIB // 4}
+    remember(Measured(**row, settings=settings, reserved_bytes=12 * GIB))
+    feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8)))
+    async with opened(feed, "r", size=(120, 35)) as (app, pilot):
+        app.screen.query_one("#batch", Input).value = str(settings.batch)
+        while "calibrated by 1 earlier run with these settings" not in words(app):
+            await pilot.pause(0.02)  # it is read in a thread
+        assert "~12.2 GiB predicted" in words(app), "12 GiB of torch, and the measured context"
+        await press(pilot, "escape", "5")
+        while "estimate, calibrated by 1 earlier run" not in words(app):
+            await pilot.pause(0.02)
 
 
 def test_the_smallest_card_that_the_run_uses_counts() -> None:

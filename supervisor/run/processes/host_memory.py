@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.supervisor.monitor.processes.proc import PROC, ProcessId, identify, parent_of
 from memtop.supervisor.run.post_mortem.evidence import address_room
@@ -21,6 +23,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # The kernel walks every page of a process for this, and the process cannot map memory meanwhile.
 # Readings take at most a hundredth of the time, however large the processes are.
 _SHARE = 100
+_FOLLOWED_FROM = 1 << 20
+"""Between two readings smaller changes do not count."""
 _LAUNCHERS = (
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate-launch"),
     *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
@@ -70,13 +74,32 @@ class MemoryReading(NamedTuple):
     one process, it is None for its whole role."""
     pss_bytes: Mapping[int, int] = {}
     """By pid; a process that could not be read is left out."""
+    role_of: Mapping[int, str] = {}
+    """By pid, of the same processes."""
+
+    def after(self, more: Mapping[int, int]) -> MemoryReading:
+        """The reading after these processes have got so many more private bytes each (negative:
+        fewer)."""
+        known = {pid: max(-self.pss_bytes[pid], size) for pid, size in more.items() if pid in self.pss_bytes}
+        by_role: Counter[str] = Counter()
+        for pid, size in known.items():
+            by_role[self.role_of[pid]] += size
+
+        def moved(role: RoleMemory) -> RoleMemory:
+            if role.pss_bytes is None or role.uss_bytes is None:
+                return role
+            size = by_role[role.role]
+            return replace(role, pss_bytes=role.pss_bytes + size, uss_bytes=max(0, role.uss_bytes + size))
+
+        pss = {pid: size + known.get(pid, 0) for pid, size in self.pss_bytes.items()}
+        return MemoryReading(tuple(map(moved, self.roles)), pss, self.role_of)
 
 
 def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc_root: Path = PROC) -> MemoryReading:
     """The memory of these processes."""
     alive = [process.pid for process in processes if identify(process.pid, proc_root) == process]
     found: dict[str, list[ProcessMemory | None]] = {}
-    pss = {}
+    pss, role_of = {}, {}
     for pid, role in roles(alive, rank_pids, proc_root).items():
         try:
             memory = process_memory(pid, proc_root)
@@ -84,8 +107,8 @@ def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc
             continue  # it has ended in the meantime
         found.setdefault(role, []).append(memory)
         if memory is not None:
-            pss[pid] = memory.pss_bytes
-    return MemoryReading(tuple(_together(role, found[role]) for role in ROLES if found.get(role)), pss)
+            pss[pid], role_of[pid] = memory.pss_bytes, role
+    return MemoryReading(tuple(_together(role, found[role]) for role in ROLES if found.get(role)), pss, role_of)
 
 
 def _together(role: str, members: list[ProcessMemory | None]) -> RoleMemory:
@@ -194,10 +217,16 @@ def anonymous_bytes(pids: Iterable[int], proc_root: Path = PROC) -> dict[int, in
 
 
 class RunMemory:
-    """The newest reading. It is repeated every second, or less often if it takes long."""
+    """The newest reading. It is repeated every second, or less often if it takes long. Until then
+    the private bytes that each process gets or gives back are followed, which is cheap."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.newest = MemoryReading()
+        self._last = MemoryReading()
+        """What was read last, and the private bytes of each process then."""
+        self._private: Mapping[int, int] = {}
+        self._followed: Mapping[int, int] = {}
+        """How many more each has got since, as far as `newest` counts it."""
         self._read: frozenset[ProcessId] = frozenset()
         """The processes of the newest reading."""
         self._monotonic = monotonic
@@ -211,8 +240,13 @@ class RunMemory:
         if not processes:
             return
         started = self._monotonic()
+        private = anonymous_bytes(process.pid for process in processes)
         if started < self._due:
+            more = {pid: size - before for pid, before in self._private.items() if (size := private.get(pid)) is not None}
+            if abs(sum(more.values()) - sum(self._followed.values())) >= _FOLLOWED_FROM:
+                self._followed, self.newest = more, self._last.after(more)
             return
-        self._read, self.newest = frozenset(processes), role_memory(processes, rank_pids)
+        self._read, self._private, self._followed = frozenset(processes), private, {}
+        self.newest = self._last = role_memory(processes, rank_pids)
         ended = self._monotonic()
         self._due = started + max(EVERY_SECONDS, _SHARE * (ended - started))
