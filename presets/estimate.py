@@ -39,6 +39,8 @@ _ABOVE = 1.02
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
 _LAYERS = 2
 """Of equal layers, how many are there one by one."""
+_MOST_PIECES = 4
+"""Of the gradients of several layers."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,18 +396,24 @@ class _Run:
             part.running = sequence.forward(stack.passes, source)
             return part.running.result
         part.blocks = [source, *sequence.begin_for(times, stack.saved, "activations")]
-        part.copies = sequence.begin_for(times, stack.copies, "activations")
+        part.copies = [sequence.begin(times * stack.copies, "activations")]
         return -1
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
         """`gradient`: of the part's result. Returns that of its input."""
         if part.running is not None:
             return sequence.backward(part.running, gradient)
-        for block in reversed(part.blocks):
+        source, *blocks = part.blocks
+        stack, times = part.stack, part.unit.times
+        size = times * stack.gradients // len(blocks)
+        largest = max(one.numbers * one.item for one in stack.parameters)
+        # The gradient of each weight takes what is free.
+        pieces = max(1, min(_MOST_PIECES, size // largest, -(-size * len(blocks) // (times * stack.saved))))
+        for block in reversed(blocks):
             sequence.end(block)
-            if part.stack.gradients and block is not part.blocks[0]:
-                size = part.unit.times * part.stack.gradients // (len(part.blocks) - 1)
-                sequence.kept.append(sequence.begin(size, "gradients"))
+            if size:
+                sequence.kept += [sequence.begin(size // pieces, "gradients") for _ in range(pieces)]
+        sequence.end(source)
         return gradient
 
     def _places(self) -> _Places:

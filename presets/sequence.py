@@ -13,7 +13,7 @@ import msgspec
 from memtop.presets.allocator import MIB, Allocator, CannotFit
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
-_PIECES = 40
+_PIECES = 6
 """At most so many blocks for what equal layers have."""
 NOWHERE = -1
 """The key of what is not part of a sequence, or small."""

@@ -330,15 +330,17 @@ class Stage3(_Sharded):
         self._is_known = False
         self._live = 0
         self._after: dict[int, int] = {}
+        sizes = {id(unit): [one.numbers for one in unit.parameters if one.numbers * self._item > MIB] for unit in self._units}
+        # All pieces of one size, so that the next one fits where the last one was.
+        size = max(1, sum(unit.times * sum(sizes[id(unit)]) for unit in self._units) // _PIECES)
         after = 0
         for unit in reversed(self._units):
             self._after[id(unit)] = after
-            sizes = [one.numbers for one in unit.parameters if one.numbers * self._item > MIB]
-            pieces, largest = min(unit.times, _PIECES), max(sizes, default=0)
-            if unit.times > 1:
-                sizes = [unit.times * sum(sizes) // pieces]
-            unit.pieces = [Piece(sizes, largest) for _ in range(pieces)]
-            after += sum(one.count for one in unit.pieces)
+            own = sizes[id(unit)]
+            whole, largest = unit.times * sum(own), max(own, default=0)
+            lumps = [own] if unit.times == 1 else [*[[size]] * (whole // size), [whole % size]]
+            unit.pieces = [Piece(lump, largest) for lump in lumps]
+            after += whole
         self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
         self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
         # Weights that are read from files are sharded at once.
