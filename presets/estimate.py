@@ -17,7 +17,7 @@ from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, ke
 from memtop.presets.layers import Kernel, Layer, Tensor
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Passes, Phase, Running, Sequence
+from memtop.presets.sequence import Passes, Phase, Running, Sequence, split
 from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
 from memtop.presets.updates import Unit, engine_of
 
@@ -35,7 +35,7 @@ Component = Literal[
 ]
 _MIB = 1 << 20
 _MOST_SAMPLES = 1 << 20
-_ABOVE = 1.02
+_ABOVE = 1.035
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
 _LAYERS = 2
 """Of equal layers, how many are there one by one."""
@@ -158,12 +158,9 @@ class _Run:
             known = ", ".join(sorted(names))
             raise UnknownMemoryError(f"lora.targets {', '.join(targets)}: no such layers (there are {known})")
         zero, last = self.settings.zero, self.settings.world_size - 1
-        # Of ZeRO-1 and 2, the last process has the gradient of a head with weights of its own.
-        ranks = {0, last} if zero.stage in (1, 2) and not self.shape.tied else {0}
-        return max((self._of_rank(rank) for rank in ranks), key=lambda found: found.reserved)
-
-    def _of_rank(self, rank: int) -> Estimate:
-        sequence = self._sequence(rank)
+        # Of ZeRO-1 and 2, the last process has the gradient of a head with weights of its own: all
+        # the time from the beginning of the backward pass on.
+        sequence = self._sequence(last if zero.stage in (1, 2) and self.numbers.full and not self.shape.tied else 0)
         by_phase, at = sequence.peaks(expandable="expandable_segments:True" in self.settings.allocator, capacity=self.capacity)
         peaks = {phase: allocated for phase, (allocated, _) in by_phase.items()}
         top = max(peaks, key=lambda phase: peaks[phase])
@@ -172,9 +169,8 @@ class _Run:
         # What is not split off a block belongs to it.
         components["temporary"] += peaks[top] - sum(components.values())
         reserved = max(reserved for _, reserved in by_phase.values())
-        fits = self.capacity is not None and reserved <= self.capacity
         above = round(_ABOVE * reserved)
-        reserved = min(above, self.capacity) if fits else above  # type: ignore[type-var]
+        reserved = above if self.capacity is None or reserved > self.capacity else min(above, self.capacity)
         return Estimate(
             allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
         )
@@ -280,10 +276,10 @@ class _Run:
         return _Stack(
             count,
             Passes(
-                forward=forward,
+                forward=split(forward, {source, *layer.inputs[:-1]}),
                 made_forward=made,
                 ends=ends,
-                backward=backward,
+                backward=split(backward, {source, *layer.inputs[:-1], *layer.given[:1]}),
                 made_backward=again,
                 source=source,
                 result=result,
@@ -301,7 +297,7 @@ class _Run:
 
     def _layer(self, *, saves: bool = True) -> Layer:
         # In a large model, what is small hardly counts.
-        least = min(_MIB, self.tokens * self.shape.hidden * self.numbers.compute // 8)
+        least = self.tokens * self.shape.hidden * self.numbers.compute // 8
         return Layer(self.numbers, self.settings.batch, self.settings.seq_len, least=least, saves=saves)
 
     def _outside(self) -> list[Parameter]:

@@ -73,7 +73,9 @@ class Plain:
                 if unit.times == 1 and weight_bytes(one) > MIB:
                     sequence.begin(weight_bytes(one), "weights")
             sizes = [weight_bytes(one) for one in unit.parameters if unit.times > 1 or weight_bytes(one) <= MIB]
-            self._together(unit, sizes, "weights")
+            large = sum(size for size in sizes if size > MIB)
+            sequence.begin_small(unit.times * (sum(sizes) - large), "weights")
+            sequence.begin(unit.times * large, "weights")
         trained = [one for unit in self._units for one in unit.trained]
         gradients = sum(block_bytes(one.numbers * one.item) * unit.times for unit in self._units for one in unit.trained)
         sequence.begin(ring_bytes(self._settings, trained, gradients), "workspace")
@@ -153,10 +155,11 @@ class _Sharded:
         self._has_moments = False
         self._last = False
 
-    def _load(self) -> list[tuple[Parameter, int]]:
-        """The weights come to the GPU; each one, and its key."""
+    def _load(self) -> list[tuple[bool, int]]:
+        """The weights come to the GPU; of each one, or several, whether they are trained, and their
+        key."""
         return [
-            (one, key)
+            (one.trained, key)
             for unit in self._units
             for one in unit.parameters
             for key in self._sequence.begin_for(unit.times, weight_bytes(one), "weights")
@@ -166,7 +169,7 @@ class _Sharded:
         """The trained ones become views of one tensor."""
         loaded = self._load()
         self._sequence.begin(self._item * self._count, "weights")
-        self._sequence.end(*(key for one, key in loaded if one.trained))
+        self._sequence.end(*(key for trained, key in loaded if trained))
 
     def _make_moments(self, size: int) -> None:
         if not self._has_moments and not self._offloads:
@@ -363,12 +366,12 @@ class Stage3(_Sharded):
 
     def _partition(self) -> None:
         """The weights come whole, and each one makes room for this process's part."""
-        trained = []
-        for one, key in self._load():
+        own = []
+        for trained, key in self._load():
             part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
             self._sequence.end(key)
-            trained += [part] if one.trained else []
-        self._sequence.end(*trained)
+            own += [part] if trained else []
+        self._sequence.end(*own)
 
     # --- gathering
 
