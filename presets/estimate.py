@@ -17,7 +17,7 @@ from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, ke
 from memtop.presets.layers import Kernel, Layer, Tensor
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Passes, Phase, Running, Sequence
+from memtop.presets.sequence import Passes, Phase, Running, Sequence, split
 from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
 from memtop.presets.updates import Unit, engine_of
 
@@ -35,10 +35,12 @@ Component = Literal[
 ]
 _MIB = 1 << 20
 _MOST_SAMPLES = 1 << 20
-_ABOVE = 1.02
+_ABOVE = 1.035
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
 _LAYERS = 2
 """Of equal layers, how many are there one by one."""
+_MOST_PIECES = 4
+"""Of the gradients of several layers."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,12 +161,9 @@ class _Run:
             known = ", ".join(sorted(names))
             raise UnknownMemoryError(f"lora.targets {', '.join(targets)}: no such layers (there are {known})")
         zero, last = self.settings.zero, self.settings.world_size - 1
-        # Of ZeRO-1 and 2, the last process has the gradient of a head with weights of its own.
-        ranks = {0, last} if zero.stage in (1, 2) and not self.shape.tied else {0}
-        return max((self._of_rank(rank) for rank in ranks), key=lambda found: found.reserved)
-
-    def _of_rank(self, rank: int) -> Estimate:
-        sequence = self._sequence(rank)
+        # Of ZeRO-1 and 2, the last process has the gradient of a head with weights of its own: all
+        # the time from the beginning of the backward pass on.
+        sequence = self._sequence(last if zero.stage in (1, 2) and self.numbers.full and not self.shape.tied else 0)
         by_phase, at = sequence.peaks(expandable=self.numbers.expandable, capacity=self.capacity)
         peaks = {phase: allocated for phase, (allocated, _) in by_phase.items()}
         top = max(peaks, key=lambda phase: peaks[phase])
@@ -174,8 +173,7 @@ class _Run:
         components["temporary"] += peaks[top] - sum(components.values())
         reserved = max(reserved for _, reserved in by_phase.values())
         above = round(_ABOVE * reserved)
-        fits = self.capacity is not None and reserved <= self.capacity
-        reserved = min(above, self.capacity or above) if fits else above
+        reserved = above if self.capacity is None or reserved > self.capacity else min(above, self.capacity)
         return Estimate(
             allocated=sum(components.values()), reserved=reserved, peaks=peaks, peak_phase=top, components=components
         )
@@ -281,10 +279,10 @@ class _Run:
         return _Stack(
             count,
             Passes(
-                forward=forward,
+                forward=split(forward, {source, *layer.inputs[:-1]}),
                 made_forward=made,
                 ends=ends,
-                backward=backward,
+                backward=split(backward, {source, *layer.inputs[:-1], *layer.given[:1]}),
                 made_backward=again,
                 source=source,
                 result=result,
@@ -302,7 +300,7 @@ class _Run:
 
     def _layer(self, *, saves: bool = True) -> Layer:
         # In a large model, what is small hardly counts.
-        least = min(_MIB, self.tokens * self.shape.hidden * self.numbers.compute // 8)
+        least = self.tokens * self.shape.hidden * self.numbers.compute // 8
         return Layer(self.numbers, self.settings.batch, self.settings.seq_len, least=least, saves=saves)
 
     def _outside(self) -> list[Parameter]:
@@ -400,18 +398,24 @@ class _Run:
             part.running = sequence.forward(stack.passes, source)
             return part.running.result
         part.blocks = [source, *sequence.begin_for(times, stack.saved, "activations")]
-        part.copies = sequence.begin_for(times, stack.copies, "activations")
+        part.copies = [sequence.begin(times * stack.copies, "activations")]
         return -1
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
         """`gradient`: of the part's result. Returns that of its input."""
         if part.running is not None:
             return sequence.backward(part.running, gradient)
-        for block in reversed(part.blocks):
+        source, *blocks = part.blocks
+        stack, times = part.stack, part.unit.times
+        size = times * stack.gradients // len(blocks)
+        largest = max(one.numbers * one.item for one in stack.parameters)
+        # The gradient of each weight takes what is free.
+        pieces = max(1, min(_MOST_PIECES, size // largest, -(-size * len(blocks) // (times * stack.saved))))
+        for block in reversed(blocks):
             sequence.end(block)
-            if part.stack.gradients and block is not part.blocks[0]:
-                size = part.unit.times * part.stack.gradients // (len(part.blocks) - 1)
-                sequence.kept.append(sequence.begin(size, "gradients"))
+            if size:
+                sequence.kept += [sequence.begin(size // pieces, "gradients") for _ in range(pieces)]
+        sequence.end(source)
         return gradient
 
     def _places(self) -> _Places:

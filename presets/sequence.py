@@ -13,22 +13,40 @@ import msgspec
 from memtop.presets.allocator import MIB, Allocator, CannotFit
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
-_PIECES = 40
+_PIECES = 6
 """At most so many blocks for what equal layers have."""
 NOWHERE = -1
 """The key of what is not part of a sequence, or small."""
 
 
-class Passes(msgspec.Struct):
-    """A layer's events, forward and backward: n where the large tensor n begins, ~n where it
-    ends."""
+Events = list[tuple[list[int], int]]
+"""Events of a layer's own tensors, and after each part what ends then and is not its own; -1:
+nothing."""
 
-    forward: list[int]
+
+def split(events: list[int], outside: set[int]) -> Events:
+    """`events`: n where the large tensor n begins, ~n where it ends. `outside`: those that begin
+    outside of the layer."""
+    found: Events = []
+    part: list[int] = []
+    for event in events:
+        if (event if event >= 0 else ~event) not in outside:
+            part.append(event)
+        elif event < 0:
+            found.append((part, ~event))
+            part = []
+    return [*found, (part, NOWHERE)]
+
+
+class Passes(msgspec.Struct):
+    """What a layer allocates, forward and backward, in its large tensors."""
+
+    forward: Events
     made_forward: list[tuple[int, str]]
     """The large tensors of `forward`: bytes, and what each is for."""
     ends: list[int]
     """What ends with the model's forward pass."""
-    backward: list[int]
+    backward: Events
     made_backward: list[tuple[int, str]] | None
     """With a checkpoint, the backward pass begins with the forward pass again, and tensors of its
     own. Otherwise None: it continues those of `forward`."""
@@ -141,25 +159,25 @@ class Sequence:
             self.streams.append(0)
         return base
 
-    def _play(self, events: list[int], base: int, keys: dict[int, int]) -> None:
+    def _play(self, events: Events, base: int, keys: dict[int, int]) -> None:
         found = self.events
-        for event in events:
-            if event >= 0:
-                if event not in keys:
-                    found.append(base + event)
-            elif ~event in keys:
-                if keys[~event] >= 0:
-                    found.append(~keys[~event])
-            else:
-                found.append(event - base)
+        for part, outside in events:
+            found += [base + event if event >= 0 else event - base for event in part]
+            if keys.get(outside, NOWHERE) >= 0:
+                found.append(~keys[outside])
 
     def peaks(self, *, expandable: bool, capacity: int | None) -> tuple[dict[Phase, tuple[int, int]], int]:
         """The most bytes allocated and reserved by phase, and the place of the event at which most
         is allocated."""
+        found = self._peaks(Allocator(expandable=expandable))
+        allocated, reserved = (max(sizes) for sizes in zip(*found[0].values(), strict=True))
+        if capacity is None or reserved <= capacity or allocated > capacity:
+            return found
+        # It gives back what is unused, if that is enough.
         try:
             return self._peaks(Allocator(expandable=expandable, capacity=capacity))
         except CannotFit:
-            return self._peaks(Allocator(expandable=expandable))
+            return found
 
     def _peaks(self, allocator: Allocator) -> tuple[dict[Phase, tuple[int, int]], int]:
         found: dict[Phase, tuple[int, int]] = {}

@@ -72,8 +72,11 @@ class Plain:
                     sequence.pass_through(one.numbers * self._numbers.weights)
                 if unit.times == 1 and weight_bytes(one, expandable) > MIB:
                     sequence.begin(weight_bytes(one, expandable), "weights")
-            sizes = [weight_bytes(one, expandable) for one in unit.parameters]
-            self._together(unit, [size for size in sizes if unit.times > 1 or size <= MIB], "weights")
+            found = [weight_bytes(one, expandable) for one in unit.parameters]
+            sizes = [size for size in found if unit.times > 1 or size <= MIB]
+            large = sum(size for size in sizes if size > MIB)
+            sequence.begin_small(unit.times * (sum(sizes) - large), "weights")
+            sequence.begin(unit.times * large, "weights")
         trained = [one for unit in self._units for one in unit.trained]
         gradients = sum(
             block_bytes(one.numbers * one.item, expandable) * unit.times for unit in self._units for one in unit.trained
@@ -155,10 +158,11 @@ class _Sharded:
         self._has_moments = False
         self._last = False
 
-    def _load(self) -> list[tuple[Parameter, int]]:
-        """The weights come to the GPU; each one, and its key."""
+    def _load(self) -> list[tuple[bool, int]]:
+        """The weights come to the GPU; of each one, or several, whether they are trained, and their
+        key."""
         return [
-            (one, key)
+            (one.trained, key)
             for unit in self._units
             for one in unit.parameters
             for key in self._sequence.begin_for(unit.times, weight_bytes(one, self._numbers.expandable), "weights")
@@ -168,7 +172,7 @@ class _Sharded:
         """The trained ones become views of one tensor."""
         loaded = self._load()
         self._sequence.begin(self._item * self._count, "weights")
-        self._sequence.end(*(key for one, key in loaded if one.trained))
+        self._sequence.end(*(key for trained, key in loaded if trained))
 
     def _make_moments(self, size: int) -> None:
         if not self._has_moments and not self._offloads:
@@ -332,15 +336,17 @@ class Stage3(_Sharded):
         self._is_known = False
         self._live = 0
         self._after: dict[int, int] = {}
+        sizes = {id(unit): [one.numbers for one in unit.parameters if one.numbers * self._item > MIB] for unit in self._units}
+        # All pieces of one size, so that the next one fits where the last one was.
+        size = max(1, sum(unit.times * sum(sizes[id(unit)]) for unit in self._units) // _PIECES)
         after = 0
         for unit in reversed(self._units):
             self._after[id(unit)] = after
-            sizes = [one.numbers for one in unit.parameters if one.numbers * self._item > MIB]
-            pieces, largest = min(unit.times, _PIECES), max(sizes, default=0)
-            if unit.times > 1:
-                sizes = [unit.times * sum(sizes) // pieces]
-            unit.pieces = [Piece(sizes, largest) for _ in range(pieces)]
-            after += sum(one.count for one in unit.pieces)
+            own = sizes[id(unit)]
+            whole, largest = unit.times * sum(own), max(own, default=0)
+            lumps = [own] if unit.times == 1 else [*[[size]] * (whole // size), [whole % size]]
+            unit.pieces = [Piece(lump, largest) for lump in lumps]
+            after += whole
         self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
         self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
         # Weights that are read from files are sharded at once.
@@ -363,12 +369,12 @@ class Stage3(_Sharded):
 
     def _partition(self) -> None:
         """The weights come whole, and each one makes room for this process's part."""
-        trained = []
-        for one, key in self._load():
+        own = []
+        for trained, key in self._load():
             part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
             self._sequence.end(key)
-            trained += [part] if one.trained else []
-        self._sequence.end(*trained)
+            own += [part] if trained else []
+        self._sequence.end(*own)
 
     # --- gathering
 
