@@ -36,6 +36,9 @@ _REFUSED = (
     *("use_dora", "auto_find_batch_size", "pure_bf16", "use_galore", "upcast_lmhead_output"),
 )
 """Options that change the memory in a way that memtop does not foresee."""
+_REFUSED_OF_LAUNCHERS = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
+_FORESEEN_BY_ACCELERATE = (None, "NO", "MULTI_GPU")
+"""Of `distributed_type` in the file of `accelerate launch --config_file`."""
 
 
 class _Defaults(NamedTuple):
@@ -139,7 +142,12 @@ class _Options:
         if self.is_trl_itself or "SFTConfig" in program.script:
             self.defaults = _TRL
         self._given = _given(program.command.arguments)
+        if self.defaults is _LLAMA_FACTORY:
+            # Beside its file, it takes options without dashes.
+            pairs = (word.partition("=") for word in program.command.arguments if not word.startswith("-"))
+            self._given |= {name: value for name, equals, value in pairs if equals}
         self._processes = program.command.processes
+        self._read_launcher(program)
         self._file: tuple[ByFile, str] | None = None
         for way in _FILES:
             named = program.named_file(way)
@@ -149,6 +157,25 @@ class _Options:
                 self._file = way, text
         if self.defaults is _TRAINER and self.text("finetuning_type") is not None:
             self.defaults = _LLAMA_FACTORY
+
+    def _read_launcher(self, program: Program) -> None:
+        assert program.command is not None
+        given = _given(program.command.words[: program.command.begins - 1])
+        for name in _REFUSED_OF_LAUNCHERS:
+            if name in given:
+                raise _unforeseen(name, given[name].partition(",")[0])
+        if "config_file" not in given:
+            return
+        file = given["config_file"].partition(",")[0]
+        text = program.text(program.cwd / file)
+        if text is None:
+            raise UsageError(f"--config_file {file}: cannot be read")
+        kind = value_in(text, "yaml", "distributed_type")
+        if kind not in _FORESEEN_BY_ACCELERATE:
+            raise UsageError(f"--config_file {file}: the memory of a program with distributed_type {kind} cannot be foreseen")
+        count = value_in(text, "yaml", "num_processes")
+        if "num_processes" not in given and isinstance(count, int):
+            self._processes = count
 
     @property
     def processes(self) -> int:
@@ -179,12 +206,13 @@ class _Options:
         return default if text is None else text.lower() not in _OFF
 
     def whole(self, *names: str) -> int | None:
-        text = self.text(*names)
-        if text is None:
-            return None
-        if not text.isdecimal() or int(text) == 0:
-            raise UsageError(f"--{names[0]} {text}: must be a whole number above 0")
-        return int(text)
+        for name in names:
+            text = self.text(name)
+            if text is not None and (not text.isdecimal() or int(text) == 0):
+                raise UsageError(f"--{name} {text}: must be a whole number above 0")
+            if text is not None:
+                return int(text)
+        return None
 
 
 def _unforeseen(name: str, value: str | None) -> UsageError:
@@ -205,7 +233,11 @@ def _given(words: tuple[str, ...]) -> dict[str, str]:
                     break
                 values.append(following)
             value = ",".join(values) or "true"
-        found[name.lstrip("-").replace("-", "_")] = value
+        name = name.lstrip("-").replace("-", "_")
+        found[name] = value
+        if name.startswith("no_"):
+            # How the parser of the Trainer's options negates one that is on.
+            found[name[3:]] = "false"
     return found
 
 
@@ -280,8 +312,8 @@ def _adapters(options: _Options, assumed: list[str]) -> dict[str, str]:
     if targets is None and options.has(*names):
         raise UsageError(f"{names[0]}: is a list in the file; give it to the command, as --{names[0]} q_proj v_proj")
     targets = targets or defaults.targets
-    if targets in ("all", "all-linear"):
-        targets = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    if targets == "all":
+        targets = "all-linear"
     if targets is None:
         assumed.append("the adapters are at q_proj and v_proj, the default of peft")
     return found | {

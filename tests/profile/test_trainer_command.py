@@ -66,6 +66,10 @@ def test_the_defaults_of_trl(start: str, tmp_path: Path) -> None:
     assert "gradient checkpointing, the default of TRL" in found.assumed
     other = read(f"{start} {given} --dtype float16 --fp16 --gradient_checkpointing False", tmp_path)
     assert (other.values["gradient_checkpointing"], other.values["precision"]) == ("false", "fp16")
+    assert (
+        read(f"{start} {given} --dtype float16 --no_gradient_checkpointing", tmp_path).values["gradient_checkpointing"]
+        == "false"
+    )
     if start != "own.py":
         with pytest.raises(UsageError, match="TRL keeps the base in fp32 without --dtype bfloat16"):
             read(f"{start} {given}", tmp_path)
@@ -76,7 +80,9 @@ def test_the_defaults_of_llama_factory(tmp_path: Path) -> None:
     found = read(f"llamafactory-cli train {given}", tmp_path)
     chosen = ("seq_len", "gradient_checkpointing", "bf16_residual", "lora.r", "lora.alpha", "lora.dropout")
     assert [found.values[name] for name in chosen] == ["2048", "true", "true", "8", "16", "0"]
-    assert found.values["lora.targets"].count("proj") == 7
+    assert found.values["lora.targets"] == "all-linear"
+    (tmp_path / "a.yaml").write_text("model_name_or_path: m\nbf16: true\nper_device_train_batch_size: 1\n")
+    assert read("llamafactory-cli train a.yaml per_device_train_batch_size=3", tmp_path).values["batch"] == "3"
     other = read(f"train.py {given} --finetuning_type lora --disable_gradient_checkpointing --upcast_layernorm", tmp_path)
     assert other.values["gradient_checkpointing"] == "false"
     assert "bf16_residual" not in other.values
@@ -152,6 +158,9 @@ def test_the_strategy_of_deepspeed(tmp_path: Path) -> None:
         (f"python {CLM} --use_peft --lora_r 8", "the memory of lora without --bf16 or --fp16"),
         (f"python {CLM} --use_peft --bf16", "does not say the rank"),
         (f"python {CLM} --per_device_train_batch_size auto", "must be a whole number above 0"),
+        ("python run_clm.py --model_name_or_path m --max_length 0", "--max_length 0: must be"),
+        (f"accelerate launch --use_fsdp {CLM}", "--use_fsdp true: the memory"),
+        (f"accelerate launch --use_deepspeed --zero_stage 3 {CLM}", "--use_deepspeed true: the memory"),
         (f"torchrun --nproc_per_node gpu {CLM}", "does not say how many processes"),
         (f"python {CLM} --deepspeed gone.json", "--deepspeed gone.json: cannot be read: No such file"),
     ],
@@ -159,6 +168,17 @@ def test_the_strategy_of_deepspeed(tmp_path: Path) -> None:
 def test_what_cannot_be_foreseen_is_named(command: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         read(command, tmp_path)
+
+
+def test_the_file_of_accelerate(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    assert read(f"accelerate launch --config_file a.yaml {CLM}", tmp_path).processes == 4
+    assert read(f"accelerate launch --config_file a.yaml --num_processes 2 {CLM}", tmp_path).processes == 2
+    (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
+    with pytest.raises(UsageError, match=r"--config_file a\.yaml: the memory of a program with distributed_type FSDP"):
+        read(f"accelerate launch --config_file=a.yaml {CLM}", tmp_path)
+    with pytest.raises(UsageError, match=r"--config_file b\.yaml: cannot be read"):
+        read(f"accelerate launch --config_file b.yaml {CLM}", tmp_path)
 
 
 def test_what_a_command_does_not_say_can_be_given(tmp_path: Path) -> None:
