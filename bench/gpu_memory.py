@@ -4,10 +4,10 @@
 
 Each row is a training of three updates with random weights and tokens, in a process of its own.
 Its JSON line is appended to the file at once; the next call leaves out the rows that the file has.
-`allocated` and `reserved` are torch's highest values, `process` is what the GPU lacks while the
-process lives: with its CUDA context. Errors are signed, in percent of the measurement. `fits` are
-the verdicts at the capacities of usual cards: whether `process` is below 85 %, and whether it was
-foreseen to be. The first rows are the smallest.
+`allocated` and `reserved` are torch's highest values, also by phase (allocated); `process` is what
+the GPU lacks while the process lives: with its CUDA context. Errors are signed, in percent of the
+measurement. `fits` are the verdicts at the capacities of usual cards: whether `process` is below
+85 %, and whether it was foreseen to be. The first rows are the smallest.
 
 `--device cpu` is the rehearsal: three small rows, without a measurement.
 """
@@ -34,6 +34,7 @@ from memtop.presets import Settings, edit_settings, load_presets, load_recipes, 
 from memtop.presets.choosing import CONTEXT_BYTES
 from memtop.presets.estimate import estimate
 from memtop.presets.schema import ATTENTION_TARGETS
+from memtop.supervisor.recovery.values import UPDATE_PHASES
 from memtop.train.channel import Control
 from memtop.train.data import open_data
 from memtop.train.data.tokens import ByteTokens
@@ -167,21 +168,28 @@ def measure(row: Row, device: str) -> dict[str, int] | None:
 
 
 class Peaks(Listening):
-    """The allocator's highest values in the updates, before the state is saved."""
+    """The highest values that the trainer reports of its updates, before the state is saved."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self._on_gpu = device == "cuda"
+        self._most: dict[str, int] = {}
         self.found: dict[str, int] | None = None
 
     def report(self, kind: str, **values: Any) -> None:
-        if kind != "step" or not self._on_gpu or values["update"] != UPDATES:
+        if kind != "step" or not self._on_gpu:
+            return
+        for name, size in values.items():
+            if name.endswith(("peak_bytes", "peak_reserved_bytes")) and size is not None:
+                self._most[name] = max(size, self._most.get(name, 0))
+        if values["update"] != UPDATES:
             return
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         self.found = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
+            "allocated": self._most["peak_bytes"],
+            "reserved": self._most["peak_reserved_bytes"],
+            **{phase: self._most[f"{phase}_peak_bytes"] for phase in UPDATE_PHASES},
             "device_used": total - free,
             "reserved_now": torch.cuda.memory_reserved(),
             "retries": torch.cuda.memory_stats()["num_alloc_retries"],
@@ -198,9 +206,10 @@ def foreseen(row: Row, generation: int, capacity: int) -> dict[str, Any]:
         dry = foresee(training_of(settings, generation=generation, capacity=capacity))
         seconds = time.perf_counter() - began
         quick = estimate(settings, SHAPES[row[0]], generation=generation, capacity=capacity)
+        of_phases = {str(peak.phase): peak.allocated for peak in dry.phases}
     return {
-        "dry_run": {"allocated": dry.allocated, "reserved": dry.reserved, "seconds": round(seconds, 2)},
-        "estimate": {"allocated": quick.allocated, "reserved": quick.reserved},
+        "dry_run": {"allocated": dry.allocated, "reserved": dry.reserved, **of_phases, "seconds": round(seconds, 2)},
+        "estimate": {"allocated": quick.allocated, "reserved": quick.reserved, **quick.peaks},
     }
 
 
@@ -213,7 +222,7 @@ def compared(predicted: dict[str, Any], measured: dict[str, int] | None, idle_by
     errors = {
         f"{how}_{what}": round(100 * (predicted[how][what] / measured[what] - 1), 2)
         for how in ("dry_run", "estimate")
-        for what in ("allocated", "reserved")
+        for what in ("allocated", "reserved", *UPDATE_PHASES)
     }
     own = predicted["dry_run"]["reserved"] + CONTEXT_BYTES
     errors["dry_run_process"] = round(100 * (own / process - 1), 2)

@@ -38,6 +38,7 @@ import torch
 
 from bench.common import Peak, device_options, one_gpu, ratios, report, spread, versions
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
+from memtop.train.agent.memory import readings
 from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import ByteTokens, TokenStore
@@ -149,11 +150,15 @@ class Meter:
         self._in_turns = in_turns
         self._on_gpu = device == "cuda"
         self._last = settings.target_samples // settings.effective_batch
-        self._peak = Peak(device)
+        self._peak, self._most = Peak(device), 0
         self._began = (0, 0.0, 0.0)
         self.found: dict[str, Any] = {"samples_per_second": [], "samples_per_cpu_second": []}
 
-    def update_done(self, number: int) -> None:
+    def update_done(self, number: int, allocated: int = 0) -> None:
+        """`allocated`: the most of the update, in bytes, if the trainer measures it: then it resets
+        torch's own peak."""
+        if number > WARM_UP:
+            self._most = max(self._most, allocated)
         if number < WARM_UP or not (self._in_turns or number in (WARM_UP, self._last)):
             return
         if self._on_gpu:
@@ -166,9 +171,10 @@ class Meter:
             self.found["samples_per_second"].append(updates * self._samples / seconds)
             self.found["samples_per_cpu_second"].append(updates * self._samples / cpu_seconds)
         if number == self._last:
+            growth = max(self._peak.growth(), self._most - self._peak.base)
             self.found |= {
-                "peak_growth_mib": self._peak.growth() / 2**20,
-                "peak_mib": (self._peak.base + self._peak.growth()) / 2**20,
+                "peak_growth_mib": growth / 2**20,
+                "peak_mib": (self._peak.base + growth) / 2**20,
                 "peak_is_exact": self._peak.exact,
             }
         elif self._in_turns:
@@ -188,7 +194,10 @@ class Listening(Unsupervised):
         if kind == "step":
             self.losses.append(values["loss"])
             assert self.meter is not None
-            self.meter.update_done(values["update"])
+            self.meter.update_done(values["update"], values.get("peak_bytes") or 0)
+
+    def readings(self) -> dict[str, int | None]:
+        return readings()
 
 
 def measure_memtop(settings: Settings, device: str, *, in_turns: bool) -> dict[str, Any]:
