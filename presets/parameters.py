@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -165,6 +165,79 @@ def model_size(settings: Settings) -> ModelSize | None:
     copies = 1 if config.get("tie_word_embeddings", False) else 2
     embedded = width * words * copies if isinstance(width, int) and isinstance(words, int) else 0
     return ModelSize(all=found, trained=trained, embedded=min(embedded, found))
+
+
+class LeastSize(NamedTuple):
+    """What is known of a model's size: the true one is not smaller."""
+
+    parameters: int
+    embedded: int
+    """Of these, those of the input embeddings."""
+    counted: str
+    """What was counted, as one sentence."""
+
+
+_WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_WORDS = ("vocab_size",)
+_INNER = ("intermediate_size", "d_ff", "ffn_dim", "n_inner")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NARROW = ("embedding_size", "word_embed_proj_dim")
+"""Of models whose embeddings are narrower than their layers."""
+_SHARED = ("num_hidden_groups", "num_mem_blocks")
+"""Of models in which several layers have the same weights."""
+
+
+def least_size(settings: Settings) -> LeastSize | str:
+    """How large the model of any architecture is at least; or which values are missing to say it.
+
+    Its files say it. The values of its configuration give the embeddings, and the feed-forward part
+    of each layer: two matrices between the width of the model and that inside a layer, or three of
+    half the width inside. Attention, a third whole matrix and an output head are not counted,
+    because not every architecture has them.
+    """
+    config = stored_config(settings)
+    if config is None:
+        return "its configuration is not known before it is downloaded"
+    if config.get("quantization_config") and settings.method != "qlora":
+        return "its weights are quantized"
+    words, width = _value(config, _WORDS) or 0, _value(config, _WIDTH) or 0
+    stored = _stored_shapes(settings)
+    if stored:
+        # Old files have a head that is the input embeddings once more.
+        tied = config.get("tie_word_embeddings") is not False
+        copies = sum(shape == [words, width] for shape in stored.values()) - 1
+        count = sum(map(math.prod, stored.values())) - (max(0, copies) * words * width if tied else 0)
+        return LeastSize(count, words * width if copies >= 0 else 0, "the weights in its files")
+    exact = model_parameters(config)
+    if exact is not None:
+        return LeastSize(exact, words * width, "the weights of its architecture")
+    config = config.get("text_config") or config
+    if not isinstance(config, dict):
+        return "its configuration has no text_config that can be read"
+    values = {names: _value(config, names) for names in (_WIDTH, _LAYERS, _WORDS, _INNER)}
+    missing = [names[0] for names, value in values.items() if value is None]
+    if missing:
+        return f"its configuration lacks {', '.join(missing)}"
+    width, layers, words, inner = (value or 0 for value in values.values())
+    # Beside experts, some layers may have none. Then they are as wide as the configuration says.
+    experts = (_value(config, _EXPERTS) or 1) * (_value(config, ("moe_intermediate_size",)) or inner)
+    layers = min(layers, _value(config, _SHARED) or layers)
+    if any("pattern" in name or "block_type" in name or _is_list(value, layers) for name, value in config.items()):
+        # Its layers differ; perhaps only one has a feed-forward part.
+        layers = 1
+    embedded = words * min(width, _value(config, _NARROW) or width)
+    counted = "the embeddings and the feed-forward part of each layer, as its configuration gives them"
+    return LeastSize(embedded + layers * (3 * width * min(inner, experts) // 2), embedded, counted)
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length > 1
+
+
+def _value(config: Config, names: tuple[str, ...]) -> int | None:
+    """The first of these values that is a number."""
+    return next((value for name in names if type(value := config.get(name)) is int and value > 0), None)
 
 
 def _model_folder(settings: Settings) -> Path | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from memtop.presets.parameters import LeastSize
 from memtop.presets.schema import Settings
 
 _BUCKET, _BUCKETS = 16 << 20, 2
@@ -135,6 +136,30 @@ def weight_bytes(one: Parameter, expandable: bool) -> int:
         + block_bytes(-(-blocks // 256) * 4, expandable)
         + 2048
     )
+
+
+def least_bytes(settings: Settings, size: LeastSize, half: str | None) -> dict[str, int]:
+    """What one process has on its GPU in each update at the least, by what it is for: torch
+    allocates more. Adapters, buffers, scales of 4-bit weights and activations are not counted."""
+    numbers, count, zero = numbers_of(settings, half), size.parameters, settings.zero
+    part = settings.world_size if zero.stage else 1
+    weights = count * numbers.weights
+    if numbers.quantized:
+        # At the least: the input embeddings are not in 4 bits.
+        weights = (count - size.embedded) // 2 + size.embedded * numbers.weights
+    if zero.stage == 3:
+        weights = 0 if zero.offload_parameters else weights // part
+    found = {"weights": weights}
+    if not numbers.full:
+        return found
+    moments = {"adafactor": 0, "paged_adamw_8bit": 0, "adamw_8bit": 2}.get(settings.optimizer, 8)
+    if not zero.stage:
+        found |= {"gradients": 4 * count, "optimizer": moments * count}
+    elif not zero.offload_optimizer:
+        found |= {"optimizer": 8 * count // part}
+        if half is not None:
+            found["master weights"] = 4 * count // part
+    return found
 
 
 def optimizer_bytes(kind: str, one: Parameter, expandable: bool) -> int:

@@ -26,10 +26,16 @@ class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
 class _Answer(msgspec.Struct, frozen=True):
     foresight: Foreseen | None = None
     problem: str | None = None
+    of_model: bool = True
 
 
 class NotForeseenError(Exception):
     """The memory cannot be foreseen; the text is one line with the reason."""
+
+    def __init__(self, reason: str, *, of_model: bool = True) -> None:
+        """`of_model`: the settings may be right; the dry run cannot run the model."""
+        super().__init__(reason)
+        self.of_model = of_model
 
 
 class DryRuns:
@@ -63,7 +69,7 @@ class DryRuns:
             raise NotForeseenError(self._death())
         answer = msgspec.json.decode(line, type=_Answer)
         if answer.foresight is None:
-            raise NotForeseenError(answer.problem or "the dry run gave no reason")
+            raise NotForeseenError(answer.problem or "the dry run gave no reason", of_model=answer.of_model)
         return answer.foresight
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from memtop.presets.comparison import Pace, other_changes, pace
 from memtop.presets.estimate import estimate
 from memtop.presets.fields import training_unchanged
 from memtop.presets.measured import GpuKind, Learned
-from memtop.presets.parameters import stored_config
-from memtop.presets.states import UnknownMemoryError
+from memtop.presets.parameters import least_size, stored_config
+from memtop.presets.states import UnknownMemoryError, least_bytes
 from memtop.supervisor.monitor.values import EDGE_FROM, Band, GpuSample, band_of
 
 Basis = Literal["dry run", "estimate"]
@@ -88,6 +88,21 @@ def gpu_kind(gpu: GpuSample) -> GpuKind | None:
     return GpuKind(gpu.name, gpu.total_bytes) if gpu.name and gpu.total_bytes else None
 
 
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch allocates at the least, bytes, where more is not known. It can show that a run
+    does not fit, never that it does."""
+
+    bytes: int
+    components: Mapping[str, int]
+    counted: str
+    """What was counted of the model."""
+
+    def is_too_much(self, card: Card) -> bool:
+        """Whether it is known that the run does not fit."""
+        room = card.total_bytes
+        return room is not None and self.bytes + card.others_bytes > room
+
+
 class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What torch reserves at the most, bytes."""
 
@@ -150,6 +165,21 @@ def estimated(settings: Settings, card: Card, config: Mapping[str, Any] | None =
     capacity = None if room is None else max(1, room - room % _CAPACITY_STEP)
     question = _Question(settings=settings, config=dict(config), generation=card.generation, capacity=capacity)
     return _estimated(msgspec.json.encode(question))
+
+
+def bound_of(settings: Settings, card: Card) -> Bound | str:
+    """Of a model of any architecture, from its files or its configuration; or what is missing."""
+    size = least_size(settings)
+    if isinstance(size, str):
+        return size
+    precision = settings.precision if settings.precision != "auto" else ("bf16" if card.generation >= GENERATION else "fp16")
+    try:
+        components = least_bytes(settings, size, None if precision == "fp32" else precision)
+    except UnknownMemoryError as error:
+        return str(error)
+    if not any(components.values()):
+        return "all that it counts is in host memory"
+    return Bound(bytes=sum(components.values()), components=components, counted=size.counted)
 
 
 _CAPACITY_STEP = 64 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -16,18 +17,21 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bench.predict import drawn
 from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.cli.plan_host import host_text, planned_host
-from memtop.presets import Settings, load_presets, load_recipes, resolve
+from memtop.presets import Settings, load_presets, load_recipes, parameters, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
+from memtop.presets.estimate import estimate
 from memtop.presets.measured import GpuKind, Measured, model_key, place, remember
+from memtop.presets.parameters import least_size
 from memtop.presets.schema import Lora, Zero
-from memtop.supervisor import dry_runs, language
+from memtop.supervisor import dry_runs, language, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.plan import Card, Need, is_safe, largest_safe, peak_of, splits_of, ways
+from memtop.supervisor.plan import Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
 from tests.forking import Program
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -315,6 +319,121 @@ def test_without_torch_it_is_an_estimate(
     out, told = capsys.readouterr()
     assert "by          estimate: between" in out
     assert "estimated without a dry run: no Python with torch was found" in told
+
+
+NEW = {**LLAMA, "model_type": "quokka", "tie_word_embeddings": False}
+NEW_LEAST = 300 * 64 + 2 * 3 * 64 * 128 // 2
+
+
+@pytest.fixture
+def new_model(tmp_path: Path) -> Path:
+    """Of an architecture that transformers does not know."""
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(NEW))
+    return folder
+
+
+def test_a_model_of_an_unknown_architecture_gets_a_bound(capsys: pytest.CaptureFixture[str], new_model: Path) -> None:
+    found = document(capsys, "--model", str(new_model), "--vram", "1")
+    gpu = found["gpu"]
+    assert (gpu["basis"], gpu["peak_bytes"], gpu["most_bytes"], gpu["fits"], gpu["band"]) == (
+        "bound",
+        None,
+        None,
+        None,
+        "unknown",
+    )
+    # fp32 weights, gradients and two moments.
+    assert gpu["least_bytes"] == sum(gpu["components"].values()) == 16 * NEW_LEAST
+    assert "does not know the architecture quokka" in gpu["reason"]
+    assert (found["max_safe_batch"], found["alternatives"], found["smallest_peak_bytes"]) == (None, [], None)
+    assert run(["plan", "--model", str(new_model), "--vram", "1"]) == 0
+    out, told = capsys.readouterr()
+    assert f"GPU memory  at least {units.size(16 * NEW_LEAST)} of 1.0 GiB" in out
+    assert "fits        not known: the peak is higher" in out
+    assert "by          bound: the embeddings and the feed-forward part of each layer" in out
+    assert "this is no peak, only a bound: " in told
+    (new_model / "config.json").write_text(json.dumps({**NEW, "vocab_size": 2_000_000, "hidden_size": 1024}))
+    gpu = document(capsys, "--model", str(new_model), "--vram", "1")["gpu"]
+    assert gpu["least_bytes"] > gpu["total_bytes"] == GIB
+    assert (gpu["fits"], gpu["band"]) == (False, "danger")
+    assert run(["plan", "--model", str(new_model), "--vram", "1"]) == 0
+    assert "fits        no: this alone is more than there is" in capsys.readouterr().out
+    assert run(["plan", "--model", str(new_model), "--vram", "1", "--all"]) == 0
+    assert re.search(r"^deepspeed +\S+ x \S+ x 1 +bound: at least .* GiB: ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_files_of_a_model_say_how_large_it_is(capsys: pytest.CaptureFixture[str], new_model: Path) -> None:
+    shapes = {"emb.weight": [300, 64], "lm_head.weight": [300, 64], "blocks.0.mix": [64, 500], "norm": [64]}
+    header = json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()})
+    (new_model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    gpu = document(capsys, "--model", str(new_model), "--vram", "1")["gpu"]
+    assert (gpu["basis"], gpu["counted"]) == ("bound", "the weights in its files")
+    count = 2 * 300 * 64 + 64 * 500 + 64
+    assert gpu["least_bytes"] == 16 * count
+    # A tied head is no second matrix, also if an old file has it.
+    (new_model / "config.json").write_text(json.dumps({**NEW, "tie_word_embeddings": True}))
+    assert document(capsys, "--model", str(new_model), "--vram", "1")["gpu"]["least_bytes"] == 16 * (count - 300 * 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"model_type": "quokka", "hidden_size": 64},
+            "its configuration lacks num_hidden_layers, vocab_size, intermediate_size",
+        ),
+        ({**NEW, "quantization_config": {"bits": 4}}, "there is no bound: its weights are quantized"),
+        ({**NEW, "model_type": "vit"}, "model_type vit: transformers has no causal language model of this kind"),
+        ({**NEW, "model_type": "llava"}, "model_type llava: it reads images, too"),
+        ({**LLAMA, "model_type": "distilbert"}, "model_type distilbert: transformers has no causal language model"),
+    ],
+)
+def test_a_model_without_a_bound_is_refused(
+    config: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], new_model: Path
+) -> None:
+    (new_model / "config.json").write_text(json.dumps(config))
+    assert run(["plan", "--model", str(new_model), "--vram", "1"]) == 2
+    out, told = capsys.readouterr()
+    assert out == ""
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_bound_is_below_what_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "_FAMILIES", {})
+    card, rng, shares = replace(CARD, generation=90), random.Random(3), []
+    for _ in range(80):
+        one = drawn(rng)
+        values = {"num_hidden_layers": 4, "intermediate_size": 3072} if one.config["model_type"] == "gpt2" else {}
+        config = one.config | values | ({"vocab_size": 50257, "hidden_size": one.config["n_embd"]} if values else {})
+        settings = replace(one.settings, model={"config": config})
+        if values and one.config["n_layer"] < 4:
+            continue
+        bound = bound_of(settings, card)
+        if isinstance(bound, str):
+            assert one.settings.zero.offload_parameters
+            continue
+        shares.append(bound.bytes / estimate(settings, one.config, generation=90, capacity=80 * GIB).allocated)
+    # The rest has all of it in host memory.
+    assert len(shares) > 50
+    assert 0 < min(shares) < max(shares) <= 1
+
+
+def test_a_bound_never_counts_layers_that_may_differ() -> None:
+    def least(**changes: Any) -> int:
+        found = least_size(first_run(model={"config": {**NEW, **changes}}))
+        assert not isinstance(found, str)
+        return found.parameters
+
+    words, part = 300 * 64, 3 * 64 * 128 // 2
+    assert least() == words + 2 * part
+    assert least(num_hidden_layers=4, layers_block_type=["a", "b", "a", "b"]) == words + part
+    assert least(num_hidden_layers=12, num_hidden_groups=1, embedding_size=32) == words // 2 + part
+    assert least(num_experts=8, moe_intermediate_size=32) == words + 2 * part
+    assert least(num_experts=2, moe_intermediate_size=32) == words + 2 * part // 2
+    assert least(num_hidden_layers=None, text_config={**NEW, "num_hidden_layers": 3}) == words + 3 * part
 
 
 def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:

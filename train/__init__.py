@@ -25,3 +25,8 @@ class BadInputError(TrainingError):
     """The settings, the data or the saved state cannot be used."""
 
     exit_status = 2
+
+
+class UnknownModelError(BadInputError):
+    """This transformers does not know the model, or it does not run without numbers. The settings
+    may be right."""

@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
 from memtop.presets import Settings
 from memtop.presets.checks import did_you_mean
-from memtop.train import BadInputError, first_line
+from memtop.train import BadInputError, UnknownModelError, first_line
 from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens
 
@@ -47,6 +57,7 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
     """The Hugging Face configuration; BadInputError if missing or unfit for the tokenizer."""
     if settings.model.get("path"):
         config = config_at(str(settings.model["path"]))
+        refuse_other_models(settings, config)
         known = config.get_text_config().vocab_size
         if known < tokens.vocabulary:
             name = settings.data.get("tokenizer") or settings.model["path"]
@@ -67,6 +78,7 @@ def model_config(settings: Settings, tokens: Tokens) -> Any:
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
         raise BadInputError(f"model.config: {brief(error)}") from None
+    refuse_other_models(settings, config)
     _refuse_unknown(values, config)
     if config.vocab_size < tokens.vocabulary:
         raise BadInputError(f"model.config.vocab_size {config.vocab_size}: the tokenizer needs {tokens.vocabulary}")
@@ -103,7 +115,34 @@ def config_at(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            refuse_unknown_type(f"model.path {path}", PretrainedConfig.get_config_dict(path)[0].get("model_type"))
         raise BadInputError(_no_model(path, error)) from None
+
+
+def refuse_unknown_type(where: str, kind: Any) -> None:
+    """UnknownModelError if transformers has no such architecture."""
+    if kind and kind not in CONFIG_MAPPING:
+        raise UnknownModelError(f"{where}: transformers {transformers.__version__} does not know the architecture {kind}")
+
+
+def refuse_other_models(settings: Settings, config: Any) -> None:
+    """BadInputError for a model that is not for the task: of images, or an encoder alone."""
+    kinds = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if settings.task == "seq2seq" else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in kinds:
+        return
+    kind = config.model_type
+    if hasattr(config, "vision_config"):
+        raise BadInputError(
+            f"model_type {kind}: it reads images, too, and memtop trains language models; give the language model alone"
+        )
+    if settings.task == "seq2seq":
+        raise BadInputError(
+            f"model_type {kind}: transformers has no model of this kind with an encoder and a decoder, as seq2seq needs"
+        )
+    raise BadInputError(
+        f"model_type {kind}: transformers has no causal language model of this kind, and memtop trains no other kind"
+    )
 
 
 def _no_model(path: str, error: Exception) -> str:

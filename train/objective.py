@@ -47,6 +47,10 @@ class Objective(torch.nn.Module):
         self._free = free
         self.model = model
         self.seq2seq = seq2seq
+        config: Any = model.config
+        if seq2seq and getattr(config, "decoder_start_token_id", None) is None:
+            # As in T5.
+            config.decoder_start_token_id = config.pad_token_id
         # If the model changes the logits after its head (a cap, a scale), they must be computed
         # whole.
         self._chunk = chunk if chunk and (_head_gives_the_logits(self) if plain is None else plain) else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,20 @@ from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.language import separator, tr
-from memtop.supervisor.monitor.values import band_of, mark
-from memtop.supervisor.plan import GENERATION, Card, Need, Peak, Way, largest_safe, peak_of, smallest, ways
+from memtop.supervisor.monitor.values import Band, band_of, mark
+from memtop.supervisor.plan import (
+    GENERATION,
+    Bound,
+    Card,
+    Need,
+    Peak,
+    Way,
+    bound_of,
+    largest_safe,
+    peak_of,
+    smallest,
+    ways,
+)
 from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_command
 from memtop.supervisor.recovery.forecast import Estimates
 from memtop.supervisor.wire import Change
@@ -193,6 +205,8 @@ class _Answers:
         self._factor = 1.0
         self.problem: str | None = None
         """Why there is no dry run."""
+        self.is_wrong = False
+        """Whether that is for the settings: no model could run with them."""
         found = search().found
         self._runs = None if found is None else DryRuns(found.path)
         self.learned = learned(card.kind) if found is None else learned_on(card.kind, found.path)
@@ -216,7 +230,7 @@ class _Answers:
             try:
                 self._known[key] = _need(self._foreseen(settings))
             except NotForeseenError as error:
-                self.problem, self._known[key] = str(error), None
+                self.problem, self.is_wrong, self._known[key] = str(error), not error.of_model, None
         found = self._known[key]
         if found is not None and rough is not None:
             # The estimate is near for settings like these.
@@ -235,6 +249,10 @@ class _Answers:
         """What the newest earlier run with these settings has measured."""
         rows, likeness = self.learned.calibrating(settings)
         return rows[-1] if rows and likeness == "same" else None
+
+    def bound(self, settings: Settings) -> Bound | str:
+        """What it needs at the least, if more is not known; or why that is not known."""
+        return str(self.problem) if self.is_wrong else bound_of(settings, self.card)
 
     def _foreseen(self, settings: Settings) -> Foreseen:
         assert self._runs is not None
@@ -264,7 +282,23 @@ def _print_one(
 ) -> None:
     need = answers.sure(settings)
     if need is None:
-        raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
+        bound = answers.bound(settings)
+        if answers.is_wrong:
+            raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
+        if isinstance(bound, str):
+            raise UsageError(
+                f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
+            )
+        host = planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+        if as_json:
+            gpu = {**_bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
+            document = _document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
+            print_json(document | {"assumed": [] if own is None else list(own.assumed)})
+            return
+        print_lines(*_heading(settings, own), *_bound_text(bound, card))
+        print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
+        print_message(f"memtop: this is no peak, only a bound: {answers.problem}")
+        return
     peak, seen = peak_of(need, card), answers.measured(settings)
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
@@ -273,7 +307,9 @@ def _print_one(
     if own is not None:
         host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
     if as_json:
-        document = _document(settings, peak, card, host, None if best is None else best[0].batch, found)
+        parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
+        gpu = {**_peak_row(peak), **parts, "context_measured": card.context_measured}
+        document = _document(settings, gpu, host, None if best is None else best[0].batch, found)
         document["measured"] = None if seen is None else _measured_row(seen, need, card)
         document["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(document | {"assumed": [] if own is None else list(own.assumed)})
@@ -303,16 +339,16 @@ def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings
         yield replace(settings, seq_len=settings.seq_len // 2)
 
 
-def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> tuple[Preset, Settings, Need | None, str]:
+def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> tuple[Preset, Settings, Need | Bound | None, str]:
     look = outlook(settings, preset)
     if look.switch == "refused":
         return preset, look.kept, None, look.reason
-    return preset, look.kept, answers.sure(look.kept), answers.problem or ""
+    need: Need | Bound | str | None = answers.sure(look.kept)
+    need = answers.bound(look.kept) if need is None else need
+    return preset, look.kept, None if isinstance(need, str) else need, answers.problem or ""
 
 
-def _document(
-    settings: Settings, peak: Peak, card: Card, host: PlannedHost, best: int | None, found: list[Way]
-) -> dict[str, Any]:
+def _document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: list[Way]) -> dict[str, Any]:
     size, config = model_size(settings), stored_config(settings) or {}
     return {
         "model": {
@@ -321,13 +357,7 @@ def _document(
             "trained_parameters": None if size is None else size.trained,
         },
         "settings": msgspec.to_builtins(settings),
-        "gpu": {
-            **_peak_row(peak),
-            "peak_phase": peak.phase,
-            "components": dict(peak.components),
-            "total_bytes": card.total_bytes,
-            "context_measured": card.context_measured,
-        },
+        "gpu": gpu,
         "host": host.row,
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
@@ -367,6 +397,20 @@ def _measured_text(seen: Measured | None, need: Need, card: Card) -> str | None:
     return f"{size} in {name}, an earlier run with these settings: {much} more than foreseen"
 
 
+def _bound_row(bound: Bound, card: Card) -> dict[str, Any]:
+    return {
+        "peak_bytes": None,
+        "least_bytes": bound.bytes,
+        "most_bytes": None,
+        "fraction": None,
+        "band": (Band.DANGER if bound.is_too_much(card) else Band.UNKNOWN).value,
+        "basis": "bound",
+        "fits": False if bound.is_too_much(card) else None,
+        "components": dict(bound.components),
+        "counted": bound.counted,
+    }
+
+
 def _way_row(way: Way) -> dict[str, Any]:
     settings = way.settings
     return {
@@ -393,22 +437,13 @@ def _text(
     found: list[Way],
     measured: str | None,
 ) -> Iterator[str]:
-    comma = separator(", ")
-    method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
-    what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}"
-    if own is None:
-        yield f"recipe {settings.recipe}, preset {settings.preset}: {what}"
-    else:
-        yield f"your program: {what}"
-        yield f"assumed     {'; '.join(map(tr, own.assumed))}"
+    yield from _heading(settings, own)
     yield f"GPU memory  {_share(peak, card)}"
     yield f"by          {peak.calibrated or peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
     if measured is not None:
         yield f"measured    {measured}"
     yield f"peak        in the {peak.phase} phase"
-    parts = sorted(peak.components.items(), key=lambda one: -one[1])
-    names = {"context": "measured context"} if card.context_measured else {}
-    yield f"parts       {comma.join(f'{tr(names.get(name, name))} {units.size(size)}' for name, size in parts if size)}"
+    yield _parts(peak.components, measured_context=card.context_measured)
     if card.total_bytes is None:
         return
     if best is None:
@@ -420,6 +455,35 @@ def _text(
         yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
     for way in found:
         yield f"or          {_way_text(way, own)}"
+
+
+def _bound_text(bound: Bound, card: Card) -> Iterator[str]:
+    size, total = units.size(bound.bytes), card.total_bytes
+    yield f"GPU memory  at least {size}" if total is None else f"GPU memory  at least {size} of {units.size(total)}"
+    yield f"by          bound: {bound.counted}; activations come on top"
+    yield _parts(bound.components)
+    if total is not None and bound.is_too_much(card):
+        yield "fits        no: this alone is more than there is"
+    elif total is not None:
+        yield "fits        not known: the peak is higher"
+
+
+def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> str:
+    parts = sorted(components.items(), key=lambda one: -one[1])
+    names = {"context": "measured context"} if measured_context else {}
+    texts = [f"{tr(names.get(name, name))} {units.size(size)}" for name, size in parts if size]
+    return f"parts       {separator(', ').join(texts)}"
+
+
+def _heading(settings: Settings, own: TrainerCommand | None) -> Iterator[str]:
+    comma = separator(", ")
+    method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
+    what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}"
+    if own is None:
+        yield f"recipe {settings.recipe}, preset {settings.preset}: {what}"
+    else:
+        yield f"your program: {what}"
+        yield f"assumed     {'; '.join(map(tr, own.assumed))}"
 
 
 def _share(peak: Peak, card: Card) -> str:
@@ -446,7 +510,7 @@ def _named(way: Way) -> str:
 
 
 def _print_all(
-    rows: list[tuple[Preset, Settings, Need | None, str]], hosts: list[PlannedHost], card: Card, *, as_json: bool
+    rows: list[tuple[Preset, Settings, Need | Bound | None, str]], hosts: list[PlannedHost], card: Card, *, as_json: bool
 ) -> None:
     if as_json:
         print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
@@ -454,6 +518,9 @@ def _print_all(
     for (preset, settings, need, why), host in zip(rows, hosts, strict=True):
         if need is None:
             print_lines(f"{preset.name:16} {units.UNKNOWN}: {why}")
+            continue
+        if isinstance(need, Bound):
+            print_lines(f"{preset.name:16} {settings.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
             continue
         peak = peak_of(need, card)
         fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
@@ -463,13 +530,16 @@ def _print_all(
         )
 
 
-def _preset_row(preset: Preset, settings: Settings, need: Need | None, why: str, card: Card) -> dict[str, Any]:
+def _preset_row(preset: Preset, settings: Settings, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:
+    row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": why}
+    if isinstance(need, Need):
+        row = _peak_row(peak_of(need, card))
+    elif need is not None:
+        row = _bound_row(need, card) | {"reason": why}
     return {
         "preset": preset.name,
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
-        **(
-            {"peak_bytes": None, "band": band_of(None).value, "reason": why} if need is None else _peak_row(peak_of(need, card))
-        ),
+        **row,
     }

@@ -24,7 +24,7 @@ from memtop.presets.schema import Lora, Settings, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run import layers, results, run, trace
 from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
-from memtop.train.dry_run.cuda import allocating_like_cuda, kernels
+from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
 from memtop.train.dry_run.run import Foresight, foresee, recorded
 
@@ -302,7 +302,7 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
         with pytest.raises(BadInputError):
             foreseen(method="lora", lora=Lora(r=8, alpha=16, targets=("nothing",)))
         with pytest.raises(BadInputError):
-            foreseen(config={"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 256}, autocast=None)
+            foreseen(config={**LLAMA, "num_key_value_heads": 3}, autocast=None)
     else:
         foreseen(method="lora", lora=Lora(r=8, alpha=16, dropout=0.1), gradient_checkpointing=True)
     assert state() == before
@@ -315,9 +315,12 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
         ({"method": "lora"}, "method lora: needs lora.r"),
         ({"loss_chunk": -1}, "loss_chunk -1: "),
         ({"config": {"hidden_size": 64}}, "model.config.model_type: missing"),
-        ({"config": {"model_type": "nonsense"}}, "model.config: Unrecognized model"),
+        ({"config": {"model_type": "nonsense"}}, "model.config.model_type: transformers "),
         ({"config": {**LLAMA, "num_attention_heads": 7}}, "model.config: "),
-        ({"config": {"model_type": "vit"}}, "model.config: no vit model works"),
+        ({"config": {"model_type": "vit"}}, "model_type vit: transformers has no causal language model"),
+        ({"config": {"model_type": "modernbert"}}, "model_type modernbert: transformers has no causal language model"),
+        ({"config": {"model_type": "qwen2_5_vl"}}, "model_type qwen2_5_vl: it reads images, too"),
+        ({"config": LLAMA, "task": "seq2seq"}, "model_type llama: transformers has no model of this kind with an encoder"),
     ],
 )
 def test_what_a_user_can_get_wrong_is_one_line(changes: dict[str, Any], text: str) -> None:
@@ -471,6 +474,46 @@ def test_a_frozen_base_from_files_is_in_16_bits(tmp_path: Path) -> None:
     training = training_of(settings, generation=80, capacity=1 << 32)
     assert training.weights == "bf16"
     assert foresee(training).components["weights"] < 2 * PARAMETERS + 4 * SMALL + MIB
+
+
+MIXTURE = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "item"),
+    [
+        ({}, 4),
+        ({"autocast": "fp16", "generation": 75}, 4),
+        ({"autocast": None, "weights": "bf16"}, 2),
+        ({"gradient_checkpointing": True, "accumulation": 2}, 4),
+    ],
+)
+def test_a_mixture_of_experts_needs_the_same_however_its_tokens_are_routed(changes: dict[str, Any], item: int) -> None:
+    found = foreseen(**({"config": MIXTURE} | changes))
+    h, f = LLAMA["hidden_size"], LLAMA["intermediate_size"]
+    layer = 3 * h * h + 3 * 4 * h * f + 4 * h + 2 * h
+    count = 2 * LLAMA["vocab_size"] * h + 2 * layer + h
+    assert item * count <= found.components["weights"] < item * count + MIB
+    # Every token of 2 x 256 goes to two experts.
+    assert found.components["activations"] > 2 * 512 * f * 2
+
+
+def test_products_of_groups_are_as_large_as_their_gradients() -> None:
+    with FakeTensorMode(), allocating_like_cuda(80, "sdpa"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            rows = torch.empty(24, 32, dtype=dtype, requires_grad=True)
+            matrices = torch.empty(3, 32, 64, dtype=dtype, requires_grad=True)
+            found = F.grouped_mm(rows, matrices, offs=torch.empty(3, dtype=torch.int32))
+            assert (found.shape, found.dtype) == ((24, 64), dtype)
+            backward((found * 1.0).sum())
+            assert rows.grad is not None
+            assert matrices.grad is not None
+            assert (rows.grad.shape, matrices.grad.shape) == (rows.shape, matrices.shape)
+
+
+def test_layers_whose_kinds_follow_their_number() -> None:
+    config = {"model_type": "mamba", "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, "vocab_size": 500}
+    assert foreseen(config=config, seq_len=32).components["weights"] > 4 * 500 * 64
 
 
 def test_several_processes_have_a_ring_of_buckets() -> None:

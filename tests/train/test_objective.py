@@ -386,6 +386,15 @@ def test_the_loss_of_a_padded_batch_is_the_sum_of_its_samples() -> None:
     assert together == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)
 
 
+def test_a_decoder_starts_with_the_padding_id_if_the_model_does_not_say_it() -> None:
+    model: Any = model_of("t5", T5)
+    ids, labels = torch.randint(3, 200, (2, 9)), torch.randint(3, 200, (2, 5))
+    expected = Objective(model, seq2seq=True, chunk=0).eval()(ids, labels)
+    assert model.config.decoder_start_token_id == model.config.pad_token_id == 0
+    del model.config.decoder_start_token_id
+    assert torch.equal(Objective(model, seq2seq=True, chunk=0).eval()(ids, labels), expected)
+
+
 def test_a_model_that_adds_to_its_logits_computes_them_whole() -> None:
     values = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}

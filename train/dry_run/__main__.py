@@ -4,7 +4,8 @@
 
 A request is {"settings": ..., "generation": 80, "capacity": BYTES or null}: the settings of a run,
 the GPU's compute capability without its point, and the bytes that torch can reserve there. The
-answer is {"foresight": ...} (see `run.Foresight`), or {"problem": TEXT} if it cannot be foreseen.
+answer is {"foresight": ...} (see `run.Foresight`), or {"problem": TEXT, "of_model": ...} if it
+cannot be foreseen; of_model says whether the settings may be right (see `UnknownModelError`).
 Answers are kept in FOLDER: the same question is answered without loading torch.
 """
 
@@ -56,7 +57,7 @@ def main() -> int:
 def _foreseen(request: Request) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
-    from memtop.train import BadInputError
+    from memtop.train import BadInputError, UnknownModelError
     from memtop.train.dry_run.build import training_of
     from memtop.train.dry_run.run import foresee, needing_most
 
@@ -69,7 +70,7 @@ def _foreseen(request: Request) -> dict[str, Any]:
         )
         return {"foresight": msgspec.to_builtins(foresee(needing_most(training)))}
     except BadInputError as error:
-        return {"problem": str(error)}
+        return {"problem": str(error), "of_model": isinstance(error, UnknownModelError)}
 
 
 class _Kept:

@@ -17,7 +17,15 @@ from memtop.presets.schema import Lora, Method, Positive, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.trace import Trace
-from memtop.train.model import blaming_config, brief, config_at, model_class, prepared
+from memtop.train.model import (
+    blaming_config,
+    brief,
+    config_at,
+    model_class,
+    prepared,
+    refuse_other_models,
+    refuse_unknown_type,
+)
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
 """The trainer's, of which `adamw` is fused; and torch's own choice of AdamW on a GPU."""
@@ -156,6 +164,7 @@ def config_of(training: Training) -> Any:
         raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
     _refuse_contradictions(training)
     if not isinstance(training.config, dict):
+        refuse_other_models(training.settings(training.config), training.config)
         return training.config
     values = dict(training.config)
     kind = values.pop("model_type", None)
@@ -163,11 +172,14 @@ def config_of(training: Training) -> Any:
         raise BadInputError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
     if training.task == "seq2seq":
         values = {"decoder_start_token_id": 0, "pad_token_id": 0} | values
+    refuse_unknown_type("model.config.model_type", kind)
     try:
-        return AutoConfig.for_model(kind, **values)
+        config = AutoConfig.for_model(kind, **values)
     # Each model's configuration checks its values in its own way.
     except Exception as error:  # noqa: BLE001
         raise BadInputError(f"model.config: {brief(error)}") from None
+    refuse_other_models(training.settings(config), config)
+    return config
 
 
 def _refuse_contradictions(training: Training) -> None:
@@ -208,7 +220,8 @@ def with_layers(config: Any, count: int) -> Any:
     for name in _LAYERS:
         if isinstance(getattr(found, name, None), int):
             setattr(found, name, count)
-    if getattr(found, "layer_types", None):
+    # Of some models it is a property, which follows the number.
+    if vars(found).get("layer_types"):
         found.layer_types = found.layer_types[:count]
     return found
 

@@ -71,6 +71,8 @@ class _LikeCuda(TorchFunctionMode):
             F.cross_entropy: _cross_entropy,
             vars(torch._C.TensorBase)["is_cpu"].__get__: lambda tensor: False,
         }
+        if hasattr(torch, "_grouped_mm"):
+            self._answers[torch._grouped_mm] = _grouped_product
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,6 +133,28 @@ class _LikeCuda(TorchFunctionMode):
         aligned = width % (8 if in_16_bits else 4) == 0 and value.shape[-1] % (8 if in_16_bits else 4) == 0
         supported = query.dtype != torch.bfloat16 or self._generation >= 80
         return "efficient" if aligned and supported and query.shape[-3] == key.shape[-3] else "math"
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows [n, i] times the matrix of their group [g, i, o], as of mixtures of experts. In other
+    precisions than bf16, CUDA multiplies group by group into the results, without copies."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(one) if needs else None for one, needs in needed)
+
+
+def _grouped_product(rows: torch.Tensor, matrices: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if rows.dtype == torch.bfloat16:
+        return torch._grouped_mm(rows, matrices, **kwargs)
+    found: torch.Tensor = _GroupedProduct.apply(rows, matrices)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:

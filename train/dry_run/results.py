@@ -121,7 +121,7 @@ def _described(found: Any, tensors: list[FakeTensor]) -> _Known | None:
     same = [number for number, tensor in enumerate(tensors) if tensor is found]
     if same:
         return _Argument(same[0]) if len(same) == 1 else None
-    storage, offset = found.untyped_storage(), found.storage_offset()
+    storage, offset = found.untyped_storage(), int(found.storage_offset())
     owners = [number for number, tensor in enumerate(tensors) if tensor.untyped_storage() is storage]
     if owners:
         return _View(owners[0], found.shape, found.stride(), offset, found.dtype) if len(owners) == 1 else None
@@ -138,7 +138,7 @@ def _made(known: _Known, tensors: list[FakeTensor]) -> Any:
         of = tensors[known.number]
         with no_dispatch():
             meta = torch.empty(0, dtype=known.dtype, device="meta")
-            meta.set_(of.untyped_storage(), known.offset, known.shape, known.stride)  # type: ignore[call-overload]
+            meta.set_(of.untyped_storage(), known.offset, known.shape, known.stride)
         return FakeTensor(of.fake_mode, meta, _CPU)
     if isinstance(known, _Argument):
         return tensors[known.number]

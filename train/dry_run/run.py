@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtop.presets.allocator import MIB, Allocator, CannotFit
 from memtop.presets.schema import Zero
 from memtop.presets.sequence import Phase
-from memtop.train import BadInputError, objective
+from memtop.train import UnknownModelError, objective
 from memtop.train.dry_run.build import (
     DTYPES,
     Training,
@@ -163,7 +163,8 @@ def _computes_whole_logits(training: Training, config: Any) -> bool:
     with _blaming_model(config), torch.random.fork_rng(devices=[]):
         with mode:
             make_fake(model, mode, trace, DTYPES[training.weights])
-        return Objective(model, seq2seq=training.task == "seq2seq", chunk=1).chunk == 0
+        with allocating_like_cuda(training.generation, training.attention):
+            return Objective(model, seq2seq=training.task == "seq2seq", chunk=1).chunk == 0
 
 
 def recorded(training: Training, config: Any, live: list[int] | None = None) -> tuple[Recorded, list[int]]:
@@ -205,8 +206,8 @@ def _blaming_model(config: Any) -> Iterator[None]:
         raise _unforeseeable(config, type(error).__name__, error) from error
 
 
-def _unforeseeable(config: Any, why: str, error: Exception) -> BadInputError:
-    return BadInputError(
+def _unforeseeable(config: Any, why: str, error: Exception) -> UnknownModelError:
+    return UnknownModelError(
         f"model.config: the memory of a {config.model_type} model cannot be foreseen with these values: {why}: {brief(error)}"
     )
 
