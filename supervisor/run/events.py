@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from memtop.presets.measured import Learned
 from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
@@ -76,6 +77,8 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Allocator options in the supervisor's own environment."""
     model_config: dict[str, Any] | None = None
     """None if only the trainer knows it."""
+    learned: Learned = Learned()
+    """What earlier runs have measured on such a GPU."""
     has_loader_workers: bool = False
     environment: tuple[Place, ...] = ()
     """Where the supervisor itself runs."""

@@ -37,7 +37,7 @@ class Measurements:
         return (problem,)
 
     def _new(self, records: Iterable[ConfigurationRecord], model: Model) -> Iterator[Measured]:
-        gpu = _gpu(model)
+        gpu = model.smallest_gpu
         if gpu is None:
             return
         for record in records:
@@ -49,14 +49,6 @@ class Measurements:
             if row is not None:
                 self._known[shown.number, shown.outcome] = peak.bytes
                 yield row
-
-
-def _gpu(model: Model) -> GpuSample | None:
-    """The smallest GPU of the run."""
-    uuids = set(model.progress.devices.values())
-    gpus = model.sample.machine.gpus if model.sample is not None else ()
-    own = [gpu for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes]
-    return min(own, key=lambda one: one.total_bytes or 0, default=None)
 
 
 def _row(shown: Configuration, gpu: GpuSample, model: Model) -> Measured | None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.killed import state_word
+from memtop.supervisor.monitor.values import GpuSample
 from memtop.supervisor.recovery.values import Advice, Trend
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
 from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
@@ -331,6 +332,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def on_gpu(self) -> bool:
         return bool(self.progress.devices)
+
+    @property
+    def smallest_gpu(self) -> GpuSample | None:
+        """Of those that the run uses; None without one, or if its size is not known."""
+        uuids = set(self.progress.devices.values())
+        gpus = self.sample.machine.gpus if self.sample is not None else ()
+        own = [gpu for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes]
+        return min(own, key=lambda one: one.total_bytes or 0, default=None)
 
     @property
     def proven(self) -> Settings | None:

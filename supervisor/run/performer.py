@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from memtop.presets.measured import Learned
 from memtop.presets.parameters import stored_config
 from memtop.supervisor import interpreters
 from memtop.supervisor.diagnosis.environment import CONTAINER_FILES, of_process
@@ -437,10 +438,12 @@ class Performer:
             diagnosis = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=problem)
         python = "" if effect.settings is None else effect.settings.python
         deepspeed = await asyncio.to_thread(interpreters.has, python, "deepspeed")
-        facts = self._facts(effect, evidence, deepspeed=deepspeed)
+        kind = None if effect.settings is None or model.smallest_gpu is None else gpu_kind(model.smallest_gpu)
+        learned = await asyncio.to_thread(interpreters.learned_on, kind, python, without=str(self._folder.path))
+        facts = self._facts(effect, evidence, deepspeed=deepspeed, learned=learned)
         self._post(Examined(diagnosis=diagnosis, facts=facts, problem=problem))
 
-    def _facts(self, effect: Examine, evidence: AttemptEvidence, *, deepspeed: bool) -> RemedyFacts:
+    def _facts(self, effect: Examine, evidence: AttemptEvidence, *, deepspeed: bool, learned: Learned) -> RemedyFacts:
         return RemedyFacts(
             gpu_used_before_bytes=evidence.baseline.gpu_used_bytes,
             in_own_group=evidence.in_own_group,
@@ -450,6 +453,7 @@ class Performer:
             deepspeed=deepspeed,
             inherited_allocator=inherited_allocator(os.environ),
             model_config=stored_config(effect.settings) if effect.settings is not None else None,
+            learned=learned,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
             environment=of_process(os.environ, platform.release(), in_container=any(map(os.path.exists, CONTAINER_FILES))),
         )

@@ -139,3 +139,25 @@ def test_the_layers_that_held_the_memory_are_named(runs: Runs, device: str, reco
     shown = sum(one["held_bytes"] for one in memory["holders"])
     assert shown + memory["other_holders_bytes"] + memory["unknown_bytes"] == memory["allocated_bytes"] > 0
     assert ("*.up", "weights") in {(one["module"], one["what"]) for one in memory["holders"]}
+
+
+def test_each_phase_has_its_peak_and_the_next_run_knows_it(runs: Runs, device: str, record_property: Note) -> None:
+    runs.environment["XDG_CACHE_HOME"] = str(runs.root / "cache")
+    options = ("--headless", "--preset", "standard", "--max-updates", "40", "--set", f"device={device}")
+    words = ("train", "first-run", *options, *(TINY if device == "cpu" else ()))
+    runs.memtop(*words, "--name", "a")
+    (first,) = runs.show("a")["configurations"]
+    if device == "cpu":
+        assert (first["peak"]["phases"], first["phases_unknown"]) == ({}, "on the CPU no allocator counts it")
+        return
+    peak, foreseen = first["peak"], first["foreseen"]
+    record_property("phases", {"foreseen": foreseen["phases"], "measured": peak["phases"]})
+    assert peak["phases"].keys() == foreseen["phases"].keys() == {"forward", "backward", "optimizer"}
+    assert 0 < max(peak["phases"].values()) <= peak["bytes"] - (peak["outside_bytes"] or 0)
+    runs.memtop(*words, "--name", "b")
+    (second,) = runs.show("b")["configurations"]
+    found = second["foreseen"]
+    record_property("foreseen", {"first": foreseen, "second": found, "measured": second["peak"]})
+    assert found["basis"].startswith("estimate, calibrated by 1 earlier run with these settings")
+    # A short run may end before what it holds outside torch is known.
+    assert second["peak"]["bytes"] - (second["peak"]["outside_bytes"] or 0) < found["most_bytes"]

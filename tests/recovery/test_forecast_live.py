@@ -9,6 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.cli.common import proposal_lines
+from memtop.presets.measured import GpuKind, Learned, model_key
+from memtop.presets.measured import Measured as EarlierRun
+from memtop.presets.parameters import stored_config
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
@@ -16,7 +19,7 @@ from memtop.supervisor.recovery.batch_trial import refusal
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.effects import Foresee
-from memtop.supervisor.run.events import Foreseen, Sampled
+from memtop.supervisor.run.events import Foreseen, RemedyFacts, Sampled
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.prevention import advised, forecast
 from memtop.supervisor.wire import Phase
@@ -123,6 +126,21 @@ def test_a_remedy_says_how_long_the_run_then_takes() -> None:
     assert shorter.seconds_left is None, "of how much faster it is, nothing is known"
     text = "\n".join(proposal_lines(proposal(brain)))
     assert f"slower, about {units.duration(split.seconds_left)} left]" in text
+
+
+def test_remedies_know_what_earlier_runs_have_measured() -> None:
+    settings = replace(T5, world_size=1)
+    card = GpuSample(index=0, uuid="GPU-0", name="A4500", total_bytes=20 << 30)
+    brain = training(settings=settings, progress=Progress(), sample=Sampled(machine=MachineSnapshot(time=1.0, gpus=(card,))))
+    brain.report({**PLAN, "device_uuid": "GPU-0"})
+    half = replace(settings, batch=settings.batch // 2, accumulation=settings.accumulation * 2)
+    values = {"run": "/runs/b", "time": 1.0, "gpu": GpuKind("A4500", 20 << 30), "reserved_bytes": 9 << 30}
+    row = EarlierRun(**values, model=model_key(stored_config(settings) or {}), settings=half, outside_bytes=300 * MIB)
+    die(brain, facts=RemedyFacts(learned=Learned(rows=(row,)), model_config=stored_config(settings)))
+    split = next(one for one in proposal(brain).remedies if one.id == "smaller_batch")
+    assert split.forecast is not None
+    assert split.forecast.basis.startswith("estimate, calibrated by 1 earlier run with these settings")
+    assert split.forecast.peak_bytes == (9 << 30) + 300 * MIB
 
 
 def test_nothing_is_foreseen_on_the_cpu() -> None:

@@ -74,14 +74,10 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
 
 def _foresee(model: Model) -> Model:
     """Ask for the predicted peak of the present configuration on the smallest of its GPUs."""
-    present, uuids = model.configurations.present, set(model.progress.devices.values())
+    present, gpu = model.configurations.present, model.smallest_gpu
     settings = present.configuration.settings if present is not None else None
-    if present is None or settings is None or model.sample is None or present.configuration.foreseen is not None:
+    if present is None or settings is None or gpu is None or present.configuration.foreseen is not None:
         return model
-    gpus = [gpu for gpu in model.sample.machine.gpus if gpu.uuid in uuids and gpu.total_bytes]
-    if not gpus:
-        return model
-    gpu = min(gpus, key=lambda one: one.total_bytes or 0)
     number = present.configuration.number
     return emit(model, Foresee(number=number, settings=settings, gpu=gpu, earlier=model.configurations.rows[:-1]))
 

@@ -253,12 +253,12 @@ def _seconds_left(model: Model, settings: Settings) -> float | None:
 
 def _estimates(model: Model, facts: RemedyFacts) -> Estimates | None:
     """For the run's smallest GPU; None if it is not known, or without a GPU."""
-    uuids = set(model.progress.devices.values())
-    gpus = model.sample.machine.gpus if model.sample is not None and model.on_gpu else ()
-    gpu = min(
-        (gpu for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes), key=lambda one: one.total_bytes or 0, default=None
-    )
-    return None if gpu is None else estimates_on(gpu, model.configurations.rows, config=facts.model_config)
+    gpu = model.smallest_gpu if model.on_gpu else None
+    if gpu is None:
+        return None
+    processes = 1 if model.settings is None else model.settings.world_size
+    rows, learned = model.configurations.rows, facts.learned
+    return estimates_on(gpu, rows, config=facts.model_config, learned=learned, processes=processes)
 
 
 def _command(model: Model, diagnosis: Diagnosis, facts: RemedyFacts, host: HostFacts) -> ExternalCommand:
