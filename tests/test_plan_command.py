@@ -443,6 +443,12 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["stage2_offload"]["peak_bytes"] < rows["standard"]["peak_bytes"]
     of_host = {name: row["host"]["peak_bytes"] for name, row in rows.items()}
     assert of_host["stage2_offload"] > of_host["standard"]
+    speeds = {name: row["speed_class"] for name, row in rows.items()}
+    assert speeds["standard"] == "about the same"
+    assert (speeds["stage2_offload"], speeds["minimal"]) == ("slower", "much slower")
+    assert all(row["speed_basis"] for row in rows.values())
+    assert run(["plan", "first-run", "--all", "--vram", "1"]) == 0
+    assert re.search(r"^minimal .* much slower$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
 from memtop.presets.choosing import COMMUNICATION_BYTES
-from memtop.presets.comparison import outlook, speed_words
+from memtop.presets.comparison import Outlook, outlook, speed_words
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
@@ -112,7 +112,7 @@ def plan(
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
             on_gpu = card.total_bytes is not None
-            hosts = [planned_host(kept, machine.host, host_ram, on_gpu=on_gpu) for _, kept, _, _ in rows]
+            hosts = [planned_host(look.kept, machine.host, host_ram, on_gpu=on_gpu) for look, _, _ in rows]
             _print_all(rows, hosts, card, as_json=as_json)
             return 0
         _print_one(settings, own, card, answers, host_ram, machine, as_json=as_json)
@@ -339,13 +339,17 @@ def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings
         yield replace(settings, seq_len=settings.seq_len // 2)
 
 
-def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> tuple[Preset, Settings, Need | Bound | None, str]:
+def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> _Row:
     look = outlook(settings, preset)
     if look.switch == "refused":
-        return preset, look.kept, None, look.reason
+        return look, None, look.reason
     need: Need | Bound | str | None = answers.sure(look.kept)
     need = answers.bound(look.kept) if need is None else need
-    return preset, look.kept, None if isinstance(need, str) else need, answers.problem or ""
+    return look, None if isinstance(need, str) else need, answers.problem or ""
+
+
+_Row = tuple[Outlook, Need | Bound | None, str]
+"""What a preset would do, what it needs, and why that is not known."""
 
 
 def _document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: list[Way]) -> dict[str, Any]:
@@ -509,37 +513,38 @@ def _named(way: Way) -> str:
     return tr(f"preset {way.settings.preset}")
 
 
-def _print_all(
-    rows: list[tuple[Preset, Settings, Need | Bound | None, str]], hosts: list[PlannedHost], card: Card, *, as_json: bool
-) -> None:
+def _print_all(rows: list[_Row], hosts: list[PlannedHost], card: Card, *, as_json: bool) -> None:
     if as_json:
         print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
         return
-    for (preset, settings, need, why), host in zip(rows, hosts, strict=True):
+    for (look, need, why), host in zip(rows, hosts, strict=True):
+        name = look.preset.name
         if need is None:
-            print_lines(f"{preset.name:16} {units.UNKNOWN}: {why}")
+            print_lines(f"{name:16} {units.UNKNOWN}: {why}")
             continue
         if isinstance(need, Bound):
-            print_lines(f"{preset.name:16} {settings.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
+            print_lines(f"{name:16} {look.kept.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
             continue
         peak = peak_of(need, card)
         fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
         of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
-        print_lines(
-            f"{preset.name:16} {settings.split_text:12} {units.size(peak.bytes):>10}{fraction}  {tr(peak.basis)}  RAM {of_host}"
-        )
+        size, split, speed = units.size(peak.bytes), look.kept.split_text, speed_words(look.pace.speed)
+        print_lines(f"{name:16} {split:12} {size:>10}{fraction}  {tr(peak.basis)}  RAM {of_host}  {tr(speed)}")
 
 
-def _preset_row(preset: Preset, settings: Settings, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:
+def _preset_row(look: Outlook, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:
+    settings = look.kept
     row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": why}
     if isinstance(need, Need):
         row = _peak_row(peak_of(need, card))
     elif need is not None:
         row = _bound_row(need, card) | {"reason": why}
     return {
-        "preset": preset.name,
+        "preset": look.preset.name,
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
+        "speed_class": look.pace.speed,
+        "speed_basis": look.pace.basis,
         **row,
     }
