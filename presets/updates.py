@@ -18,6 +18,9 @@ _GATHERING, _REDUCING = 1, 2
 """Streams of ZeRO-3, beside 0 of the computation."""
 _PIECES = 12
 """Of many equal layers, at most so many pieces are gathered one after the other."""
+_LOADED = 2
+"""In so many pieces they come to the GPU before they become views of one tensor. What comes later
+fits into what is free then."""
 
 
 class Piece(msgspec.Struct, eq=False):
@@ -158,19 +161,20 @@ class _Sharded:
         self._has_moments = False
         self._last = False
 
-    def _load(self) -> list[tuple[bool, int]]:
-        """The weights come to the GPU; of each one, or several, whether they are trained, and their
-        key."""
+    def _load(self, pieces: int = 1) -> list[tuple[bool, int]]:
+        """The weights come to the GPU; of each one, or of several layers in at most so many pieces,
+        whether they are trained, and their key."""
         return [
-            (one.trained, key)
+            (one.trained, self._sequence.begin(size * unit.times // min(unit.times, pieces), "weights"))
             for unit in self._units
             for one in unit.parameters
-            for key in self._sequence.begin_for(unit.times, weight_bytes(one, self._numbers.expandable), "weights")
+            for size in (weight_bytes(one, self._numbers.expandable),)
+            for _ in range(min(unit.times, pieces))
         ]
 
     def _flatten(self) -> None:
         """The trained ones become views of one tensor."""
-        loaded = self._load()
+        loaded = self._load(_LOADED)
         self._sequence.begin(self._item * self._count, "weights")
         self._sequence.end(*(key for trained, key in loaded if trained))
 
@@ -257,12 +261,14 @@ class Stages1And2(_Sharded):
 
     def begin_backward(self, *, last: bool) -> None:
         super().begin_backward(last=last)
-        item = 4 if self._separate else self._item
-        if self._in_bucket < 0:
-            self._in_bucket = self._sequence.begin(item * self._bucket, "buckets")
+        self._starts_bucket = self._in_bucket < 0
 
     def after_backward(self, unit: Unit) -> None:
         sequence = self._sequence
+        if self._starts_bucket and unit.count:
+            # With the first gradient.
+            self._starts_bucket = False
+            self._in_bucket = sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
         if not self._partitions:
             if unit not in self._done:
                 self._done.append(unit)
@@ -370,7 +376,7 @@ class Stage3(_Sharded):
     def _partition(self) -> None:
         """The weights come whole, and each one makes room for this process's part."""
         own = []
-        for trained, key in self._load():
+        for trained, key in self._load(_PIECES // 2):
             part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
             self._sequence.end(key)
             own += [part] if trained else []
@@ -416,7 +422,7 @@ class Stage3(_Sharded):
         sequence, count = self._sequence, sum(one.count for one in missing)
         self._live += count
         sent = 0 if self._keeps or self._world == 1 else self._item * count // self._world
-        if self._is_known and self._world > 1:
+        if self._is_known and self._world > 1 and sum(len(one.sizes) for one in missing) > 1:
             # What arrives together is there until it is split up.
             at_once = self._item * min(count, self._ahead + max(one.largest for one in missing))
             arrived = sequence.begin(at_once, "gathered weights", _GATHERING)
