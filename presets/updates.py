@@ -18,9 +18,9 @@ _GATHERING, _REDUCING = 1, 2
 """Streams of ZeRO-3, beside 0 of the computation."""
 _PIECES = 12
 """Of many equal layers, at most so many pieces are gathered one after the other."""
-_LOADED = 2
-"""In so many pieces they come to the GPU before they become views of one tensor. What comes later
-fits into what is free then."""
+_LOADED = 6
+"""In so many pieces each weight of equal layers comes to the GPU, before all become views of one
+tensor. With fewer, too much of what comes later would fit into the gaps."""
 
 
 class Piece(msgspec.Struct, eq=False):
