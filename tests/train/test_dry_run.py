@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -153,7 +154,8 @@ def test_tied_weights_count_once() -> None:
 )
 def test_every_optimizer_keeps_its_moments(optimizer: Any, bytes_per_weight: float) -> None:
     found = foreseen(optimizer=optimizer).components["optimizer"]
-    assert found == pytest.approx(bytes_per_weight * PARAMETERS, rel=0.03, abs=300_000)
+    # A block can have up to 1 MiB more than was asked for.
+    assert found == pytest.approx(bytes_per_weight * PARAMETERS, rel=0.03, abs=MIB)
 
 
 def test_gradients_exist_in_the_second_micro_batch() -> None:
@@ -214,7 +216,8 @@ def test_the_piece_of_the_loss_follows_the_capacity() -> None:
 
 def test_the_gpus_generation_decides_attention_and_workspaces() -> None:
     found = {generation: foreseen(generation=generation, seq_len=1024).components for generation in (75, 80, 90)}
-    assert [components["workspace"] / MIB for components in found.values()] == [16.25, 16.25, 64]
+    # A block can have up to 1 MiB more than was asked for.
+    assert [components["workspace"] / MIB for components in found.values()] == pytest.approx([16.25, 16.25, 64], abs=1)
     # A T4 has no flash attention, and its other kernel takes no shared key heads.
     assert found[75]["activations"] > found[80]["activations"] == pytest.approx(found[90]["activations"], rel=0.03)
 
@@ -496,6 +499,74 @@ def test_a_mixture_of_experts_needs_the_same_however_its_tokens_are_routed(chang
     assert item * count <= found.components["weights"] < item * count + MIB
     # Every token of 2 x 256 goes to two experts.
     assert found.components["activations"] > 2 * 512 * f * 2
+
+
+class Kept(torch.autograd.Function):
+    """Something else has the gradient, too."""
+
+    gradients: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Kept.gradients.append(gradient)
+        return gradient
+
+
+def _shared(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum's gradient is that of two inputs when another one is added to it."""
+    first, second = one * 1.0, other * 1.0
+    early = first * 3.0
+    return (early + (first + second) * 2.0) * 1.5
+
+
+def _residual(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    found = one * 1.0
+    for _ in range(3):
+        found = found + found @ other
+    return found * 2.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _shared,
+        _residual,
+        lambda one, other: (one * 2.0 @ other) * (one @ other) * (one @ other),
+        lambda one, other: (one.t() @ other + (one + 0.0) @ other) * 1.5,
+        lambda one, other: (one.sum() + (one * other).sum() + one.sum()).expand(4, 4) * 1.0,
+        lambda one, other: (one * 3.0 + Kept.apply(one * 1.0)) * 1.5,
+    ],
+)
+def test_gradients_are_added_where_autograd_adds_them(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, if nothing else has the sum; a profiler sees what autograd does when nothing
+    watches the tensors."""
+    one, other = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    loss = function(one, other).sum() * 1.0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    expected = Counter(event.name for event in profile.events() if event.name in ("aten::add", "aten::add_"))
+    seen = Counter[str]()
+
+    def noted(func: Any, args: Any, kwargs: Any) -> Any:
+        seen[func.name().partition(".")[0]] += 1
+        return results.result(func, args, kwargs)
+
+    with FakeTensorMode(), trace.Trace(kernels(80), 100):
+        one, other = (torch.empty(4, 4, requires_grad=True) for _ in range(2))
+        loss = function(one, other).sum() * 1.0
+        monkeypatch.setattr(trace, "result", noted)
+        backward(loss)
+    Kept.gradients.clear()
+    assert {name: seen[name] for name in ("aten::add", "aten::add_")} == {
+        name: expected[name] for name in ("aten::add", "aten::add_")
+    }
+    assert expected.total() > 0
 
 
 def test_products_of_groups_are_as_large_as_their_gradients() -> None:

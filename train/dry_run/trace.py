@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ Hidden = Callable[..., list[int]]
 """Maps an operation's arguments to the bytes of what its CUDA kernel allocates and releases."""
 _ELSEWHERE = -1
 """In place of the number of an allocation that is not counted."""
+aten = torch.ops.aten
+_HAS_COUNTS = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+"""Whether this torch says how many references there are. Otherwise each sum is a new tensor."""
 _KEPT_BY: dict[Phase, Component] = {"forward": "activations", "optimizer": "optimizer"}
 """What temporary memory of a phase is if it outlives the phase."""
 
@@ -92,6 +96,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._place: Place = "gpu"
         self._stream = 0
         self._collects = False
+        self._references: tuple[int, int, int] | None = None
 
     def __enter__(self) -> Trace:
         # Reference counts alone decide when a tensor is released: always at the same place.
@@ -99,7 +104,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gc.disable()
         self.recorded.phases.append((0, "load"))
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._notice_sums()
         return self
+
+    def _notice_sums(self) -> None:
+        """See how many references there are to a gradient that only autograd knows, to which it
+        adds another one."""
+        with self.elsewhere(), torch.enable_grad():
+            one = torch.empty(2, 2, requires_grad=True)
+            one.mul(2.0).add(one.mul(3.0)).mul(4.0).backward(torch.empty(2, 2))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -158,6 +171,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Most operations are this question; asking the FakeTensorMode takes long.
             return args[0].fake_device
         kwargs = kwargs or {}
+        if func is aten.add.Tensor and self._is_sum(*args, **kwargs):
+            func = aten.add_.Tensor
         before = self._kernels.before.get(func)
         held = [] if before is None else [self._allocate(size, str(func), "temporary") for size in before(*args, **kwargs)]
         found = result(func, args, kwargs)
@@ -172,6 +187,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in self._kernels.products and self._phase in ("forward", "backward"):
             self._open_workspace()
         return found
+
+    def _is_sum(self, total: Any, more: Any, alpha: Any = 1) -> bool:
+        """Whether autograd adds a gradient to the sum of others, which nothing else knows. It does
+        so in place, but not while tensors or operations are watched as here."""
+        in_autograd = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+        if not _HAS_COUNTS or not in_autograd or not _are_alike(total, more):
+            return False
+        storage = torch._C._storage_Use_Count(total.untyped_storage()._cdata)
+        references = total._use_count(), sys.getrefcount(total), storage
+        if self._references is None:
+            self._references = references
+        return references == self._references
 
     def _track(self, func: Any, found: Any) -> None:
         if isinstance(found, torch.Tensor):
@@ -222,3 +249,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         released = self.recorded.allocations[number]
         if released.place == "gpu":
             self.live_bytes -= released.size
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether both are tensors of the same shape and precision, and the first is dense."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape):
+        return False
+    size = 1
+    for stride, length in sorted(zip(one.stride(), one.shape, strict=True)):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return one.dtype == other.dtype
