@@ -30,6 +30,8 @@ MOST_USED = 12
 """So many rows calibrate a forecast at most, the newest; each takes a millisecond."""
 Likeness = Literal["same", "near", "model"]
 """Of settings: the same; the same but for the batch; others with the same model and method."""
+_SHORT = 0.8
+"""No estimate was found to be more than a quarter too high (`SURE` in supervisor/plan.py)."""
 _ALIKE = 0.03
 """The driver and torch count the memory of one GPU with a small difference."""
 
@@ -61,6 +63,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What torch's allocator held at the most."""
     outside_bytes: int | None = None
     """What the process held beside it: the CUDA context and libraries. None: not known."""
+    updates: int = 0
+    """How many were measured."""
     failed: bool = False
     """Whether it ran out of memory: it needed more."""
 
@@ -72,6 +76,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             and memory_shape(self.settings, "peak") == memory_shape(other.settings, "peak")
             and self.settings.world_size == other.settings.world_size
         )
+
+    def knows_less(self, other: Measured) -> bool:
+        """Whether the other one saw more updates, and no smaller peak: the longest samples may come
+        late."""
+        return other.updates > self.updates and other.reserved_bytes >= self.reserved_bytes
+
+    def counts_for(self, settings: Settings, ratio: float) -> bool:
+        """Whether a peak of so many times its estimate says something about these settings. Far
+        below it, the samples were shorter than T, and those of other data need not be."""
+        return ratio >= _SHORT or _train_data(self.settings) == _train_data(settings)
+
+
+def _train_data(settings: Settings) -> dict[str, Any]:
+    return {name: value for name, value in settings.data.items() if name != "eval"}
 
 
 def model_key(config: Mapping[str, Any]) -> str:
@@ -148,11 +166,14 @@ def place() -> Path | None:
 
 
 def remember(row: Measured) -> None:
-    """Add a row. OSError if it cannot be written."""
+    """Add a row, unless another one knows more. OSError if it cannot be written."""
     path = place()
     if path is None:
         return
-    rows = [other for other in _read(path)[0] if not row.replaces(other)]
+    known = _read(path)[0]
+    if any(row.replaces(other) and row.knows_less(other) for other in known):
+        return
+    rows = [other for other in known if not row.replaces(other)]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(f".{os.getpid()}")
     new.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in [*rows, row][-KEPT:]))

@@ -48,7 +48,9 @@ def earlier_scale(earlier: Learned, settings: Settings, config: Mapping[str, Any
     for row in earlier.calibrating(settings)[0]:
         with suppress(UnknownMemoryError):  # then this row says nothing
             found = estimate(row.settings, config, generation=generation, capacity=capacity)
-            ratios.append(row.reserved_bytes / found.reserved)
+            ratio = row.reserved_bytes / found.reserved
+            if row.counts_for(settings, ratio):
+                ratios.append(ratio)
     return statistics.median(ratios) if ratios else 1.0
 
 

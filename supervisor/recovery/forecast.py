@@ -157,10 +157,11 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
                 if near:
                     return list(found.values()), f"estimate, calibrated at {where}"
                 return list(found.values()), f"estimate, calibrated at {where} with other settings"
-        ratios = [ratio for row in earlier if (ratio := self._earlier_ratio(row, config)) is not None]
-        if not ratios:
+        known = [(row, ratio) for row in earlier if (ratio := self._earlier_ratio(row, config)) is not None]
+        known = [(row, ratio) for row, ratio in known if row.counts_for(settings, ratio)]
+        if not known:
             return [], _ESTIMATE
-        return ratios, _by_runs(len({row.run for row in earlier}), likeness)
+        return [ratio for _, ratio in known], _by_runs(len({row.run for row, _ in known}), likeness)
 
     def _failed(self, settings: Settings, config: Mapping[str, Any] | None) -> Iterator[float]:
         """What failures of this model with these options of the allocator needed at least, divided

@@ -14,11 +14,11 @@ from memtop.supervisor.wire import Configuration
 
 
 class Measurements:
-    """Remembers each configuration of one run again when its peak has grown."""
+    """Remembers each configuration of one run again when its peak has grown, and when it ends."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], int] = {}
-        """The bytes last remembered, by number, and whether it failed."""
+        self._known: dict[tuple[int, str | None], int] = {}
+        """The bytes last remembered, by number and outcome."""
         self._problem: str | None = None
 
     def note(self, records: Iterable[ConfigurationRecord], model: Model) -> tuple[str | None] | None:
@@ -43,11 +43,11 @@ class Measurements:
         for record in records:
             shown = record.configuration
             peak = shown.peak
-            if peak is None or self._known.get((shown.number, peak.failed)) == peak.bytes:
+            if peak is None or self._known.get((shown.number, shown.outcome)) == peak.bytes:
                 continue
             row = _row(shown, gpu, model)
             if row is not None:
-                self._known[shown.number, peak.failed] = peak.bytes
+                self._known[shown.number, shown.outcome] = peak.bytes
                 yield row
 
 
@@ -75,5 +75,6 @@ def _row(shown: Configuration, gpu: GpuSample, model: Model) -> Measured | None:
         settings=settings,
         reserved_bytes=max(0, peak.bytes - (peak.outside_bytes or 0)),
         outside_bytes=peak.outside_bytes or None,
+        updates=peak.updates,
         failed=peak.failed,
     )

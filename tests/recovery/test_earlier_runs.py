@@ -111,6 +111,19 @@ def test_a_row_that_cannot_be_read_is_left_out_and_named() -> None:
     assert learned(A4500) == Learned(problem=f"{path}: cannot be read: Is a directory")
 
 
+def test_a_short_run_does_not_take_the_place_of_a_long_one_with_a_higher_peak() -> None:
+    long, short = row(ONE, 1.2, updates=900), row(ONE, 1.1, updates=3, run="/runs/b")
+    remember(long)
+    remember(short)
+    assert learned(A4500).rows == (long,), "the longest samples may come late"
+    higher = replace(short, reserved_bytes=2 * short.reserved_bytes)
+    remember(higher)
+    assert learned(A4500).rows == (higher,)
+    other = replace(short, settings=replace(ONE, data={**ONE.data, "train": "/other.parquet"}))
+    remember(other)
+    assert learned(A4500).rows == (higher, other), "other data may have longer samples"
+
+
 def test_a_model_is_known_by_its_configuration_whatever_wrote_it() -> None:
     config = {"model_type": "llama", "hidden_size": 64}
     assert model_key(config) == model_key(
@@ -146,6 +159,14 @@ def test_another_model_or_method_says_nothing() -> None:
     lora = replace(LORA, model=ONE.model)
     for one in (row(FIRST, 1.5), replace(row(ONE, 1.5), settings=lora)):
         assert by(ONE, one).basis == "estimate"
+
+
+def test_short_samples_of_other_data_say_nothing() -> None:
+    short = row(ONE, 0.4)
+    assert by(ONE, short).basis == "estimate, calibrated by 1 earlier run with these settings"
+    other = replace(ONE, data={**ONE.data, "train": "/other.parquet"})
+    assert by(other, short).basis == "estimate"
+    assert by(other, row(ONE, 0.9)).basis == "estimate, calibrated by 1 earlier run of this model"
 
 
 def test_what_the_run_has_measured_with_its_settings_comes_before_earlier_runs() -> None:
