@@ -134,6 +134,10 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         config = stored_config(settings) if self.config is None else self.config
         ratios, basis = self._ratios(settings, key, config)
         middle = median(ratios) if ratios else 1.0
+        bounding = self.learned.bounding(settings, config)
+        seen = max((self._earlier_ratio(row, config) or 0.0 for row in bounding), default=0.0)
+        if seen > middle:
+            middle, basis = seen, f"{basis}; raised, because an earlier run needed more"
         lifted = max(self._failed(settings, config), default=0.0)
         if lifted > middle:
             middle, basis = lifted, f"{basis}; lifted, because it needed more when it ran out of memory"
@@ -141,7 +145,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
             least, most = SURE[_ESTIMATE]
             return _Scale(middle, middle * least, middle * most, basis)
         least, most = spread(ratios)
-        return _Scale(middle, least, max(most, lifted * SURE["calibrated"][1]), basis)
+        return _Scale(middle, least, max(most, max(seen, lifted) * SURE["calibrated"][1]), basis)
 
     def _ratios(self, settings: Settings, key: str, config: Mapping[str, Any] | None) -> tuple[list[float], str]:
         """Measured peaks divided by their estimates, and what the forecast rests on. Those that
@@ -158,7 +162,6 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
                     return list(found.values()), f"estimate, calibrated at {where}"
                 return list(found.values()), f"estimate, calibrated at {where} with other settings"
         known = [(row, ratio) for row in earlier if (ratio := self._earlier_ratio(row, config)) is not None]
-        known = [(row, ratio) for row, ratio in known if row.counts_for(settings, ratio)]
         if not known:
             return [], _ESTIMATE
         return [ratio for _, ratio in known], _by_runs(len({row.run for row, _ in known}), likeness)
