@@ -286,6 +286,7 @@ def outlook_of(
     on_gpu = bool(used) or (wants_gpu and bool(gpus) and not on_cpu)
     others, estimates = None, None
     peaks = tuple(row.peak for row in rows if row.peak is not None)
+    newest = rows[-1].peak if rows else None
     if on_gpu:
         gpu = gpu_of(run, gpus)
         total = None if gpu is None else gpu.total_bytes
@@ -293,9 +294,10 @@ def outlook_of(
             others = _others(run, gpu)
             processes = 1 if run.settings is None else run.settings.world_size
             estimates = estimates_on(gpu, rows, others_bytes=others or 0, learned=learned, processes=processes)
+            peaks = tuple(peak.with_context(estimates.card.context_bytes) for peak in peaks)
+            newest = None if newest is None else newest.with_context(estimates.card.context_bytes)
     else:
         total = host.limit_bytes or host.total_bytes
-    newest = rows[-1].peak if rows else None
     # Before its first update a configuration has not reached its peak.
     current = newest if newest is not None and (newest.updates or newest.failed) else None
     return Outlook(peaks=peaks, current=current, total_bytes=total, others_bytes=others, on_gpu=on_gpu, estimates=estimates)
@@ -305,12 +307,13 @@ def outlook_on(
     gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING, processes: int = 1
 ) -> Outlook:
     """On this GPU, with what these configurations and earlier runs have measured."""
+    estimates = estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned, processes=processes)
     return Outlook(
-        peaks=tuple(row.peak for row in rows if row.peak is not None),
+        peaks=tuple(row.peak.with_context(estimates.card.context_bytes) for row in rows if row.peak is not None),
         total_bytes=gpu.total_bytes,
         others_bytes=others_bytes,
         on_gpu=True,
-        estimates=estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned, processes=processes),
+        estimates=estimates,
     )
 
 
@@ -329,6 +332,7 @@ def estimates_on(
     seen = [peak.outside_bytes for _, peak in known if peak.outside_bytes]
     context = seen[-1] if seen else learned.context_bytes(processes)
     card = Card.of(gpu, others_bytes=others_bytes, context_bytes=context)
+    known = tuple((settings, peak.with_context(card.context_bytes)) for settings, peak in known)
     return Estimates(card=card, known=known, config=config, learned=learned)
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.killed import state_word
+from memtop.supervisor.monitor.values import GpuSample
 from memtop.supervisor.recovery.values import Advice, Trend
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
 from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
@@ -399,3 +400,12 @@ def refused(answers: tuple[AgentAnswer, ...]) -> str | None:
     if not answers:
         return "the training process is gone"
     return next((answer.message for answer in answers if not answer.ok), None)
+
+
+def own_gpu(model: Model) -> GpuSample | None:
+    """The smallest GPU of the run whose memory is known; None without one, or before the first
+    sample."""
+    uuids = set(model.progress.devices.values())
+    gpus = model.sample.machine.gpus if model.sample is not None else ()
+    own = [gpu for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes]
+    return min(own, key=lambda one: one.total_bytes or 0, default=None)

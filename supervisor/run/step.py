@@ -42,7 +42,7 @@ from memtop.supervisor.run.events import (
     WorkersStarted,
     WriteChecked,
 )
-from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, not_by_signal, note, warn
+from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, not_by_signal, note, own_gpu, warn
 from memtop.supervisor.run.reports import (
     BatchSearched,
     Evaluated,
@@ -223,6 +223,7 @@ def _observed(model: Model, event: Tick) -> Model:
 
 
 def _sampled(model: Model, event: Sampled) -> Model:
+    had_gpu = own_gpu(model) is not None
     model = warn(replace(model, sample=event), "sampling", None)
     for crossing in event.crossings:
         model = note(model, "band", crossing)
@@ -232,6 +233,8 @@ def _sampled(model: Model, event: Sampled) -> Model:
     if attempt.stage is AttemptStage.RUNNING:
         held = event.host_memory.size
         model = configurations.note_host(replace(model, host_bytes=held or model.host_bytes), held)
+        # The trainer may have reported its plan before the GPUs could be read.
+        model = model if had_gpu else configurations.foresee(model)
     if event.keep:
         model = configurations.keep(model)
     for line in event.dangers:

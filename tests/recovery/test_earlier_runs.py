@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import math
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,15 @@ from memtop.presets.schema import Zero
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.plan import SURE, Card, Need, estimated
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import Estimates, estimates_on, spread, words_at_launch
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on, outlook_on, spread, words_at_launch
 from memtop.supervisor.recovery.values import Forecast, Peak
-from memtop.supervisor.run.effects import SaveConfigurations
-from memtop.supervisor.run.events import Sampled
+from memtop.supervisor.run.effects import Foresee, SaveConfigurations
+from memtop.supervisor.run.events import Now, Sampled
 from memtop.supervisor.run.measurements import Measurements
+from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Configuration
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY, inject
 from tests.recovery.support import FIRST, LORA, T5
@@ -358,37 +361,167 @@ def on_card(**more: Any) -> Brain:
 
 def told(brain: Brain, kept: Measurements) -> Any:
     """What the run's newest configurations give to the file; they are saved now and then."""
-    records = brain.model.configurations.records
-    return kept.note(SaveConfigurations(records).records, brain.model)
+    if not kept.note(brain.model.configurations.records, brain.model):
+        return None
+    assert kept.begin()
+    kept.write()
+    return kept.end()
+
+
+def later(brain: Brain, seconds: float) -> None:
+    brain.now += seconds
+    brain.model = replace(brain.model, now=Now(brain.wall, brain.now))
+
+
+ON_CARD = {**STEP, "device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
 
 
 def test_a_run_remembers_its_peaks_from_the_second_update_on() -> None:
     brain, kept = on_card(), Measurements()
-    device = {"device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
-    brain.report({**STEP, **device})
+    brain.report(ON_CARD)
     assert told(brain, kept) is None
     assert learned(A4500).rows == (), "the first update allocates the moments at its end"
-    brain.report({**STEP, **device, "update": 2})
+    brain.report({**ON_CARD, "update": 2})
     told(brain, kept)
     (found,) = learned(A4500, "2.8.0").rows
     assert (found.run, found.reserved_bytes, found.outside_bytes, found.torch) == ("/runs/a", 2 * GIB, 300 * MIB, "2.8.0+cu126")
-    brain.report({**STEP, **device, "update": 3, "peak_reserved_bytes": 3 * GIB})
+    assert found.updates == 2
+
+
+def test_a_growing_peak_is_written_once_a_minute_and_at_the_end() -> None:
+    brain, kept = on_card(), Measurements()
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
+    told(brain, kept)
+    for update, peak in ((3, 3 * GIB), (4, 4 * GIB)):
+        brain.report({**ON_CARD, "update": update, "peak_reserved_bytes": peak})
+        assert not kept.note(brain.model.configurations.records, brain.model), "not at each new peak"
+    later(brain, 60)
+    told(brain, kept)
+    assert learned(A4500).rows[0].reserved_bytes == 4 * GIB
+    later(brain, 60)
+    assert not kept.note(brain.model.configurations.records, brain.model), "there is nothing new"
+    brain.report({**ON_CARD, "update": 5, "peak_reserved_bytes": 5 * GIB})
+    later(brain, 60)
+    told(brain, kept)
+    brain.report({**ON_CARD, "update": 6, "peak_reserved_bytes": 6 * GIB})
+    brain.model = replace(brain.model, configurations=brain.model.configurations.end("finished", 6, 6))
     told(brain, kept)
     (found,) = learned(A4500).rows
-    assert found.reserved_bytes == 3 * GIB
+    assert (found.reserved_bytes, found.updates) == (6 * GIB, 6)
 
 
-def test_a_file_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
+def test_a_run_remembers_when_enough_updates_show_its_peak() -> None:
+    brain, kept = on_card(), Measurements()
+    for update in range(1, ENOUGH_UPDATES + 1):
+        brain.report({**ON_CARD, "update": update})
+        later(brain, 60)
+        told(brain, kept)
+        if update > 1:
+            assert learned(A4500).rows[0].updates == (2 if update < ENOUGH_UPDATES else update)
+
+
+def test_a_run_remembers_only_what_its_present_attempt_has_measured() -> None:
+    brain, kept = on_card(), Measurements()
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
+    configurations = brain.model.configurations.end("failed", 2, 2)
+    attempt = brain.model.attempt
+    assert attempt is not None
+    again = configurations.begin_attempt(attempt.number + 1, "restart", brain.model.settings, 20.0)
+    # It goes on with another torch on another GPU.
+    card = GpuSample(index=0, uuid="GPU-0", name="A4000", total_bytes=16 * GIB)
+    sample = Sampled(machine=MachineSnapshot(time=2.0, gpus=(card,)), gpu_base_bytes={"GPU-0": 200 * MIB})
+    progress = replace(brain.model.progress, torch="2.9.0")
+    attempt = replace(attempt, number=attempt.number + 1)
+    brain.model = replace(brain.model, attempt=attempt, configurations=again, sample=sample, progress=progress)
+    told(brain, kept)
+    brain.report({**ON_CARD, "update": 3, "peak_reserved_bytes": GIB}, {**ON_CARD, "update": 4, "peak_reserved_bytes": GIB})
+    later(brain, 60)
+    told(brain, kept)
+    (found,) = learned(GpuKind("A4000", 16 * GIB)).rows
+    assert (found.reserved_bytes, found.outside_bytes, found.torch) == (GIB, 200 * MIB, "2.9.0")
+    assert learned(A4500).rows == ()
+
+
+def test_what_the_driver_does_not_tell_of_a_process_is_not_known() -> None:
+    brain, kept = on_card(), Measurements()
+    assert brain.model.sample is not None
+    brain.model = replace(brain.model, sample=replace(brain.model.sample, gpu_base_bytes={}))
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
+    told(brain, kept)
+    (found,) = learned(A4500).rows
+    assert (found.reserved_bytes, found.outside_bytes) == (2 * GIB, None)
+    rows = brain.model.configurations.rows
+    (row,) = rows
+    assert row.peak is not None
+    assert (row.peak.bytes, row.peak.outside_bytes) == (2 * GIB, None)
+    assert row.settings is not None
+    gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB)
+    seen = estimates_on(gpu, rows).forecast(row.settings)
+    assert isinstance(seen, Forecast)
+    assert seen.peak_bytes == 2 * GIB + CARD.context_bytes, "it has a context, of the usual size"
+    line = outlook_on(gpu, rows, 0)
+    assert [peak.bytes for peak in line.peaks] == [seen.peak_bytes]
+
+
+def test_a_file_that_cannot_be_written_is_named_once_and_tried_again(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "memtop").write_text("in the way")
     brain, kept = on_card(), Measurements()
-    device = {"device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
-    brain.report({**STEP, **device}, {**STEP, **device, "update": 2})
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
     news = told(brain, kept)
     assert news is not None
     assert news[0].endswith("later runs cannot learn from this one's peaks")
-    brain.report({**STEP, **device, "update": 3, "peak_reserved_bytes": 3 * GIB})
+    later(brain, 60)
     assert told(brain, kept) is None
+    (tmp_path / "cache" / "memtop").unlink()
+    assert not kept.note((), brain.model), "not at once"
+    later(brain, 60)
+    assert told(brain, kept) == (None,), "the warning is taken back, though the peak has not grown"
+    assert learned(A4500).rows[0].reserved_bytes == 2 * GIB
+
+
+def test_a_folder_that_does_not_answer_holds_up_one_thread_and_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    brain, answers, asked = on_card(), threading.Event(), []
+
+    def hung(row: Measured) -> None:
+        asked.append(row.reserved_bytes)
+        assert answers.wait(60)
+
+    monkeypatch.setattr("memtop.supervisor.run.measurements.remember", hung)
+    outbox = Mock()
+    rest = dict.fromkeys(("publisher", "agents", "sensors", "socket", "is_displaced", "post", "read_reports"), Mock())
+    performer = Performer(Mock(), Mock(), outbox=outbox, **rest)
+
+    async def noted() -> None:
+        brain.report(ON_CARD, {**ON_CARD, "update": 2})
+        for size in (2, 3, 4):
+            brain.report({**ON_CARD, "update": 1 + size, "peak_reserved_bytes": size * GIB})
+            later(brain, 60)
+            effect = SaveConfigurations(brain.model.configurations.records)
+            assert performer.perform(effect, brain.model) is None
+            await asyncio.sleep(0)
+        while not asked:
+            await asyncio.sleep(0.01)
+        assert asked == [2 * GIB], "the others wait for it"
+        answers.set()
+        await asyncio.wait(performer.tasks)
+        performer.collect()
+
+    asyncio.run(noted())
+    assert asked == [2 * GIB, 4 * GIB]
+    assert outbox.save_configurations.call_count == 3
+
+
+def test_a_forecast_is_asked_for_when_the_gpus_are_read_after_the_plan() -> None:
+    card = GpuSample(index=0, uuid="GPU-0", name="A4500", total_bytes=20 * GIB)
+    brain = training(progress=Progress(), sample=None)
+    brain.report(HELLO, {**PLAN, "device_uuid": "GPU-0"})
+    assert brain.asked(Foresee) == []
+    brain.tell(Sampled(machine=MachineSnapshot(time=1.0)))
+    assert brain.asked(Foresee) == []
+    for time in (2.0, 3.0):
+        brain.tell(Sampled(machine=MachineSnapshot(time=time, gpus=(card,))))
+        assert [effect.gpu for effect in brain.asked(Foresee)] == [card]
 
 
 # --- real runs ------------------------------------------------------------------------------------
@@ -424,11 +557,18 @@ def test_the_second_run_is_foreseen_by_what_the_first_has_measured(
     inject(runs, _ON_A_GPU)
     start = ("train", *TINY, "--headless", "--max-updates", "3", "--preset", "standard")
     runs.memtop(*start, "--name", "a")
-    (first,) = runs.show("a")["configurations"]
+
+    def foreseen(name: str) -> dict[str, Any]:
+        """A thread of the supervisor foresees it, which may be after the end of a short run."""
+        return runs.wait(name, lambda shown: shown["configurations"][0]["foreseen"] is not None)
+
+    (first,) = foreseen("a")["configurations"]
     assert first["foreseen"]["basis"] == "estimate"
     assert first["peak"]["bytes"] >= 700 * MIB
+    # A thread writes what was measured, which may be after the end of the run.
+    wait_for_file(tmp_path / "cache" / "memtop" / "measured.jsonl")
     runs.memtop(*start, "--name", "b")
-    (second,) = runs.show("b")["configurations"]
+    (second,) = foreseen("b")["configurations"]
     found = second["foreseen"]
     assert found["basis"] == "estimate, calibrated by 1 earlier run with these settings"
     assert found["peak_bytes"] == pytest.approx(700 * MIB + GIB // 2, rel=0.01)

@@ -14,7 +14,7 @@ from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import Foresee, SaveConfigurations
 from memtop.supervisor.run.grip import shape_key
-from memtop.supervisor.run.model import Model, emit, note
+from memtop.supervisor.run.model import Model, emit, note, own_gpu
 from memtop.supervisor.run.record.configurations import Configurations, same
 from memtop.supervisor.run.reports import LoopFound, Oom, Plan, Report, SettingsChanged, Step, values
 
@@ -63,25 +63,21 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             kind = "survived" if report.survived else "oom"
             return announce(model, kind, explain.oom_text(rank, report), report)
         case SettingsChanged() if rank == 0:
-            return _foresee(_settings_changed(model, report))
+            return foresee(_settings_changed(model, report))
         case Plan() if rank == 0:
             model = note_uses(put(model, model.configurations.resumed(report.updates)))
             # The first allocation after this may be the one that fails, long before the next
             # sample.
-            return _foresee(note_host(model, model.host_bytes))
+            return foresee(note_host(model, model.host_bytes))
     return model
 
 
-def _foresee(model: Model) -> Model:
+def foresee(model: Model) -> Model:
     """Ask for the predicted peak of the present configuration on the smallest of its GPUs."""
-    present, uuids = model.configurations.present, set(model.progress.devices.values())
+    present, gpu = model.configurations.present, own_gpu(model)
     settings = present.configuration.settings if present is not None else None
-    if present is None or settings is None or model.sample is None or present.configuration.foreseen is not None:
+    if present is None or settings is None or gpu is None or present.configuration.foreseen is not None:
         return model
-    gpus = [gpu for gpu in model.sample.machine.gpus if gpu.uuid in uuids and gpu.total_bytes]
-    if not gpus:
-        return model
-    gpu = min(gpus, key=lambda one: one.total_bytes or 0)
     number = present.configuration.number
     return emit(model, Foresee(number=number, settings=settings, gpu=gpu, earlier=model.configurations.rows[:-1]))
 

@@ -24,7 +24,7 @@ from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
-from memtop.supervisor.run.model import Cause, Model, move, not_by_signal, note
+from memtop.supervisor.run.model import Cause, Model, move, not_by_signal, note, own_gpu
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, PendingRestart, Waiting
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.rules import attempts, configurations, own_ladder
@@ -253,11 +253,7 @@ def _seconds_left(model: Model, settings: Settings) -> float | None:
 
 def _estimates(model: Model, facts: RemedyFacts) -> Estimates | None:
     """For the run's smallest GPU; None if it is not known, or without a GPU."""
-    uuids = set(model.progress.devices.values())
-    gpus = model.sample.machine.gpus if model.sample is not None and model.on_gpu else ()
-    gpu = min(
-        (gpu for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes), key=lambda one: one.total_bytes or 0, default=None
-    )
+    gpu = own_gpu(model) if model.on_gpu else None
     return None if gpu is None else estimates_on(gpu, model.configurations.rows, config=facts.model_config)
 
 
