@@ -2,20 +2,20 @@
 the forecasts of later runs, which `learned` reads.
 
 It is a file in the user's cache folder: runs are in many folders, a person deletes them, and their
-records do not name the GPU. There is one row for each configuration; a newer measurement of the
-same one takes its place. Two programs that write at the same moment may lose a row, which the next
-run measures again.
+records do not name the GPU. There is one row for each configuration; its highest peak stays. Two
+programs that write at the same moment may lose a row, which the next run measures again.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.presets.fields import SPLIT, memory_shape
 from memtop.presets.files import user_cache
@@ -26,12 +26,12 @@ KEPT = 100
 """Rows, the newest; a few kilobytes each."""
 WHOLE_FROM = 2
 """The update that first computes gradients while the optimizer's moments exist."""
+ENOUGH_UPDATES = 100
+"""After so many updates with samples of various lengths, a new highest peak is rare."""
 MOST_USED = 12
 """So many rows calibrate a forecast at most, the newest; each takes a millisecond."""
 Likeness = Literal["same", "near", "model"]
 """Of settings: the same; the same but for the batch; others with the same model and method."""
-_SHORT = 0.8
-"""No estimate was found to be more than a quarter too high (`SURE` in supervisor/plan.py)."""
 _ALIKE = 0.03
 """The driver and torch count the memory of one GPU with a small difference."""
 
@@ -59,12 +59,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """See `model_key`."""
     settings: Settings
-    reserved_bytes: int
+    reserved_bytes: Annotated[int, msgspec.Meta(gt=0)]
     """What torch's allocator held at the most."""
-    outside_bytes: int | None = None
+    outside_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """What the process held beside it: the CUDA context and libraries. None: not known."""
-    updates: int = 0
-    """How many were measured."""
+    updates: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """How many of one attempt it is the peak of; None: not known."""
     failed: bool = False
     """Whether it ran out of memory: it needed more."""
 
@@ -75,21 +75,40 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             and self.gpu.is_like(other.gpu)
             and memory_shape(self.settings, "peak") == memory_shape(other.settings, "peak")
             and self.settings.world_size == other.settings.world_size
+            and _accumulates(self.settings) == _accumulates(other.settings)
         )
 
-    def knows_less(self, other: Measured) -> bool:
-        """Whether the other one saw more updates, and no smaller peak: the longest samples may come
-        late."""
-        return other.updates > self.updates and other.reserved_bytes >= self.reserved_bytes
+    def with_peak_of(self, other: Measured) -> Measured:
+        """This row, with what an older one of the same shows beyond it: a higher peak, which is
+        then that of the other run."""
+        updates = max(self.updates or 0, other.updates or 0) or None
+        outside = other.outside_bytes if self.outside_bytes is None else self.outside_bytes
+        higher = max(other, self, key=lambda one: one.reserved_bytes)
+        return replace(self, run=higher.run, reserved_bytes=higher.reserved_bytes, outside_bytes=outside, updates=updates)
 
-    def counts_for(self, settings: Settings, ratio: float) -> bool:
-        """Whether a peak of so many times its estimate says something about these settings. Far
-        below it, the samples were shorter than T, and those of other data need not be."""
-        return ratio >= _SHORT or _train_data(self.settings) == _train_data(settings)
+    def is_whole_for(self, settings: Settings) -> bool:
+        """Whether a training with these settings needs no more than this one, compared with their
+        estimates. Otherwise it needs at least as much.
+
+        The estimate is for samples of T tokens. Those of running text have them. Of others, a short
+        run may not have seen the longest, and other data may have longer ones. In a smaller batch
+        the longest counts for more.
+        """
+        own = self.settings
+        if own.task == "causal":
+            return True
+        return (
+            (self.updates or 0) >= ENOUGH_UPDATES
+            and _samples(own) == _samples(settings)
+            and own.seq_len <= settings.seq_len
+            and (own.batch <= settings.batch or _likeness(own, settings) != "model")
+        )
 
 
-def _train_data(settings: Settings) -> dict[str, Any]:
-    return {name: value for name, value in settings.data.items() if name != "eval"}
+def _samples(settings: Settings) -> tuple[object, ...]:
+    """What the lengths of micro-batches depend on beside T and the batch."""
+    train = {name: value for name, value in settings.data.items() if name != "eval"}
+    return settings.task, train, settings.packing
 
 
 def model_key(config: Mapping[str, Any]) -> str:
@@ -126,19 +145,52 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     def calibrating(self, settings: Settings, config: Mapping[str, Any] | None = None) -> tuple[list[Measured], Likeness]:
         """The newest whole peaks of the same model that say most about these settings, and how like
         them they are."""
-        whole = [row for row in self.of_model(settings, config) if not row.failed]
-        wanted = _shape(msgspec.json.encode(settings))
-        near = [row for row in whole if _shape(msgspec.json.encode(row.settings)) == wanted]
-        same = [row for row in near if (row.settings.batch, row.settings.rank_splits) == (settings.batch, settings.rank_splits)]
-        return (same or near or whole)[-MOST_USED:], "same" if same else "near" if near else "model"
+        return _most_like([row for row in self._peaks(settings, config) if row.is_whole_for(settings)], settings)
+
+    def bounding(self, settings: Settings, config: Mapping[str, Any] | None = None) -> list[Measured]:
+        """Those at least as like these settings that are not whole: they can raise a forecast and
+        never lower it."""
+        chosen, _ = _most_like(self._peaks(settings, config), settings)
+        return [row for row in chosen if not row.is_whole_for(settings)]
+
+    def _peaks(self, settings: Settings, config: Mapping[str, Any] | None) -> list[Measured]:
+        return [row for row in self.of_model(settings, config) if not row.failed]
+
+
+def _most_like(rows: Sequence[Measured], settings: Settings) -> tuple[list[Measured], Likeness]:
+    """The newest of those that are most like these settings."""
+    by_likeness: dict[Likeness, list[Measured]] = {"same": [], "near": [], "model": []}
+    for row in rows:
+        by_likeness[_likeness(row.settings, settings)].append(row)
+    for likeness, found in by_likeness.items():
+        if found:
+            return found[-MOST_USED:], likeness
+    return [], "model"
+
+
+def _likeness(one: Settings, other: Settings) -> Likeness:
+    if _shape(msgspec.json.encode(one)) != _shape(msgspec.json.encode(other)):
+        return "model"
+    return "same" if (one.batch, _batches(one)) == (other.batch, _batches(other)) else "near"
+
+
+def _batches(settings: Settings) -> list[int]:
+    return [batch for batch, _ in settings.splits]
+
+
+def _accumulates(settings: Settings) -> bool:
+    """Whether gradients stay between micro-batches."""
+    return any(accumulation > 1 for _, accumulation in settings.splits)
 
 
 @functools.lru_cache(maxsize=4 * KEPT)
-def _shape(settings: bytes) -> dict[str, Any]:
-    """What shapes the peak, except the split. A forecast asks for that of every row."""
-    values = memory_shape(msgspec.json.decode(settings, type=Settings), "peak")
+def _shape(encoded: bytes) -> dict[str, Any]:
+    """What shapes the peak, except the micro-batch. A forecast asks for that of every row."""
+    settings = msgspec.json.decode(encoded, type=Settings)
     # Evaluations have a peak of their own.
-    return {name: value for name, value in values.items() if name not in (*SPLIT, "eval_batch")}
+    left_out = (*SPLIT, "eval_batch")
+    values = {name: value for name, value in memory_shape(settings, "peak").items() if name not in left_out}
+    return {**values, "processes": settings.world_size, "accumulates": _accumulates(settings)}
 
 
 def learned(gpu: GpuKind | None, torch: str | None = None, *, without: str = "") -> Learned:
@@ -150,7 +202,11 @@ def learned(gpu: GpuKind | None, torch: str | None = None, *, without: str = "")
     path = place()
     if gpu is None or path is None:
         return Learned()
-    rows, problem = _read(path)
+    try:
+        lines, problem = _read(path)
+    except OSError as error:
+        return Learned(problem=f"{path}: cannot be read: {error.strerror}")
+    rows = [row for _, row in lines if row is not None]
     kept = [row for row in rows if row.gpu.is_like(gpu) and row.run != without and _same_release(row.torch, torch)]
     return Learned(rows=tuple(kept), problem=problem)
 
@@ -166,32 +222,43 @@ def place() -> Path | None:
 
 
 def remember(row: Measured) -> None:
-    """Add a row, unless another one knows more. OSError if it cannot be written."""
+    """Add a row. OSError if the file cannot be read or written: then it stays as it is."""
+    import tempfile  # loads OpenSSL, with `random`
+
     path = place()
     if path is None:
         return
-    known = _read(path)[0]
-    if any(row.replaces(other) and row.knows_less(other) for other in known):
-        return
-    rows = [other for other in known if not row.replaces(other)]
+    kept = []
+    for line, other in _read(path)[0]:
+        if other is not None and row.replaces(other):
+            row = row.with_peak_of(other)
+        else:
+            # Also what this version cannot read.
+            kept.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in [*rows, row][-KEPT:]))
-    new.replace(path)
+    # Other hosts may have the same folder: the number of a process is not enough of a name.
+    opened, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.")
+    new = Path(name)
+    try:
+        os.close(opened)
+        new.write_bytes(b"".join(line + b"\n" for line in [*kept, msgspec.json.encode(row)][-KEPT:]))
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> tuple[list[Measured], str | None]:
-    """The rows that can be read, and why others cannot."""
+def _read(path: Path) -> tuple[list[tuple[bytes, Measured | None]], str | None]:
+    """The lines, each with its row if it can be read; and why the first one cannot."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return [], None
-    except OSError as error:
-        return [], f"{path}: cannot be read: {error.strerror}"
-    rows, problems = [], []
+    rows: list[tuple[bytes, Measured | None]] = []
+    problem = None
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(msgspec.json.decode(line, type=Measured))
+            rows.append((line, msgspec.json.decode(line, type=Measured)))
         except msgspec.MsgspecError as error:
-            problems.append(f"{path}: line {number} is left out: {error}")
-    return rows, problems[0] if problems else None
+            rows.append((line, None))
+            problem = problem or f"{path}: line {number} is left out: {error}"
+    return rows, problem

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from memtop.presets import Settings
 from memtop.presets.estimate import estimate
 from memtop.presets.measured import Learned
+from memtop.presets.measured import Measured as Earlier
 from memtop.presets.schema import Positive, Split, exact_splits
 from memtop.presets.states import UnknownMemoryError
 from memtop.train.batch_sizer import SAFE_FRACTION
@@ -44,14 +45,14 @@ class Tried(msgspec.Struct, frozen=True):
 def earlier_scale(earlier: Learned, settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int) -> float:
     """How many times its estimate the peak was in earlier runs of this model; 1 without any.
     `config`, `generation`, `capacity`: as of `estimate`."""
-    ratios = []
-    for row in earlier.calibrating(settings)[0]:
-        with suppress(UnknownMemoryError):  # then this row says nothing
-            found = estimate(row.settings, config, generation=generation, capacity=capacity)
-            ratio = row.reserved_bytes / found.reserved
-            if row.counts_for(settings, ratio):
-                ratios.append(ratio)
-    return statistics.median(ratios) if ratios else 1.0
+
+    def ratios(rows: Sequence[Earlier]) -> Iterator[float]:
+        for row in rows:
+            with suppress(UnknownMemoryError):  # then this row says nothing
+                yield row.reserved_bytes / estimate(row.settings, config, generation=generation, capacity=capacity).reserved
+
+    known = list(ratios(earlier.calibrating(settings)[0]))
+    return max([statistics.median(known) if known else 1.0, *ratios(earlier.bounding(settings))])
 
 
 def first_size(sizes: Sequence[int], given: int, foresee: Callable[[int], float | None]) -> int:

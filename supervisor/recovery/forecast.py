@@ -134,6 +134,10 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         config = stored_config(settings) if self.config is None else self.config
         ratios, basis = self._ratios(settings, key, config)
         middle = median(ratios) if ratios else 1.0
+        bounding = self.learned.bounding(settings, config)
+        seen = max((self._earlier_ratio(row, config) or 0.0 for row in bounding), default=0.0)
+        if seen > middle:
+            middle, basis = seen, f"{basis}; raised, because an earlier run needed more"
         lifted = max(self._failed(settings, config), default=0.0)
         if lifted > middle:
             middle, basis = lifted, f"{basis}; lifted, because it needed more when it ran out of memory"
@@ -141,7 +145,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
             least, most = SURE[_ESTIMATE]
             return _Scale(middle, middle * least, middle * most, basis)
         least, most = spread(ratios)
-        return _Scale(middle, least, max(most, lifted * SURE["calibrated"][1]), basis)
+        return _Scale(middle, least, max(most, max(seen, lifted) * SURE["calibrated"][1]), basis)
 
     def _ratios(self, settings: Settings, key: str, config: Mapping[str, Any] | None) -> tuple[list[float], str]:
         """Measured peaks divided by their estimates, and what the forecast rests on. Those that
@@ -158,7 +162,6 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
                     return list(found.values()), f"estimate, calibrated at {where}"
                 return list(found.values()), f"estimate, calibrated at {where} with other settings"
         known = [(row, ratio) for row in earlier if (ratio := self._earlier_ratio(row, config)) is not None]
-        known = [(row, ratio) for row, ratio in known if row.counts_for(settings, ratio)]
         if not known:
             return [], _ESTIMATE
         return [ratio for _, ratio in known], _by_runs(len({row.run for row, _ in known}), likeness)
@@ -283,6 +286,7 @@ def outlook_of(
     on_gpu = bool(used) or (wants_gpu and bool(gpus) and not on_cpu)
     others, estimates = None, None
     peaks = tuple(row.peak for row in rows if row.peak is not None)
+    newest = rows[-1].peak if rows else None
     if on_gpu:
         gpu = gpu_of(run, gpus)
         total = None if gpu is None else gpu.total_bytes
@@ -290,9 +294,10 @@ def outlook_of(
             others = _others(run, gpu)
             processes = 1 if run.settings is None else run.settings.world_size
             estimates = estimates_on(gpu, rows, others_bytes=others or 0, learned=learned, processes=processes)
+            peaks = tuple(peak.with_context(estimates.card.context_bytes) for peak in peaks)
+            newest = None if newest is None else newest.with_context(estimates.card.context_bytes)
     else:
         total = host.limit_bytes or host.total_bytes
-    newest = rows[-1].peak if rows else None
     # Before its first update a configuration has not reached its peak.
     current = newest if newest is not None and (newest.updates or newest.failed) else None
     return Outlook(peaks=peaks, current=current, total_bytes=total, others_bytes=others, on_gpu=on_gpu, estimates=estimates)
@@ -302,12 +307,13 @@ def outlook_on(
     gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING, processes: int = 1
 ) -> Outlook:
     """On this GPU, with what these configurations and earlier runs have measured."""
+    estimates = estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned, processes=processes)
     return Outlook(
-        peaks=tuple(row.peak for row in rows if row.peak is not None),
+        peaks=tuple(row.peak.with_context(estimates.card.context_bytes) for row in rows if row.peak is not None),
         total_bytes=gpu.total_bytes,
         others_bytes=others_bytes,
         on_gpu=True,
-        estimates=estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned, processes=processes),
+        estimates=estimates,
     )
 
 
@@ -326,6 +332,7 @@ def estimates_on(
     seen = [peak.outside_bytes for _, peak in known if peak.outside_bytes]
     context = seen[-1] if seen else learned.context_bytes(processes)
     card = Card.of(gpu, others_bytes=others_bytes, context_bytes=context)
+    known = tuple((settings, peak.with_context(card.context_bytes)) for settings, peak in known)
     return Estimates(card=card, known=known, config=config, learned=learned)
 
 

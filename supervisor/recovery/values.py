@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.language import Verbatim
@@ -139,13 +140,19 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the configuration ran out of memory: it needed more."""
     outside_bytes: int | None = None
     """Of `bytes` on a GPU, what the process held outside torch's allocator: the CUDA context. None:
-    not known."""
+    not known; then it is not in `bytes`, unless the message of a failure has it there."""
     settings_key: str = ""
     """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
     key lie on one line."""
     phases: dict[str, int] = {}
     """By each of `UPDATE_PHASES`, what torch allocated at the most on a GPU; empty if not
     measured."""
+
+    def with_context(self, context_bytes: int) -> Peak:
+        """On a GPU, with so much outside torch's allocator, if that is not known."""
+        if self.outside_bytes is not None:
+            return self
+        return replace(self, bytes=self.bytes + context_bytes, outside_bytes=context_bytes)
 
     @property
     def words(self) -> str:

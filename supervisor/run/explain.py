@@ -17,7 +17,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import PHASES, Diagnosis, Kind
 from memtop.supervisor.killed import describe_status, signal_status
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.recovery.configuration import failed_settings, settings_key
 from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.recovery.values import UPDATE_PHASES
 from memtop.supervisor.run.events import Absence, NamedProcess, NotHeard
@@ -69,7 +69,7 @@ def why_no_phases(of: Configuration) -> str | None:
         return "only the built-in trainer measures it"
     if peak is None or not peak.updates:
         return "no update was measured"
-    if peak.outside_bytes is None:
+    if peak.settings_key == settings_key(of.settings, on_gpu=False):
         return "on the CPU no allocator counts it"
     return "its trainer did not measure it"
 

@@ -162,8 +162,8 @@ class Performer:
             case SaveConfigurations(records=records):
                 self._outbox.save_configurations(records)
                 self._publisher.configurations_changed()
-                news = self._measurements.note(records, model)
-                return None if news is None else WriteChecked(topic="measurements", problem=news[0])
+                if self._measurements.note(records, model):
+                    self._begin(self._remember())
             case Foresee():
                 self._begin(self._foresee(effect))
             case FollowWorkers():
@@ -249,6 +249,15 @@ class Performer:
             return outlook.with_phases(outlook.predicted(settings), settings)
 
         self._post(Foreseen(number=effect.number, found=await asyncio.to_thread(found)))
+
+    async def _remember(self) -> None:
+        """What was measured, for later runs, in a thread: the user's folders may be on a machine
+        that does not answer."""
+        while self._measurements.begin():
+            await asyncio.to_thread(self._measurements.write)
+            news = self._measurements.end()
+            if news is not None:
+                self._post(WriteChecked(topic="measurements", problem=news[0]))
 
     def _follow_workers(self) -> None:
         """The workers of the program have begun again, and their output with them."""

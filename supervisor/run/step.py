@@ -223,6 +223,7 @@ def _observed(model: Model, event: Tick) -> Model:
 
 
 def _sampled(model: Model, event: Sampled) -> Model:
+    had_gpu = model.smallest_gpu is not None
     model = warn(replace(model, sample=event), "sampling", None)
     for crossing in event.crossings:
         model = note(model, "band", crossing)
@@ -232,6 +233,8 @@ def _sampled(model: Model, event: Sampled) -> Model:
     if attempt.stage is AttemptStage.RUNNING:
         held = event.host_memory.size
         model = configurations.note_host(replace(model, host_bytes=held or model.host_bytes), held)
+        # The trainer may have reported its plan before the GPUs could be read.
+        model = model if had_gpu else configurations.foresee(model)
     if event.keep:
         model = configurations.keep(model)
     for line in event.dangers:

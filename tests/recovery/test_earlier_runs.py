@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import math
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets import Settings
-from memtop.presets.measured import KEPT, GpuKind, Learned, Measured, learned, model_key, place, remember
+from memtop.presets.measured import ENOUGH_UPDATES, KEPT, GpuKind, Learned, Measured, learned, model_key, place, remember
 from memtop.presets.parameters import stored_config
+from memtop.presets.schema import Zero
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.plan import SURE, Card, Need, estimated
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import Estimates, estimates_on, spread, words_at_launch
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on, outlook_on, spread, words_at_launch
 from memtop.supervisor.recovery.values import Forecast, Peak
-from memtop.supervisor.run.effects import SaveConfigurations
-from memtop.supervisor.run.events import Sampled
+from memtop.supervisor.run.effects import Foresee, SaveConfigurations
+from memtop.supervisor.run.events import Now, Sampled
 from memtop.supervisor.run.measurements import Measurements
+from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Configuration
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY, inject
 from tests.recovery.support import FIRST, LORA, T5
@@ -51,7 +58,8 @@ def need(settings: Settings) -> Need:
 
 def row(settings: Settings, ratio: float = 1.0, **values: Any) -> Measured:
     """A run whose peak was so many times its estimate."""
-    known = {"run": "/runs/a", "time": 1.0, "gpu": A4500, "torch": "2.8.0", "model": model_key(stored_config(settings) or {})}
+    model = model_key(stored_config(settings) or {})
+    known = {"run": "/runs/a", "time": 1.0, "gpu": A4500, "torch": "2.8.0", "model": model, "updates": ENOUGH_UPDATES}
     return Measured(**{**known, "settings": settings, "reserved_bytes": round(need(settings).reserved * ratio), **values})
 
 
@@ -63,7 +71,7 @@ def by(settings: Settings, *rows: Measured) -> Forecast:
 
 def named(count: int, ratios: list[float], first: Settings = ONE) -> list[Measured]:
     """Runs with other settings than `first`, each of its own."""
-    settings = [replace(first, seq_len=first.seq_len // 2, batch=first.batch + number) for number in range(count)]
+    settings = [replace(first, seq_len=first.seq_len // 2, batch=first.batch - number) for number in range(count)]
     return [row(one, ratio, run=f"/runs/{n}") for n, (one, ratio) in enumerate(zip(settings, ratios, strict=True))]
 
 
@@ -83,12 +91,20 @@ def test_what_is_remembered_is_read_for_such_a_gpu_and_torch() -> None:
     assert learned(None) == Learned()
 
 
-def test_a_newer_measurement_of_the_same_takes_the_place_of_the_older_one_and_the_oldest_are_dropped() -> None:
-    remember(row(ONE, 1.1))
-    remember(row(replace(ONE, accumulation=9), 1.2, run="/runs/b"))
+def test_the_highest_peak_of_the_same_is_kept_and_the_oldest_rows_are_dropped() -> None:
+    remember(row(ONE, 1.1, outside_bytes=300 * MIB))
+    higher = row(replace(ONE, accumulation=9), 1.2, run="/runs/b", outside_bytes=None)
+    remember(higher)
+    assert learned(A4500).rows == (replace(higher, outside_bytes=300 * MIB),)
+    short = row(ONE, 0.45, run="/runs/short", time=2.0, updates=3, outside_bytes=320 * MIB)
+    remember(short)
+    assert learned(A4500).rows == (replace(higher, settings=ONE, time=2.0, outside_bytes=320 * MIB),)
     failed = row(ONE, 0.9, failed=True)
     remember(failed)
-    assert [(one.run, one.failed) for one in learned(A4500).rows] == [("/runs/b", False), ("/runs/a", True)]
+    apart = [row(replace(ONE, world_size=2)), row(replace(ONE, accumulation=1)), row(ONE, torch="2.9.0")]
+    for one in apart:
+        remember(one)
+    assert list(learned(A4500).rows[1:]) == [failed, *apart], "they measure something else"
     for number in range(KEPT):
         remember(replace(row(ONE), settings=replace(ONE, seq_len=2 + number)))
     assert len(learned(A4500).rows) == KEPT
@@ -105,23 +121,54 @@ def test_a_row_that_cannot_be_read_is_left_out_and_named() -> None:
     assert found.problem is not None
     assert found.problem.startswith(f"{path}: line 1 is left out: ")
     remember(row(replace(ONE, batch=8)))
-    assert (len(learned(A4500).rows), learned(A4500).problem) == (2, None), "writing drops what nobody can read"
+    assert (len(learned(A4500).rows), learned(A4500).problem) == (2, found.problem)
+    lines = path.read_bytes().splitlines()
+    assert (len(lines), lines[0], lines[2]) == (4, b'{"half', b'{"run": 3}'), "a newer version may know them"
+    path.write_bytes(b"odd\n" * 2 * KEPT)
+    remember(row(ONE))
+    assert len(path.read_bytes().splitlines()) == KEPT
     path.unlink()
     path.mkdir()
     assert learned(A4500) == Learned(problem=f"{path}: cannot be read: Is a directory")
 
 
-def test_a_short_run_does_not_take_the_place_of_a_long_one_with_a_higher_peak() -> None:
-    long, short = row(ONE, 1.2, updates=900), row(ONE, 1.1, updates=3, run="/runs/b")
-    remember(long)
-    remember(short)
-    assert learned(A4500).rows == (long,), "the longest samples may come late"
-    higher = replace(short, reserved_bytes=2 * short.reserved_bytes)
-    remember(higher)
-    assert learned(A4500).rows == (higher,)
-    other = replace(short, settings=replace(ONE, data={**ONE.data, "train": "/other.parquet"}))
-    remember(other)
-    assert learned(A4500).rows == (higher, other), "other data may have longer samples"
+def test_a_file_that_cannot_be_read_or_replaced_stays_and_nothing_is_left_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(row(ONE))
+    path = place()
+    assert path is not None
+    before, plain = path.read_bytes(), Path.read_bytes
+
+    def no_read(self: Path) -> bytes:
+        if self == path:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return plain(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", no_read)
+        with pytest.raises(OSError, match="Stale"):
+            remember(row(replace(ONE, batch=8)))
+    assert path.read_bytes() == before
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(OSError, match="no space"):
+            remember(row(replace(ONE, batch=8)))
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("odd", [{"reserved_bytes": 0}, {"reserved_bytes": -1}, {"outside_bytes": -1}, {"updates": -1}])
+def test_a_row_with_an_odd_number_is_left_out(odd: dict[str, int]) -> None:
+    remember(row(ONE))
+    path = place()
+    assert path is not None
+    path.write_bytes(msgspec.json.encode(msgspec.to_builtins(row(ONE)) | odd))
+    found = learned(A4500)
+    assert found.rows == ()
+    assert found.problem is not None
+    assert (
+        f"line 1 is left out: Expected `int` >= {1 if 'reserved_bytes' in odd else 0} - at `$.{next(iter(odd))}`"
+        in found.problem
+    )
 
 
 def test_a_model_is_known_by_its_configuration_whatever_wrote_it() -> None:
@@ -161,12 +208,64 @@ def test_another_model_or_method_says_nothing() -> None:
         assert by(ONE, one).basis == "estimate"
 
 
-def test_short_samples_of_other_data_say_nothing() -> None:
-    short = row(ONE, 0.4)
-    assert by(ONE, short).basis == "estimate, calibrated by 1 earlier run with these settings"
-    other = replace(ONE, data={**ONE.data, "train": "/other.parquet"})
-    assert by(other, short).basis == "estimate"
-    assert by(other, row(ONE, 0.9)).basis == "estimate, calibrated by 1 earlier run of this model"
+OTHER_DATA = replace(ONE, data={**ONE.data, "train": "/other.parquet"})
+ALIKE = {"same": ONE, "near": replace(ONE, batch=2 * ONE.batch), "model": replace(ONE, gradient_checkpointing=True)}
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        *({"settings": one, "updates": updates} for one in ALIKE.values() for updates in (None, 2, ENOUGH_UPDATES - 1)),
+        {"settings": OTHER_DATA},
+        {"settings": replace(ONE, packing=not ONE.packing)},
+        {"settings": replace(ONE, seq_len=2 * ONE.seq_len)},
+        {"settings": replace(ONE, gradient_checkpointing=True, batch=2 * ONE.batch)},
+    ],
+)
+def test_samples_that_may_have_been_shorter_than_others_raise_a_forecast_and_never_lower_it(seen: dict[str, Any]) -> None:
+    plain, size = by(ONE), need(ONE).reserved
+    settings = seen.pop("settings")
+    assert by(ONE, row(settings, 0.45, **seen)) == plain
+    raised = by(ONE, row(settings, 1.2, **seen))
+    assert raised.basis == "estimate; raised, because an earlier run needed more"
+    assert raised.peak_bytes == pytest.approx(1.2 * size + CARD.context_bytes, rel=1e-6)
+    assert raised.most_bytes is not None
+    assert plain.most_bytes is not None
+    assert raised.most_bytes > plain.most_bytes
+
+
+def test_a_short_run_does_not_hide_a_long_one_of_other_settings() -> None:
+    near = row(replace(ONE, batch=ONE.batch // 2), 1.2, run="/runs/near")
+    short = {"updates": 3, "run": "/runs/short"}
+    assert by(ONE, near, row(ONE, 0.45, **short)) == by(ONE, near)
+    both = by(ONE, near, row(ONE, 1.5, **short))
+    assert both.basis == "estimate, calibrated by 1 earlier run with another batch; raised, because an earlier run needed more"
+    other = row(replace(ONE, gradient_checkpointing=True), 1.5, **short)
+    assert by(ONE, near, other) == by(ONE, near), "it is less like these settings"
+
+
+def test_a_few_updates_with_samples_of_one_length_or_many_with_others_lower_a_forecast() -> None:
+    assert by(FIRST, row(FIRST, 0.7, updates=2)).basis == "estimate, calibrated by 1 earlier run with these settings"
+    for settings in ALIKE.values():
+        if settings.batch <= ONE.batch:
+            assert by(ONE, row(settings, 0.7)).peak_bytes == pytest.approx(
+                0.7 * need(ONE).reserved + CARD.context_bytes, rel=1e-6
+            )
+    assert (
+        by(replace(ONE, seq_len=2 * ONE.seq_len), row(ONE, 0.7)).basis == "estimate, calibrated by 1 earlier run of this model"
+    )
+
+
+def test_the_number_of_processes_and_whether_gradients_stay_make_other_settings() -> None:
+    sharded = replace(FIRST, zero=Zero(stage=3), world_size=1)
+    known = Learned(rows=(row(replace(sharded, world_size=2)),))
+    assert known.calibrating(sharded)[1] == "model"
+    assert known.calibrating(replace(sharded, world_size=2))[1] == "same"
+    summed = Learned(rows=(row(replace(FIRST, accumulation=4)),))
+    assert summed.calibrating(replace(FIRST, accumulation=1))[1] == "model"
+    assert summed.calibrating(replace(FIRST, batch=FIRST.batch + 1, accumulation=1))[1] == "model"
+    assert summed.calibrating(replace(FIRST, batch=FIRST.batch + 1, accumulation=3))[1] == "near"
+    assert summed.calibrating(replace(FIRST, accumulation=2))[1] == "same"
 
 
 def test_what_the_run_has_measured_with_its_settings_comes_before_earlier_runs() -> None:
@@ -262,37 +361,167 @@ def on_card(**more: Any) -> Brain:
 
 def told(brain: Brain, kept: Measurements) -> Any:
     """What the run's newest configurations give to the file; they are saved now and then."""
-    records = brain.model.configurations.records
-    return kept.note(SaveConfigurations(records).records, brain.model)
+    if not kept.note(brain.model.configurations.records, brain.model):
+        return None
+    assert kept.begin()
+    kept.write()
+    return kept.end()
+
+
+def later(brain: Brain, seconds: float) -> None:
+    brain.now += seconds
+    brain.model = replace(brain.model, now=Now(brain.wall, brain.now))
+
+
+ON_CARD = {**STEP, "device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
 
 
 def test_a_run_remembers_its_peaks_from_the_second_update_on() -> None:
     brain, kept = on_card(), Measurements()
-    device = {"device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
-    brain.report({**STEP, **device})
+    brain.report(ON_CARD)
     assert told(brain, kept) is None
     assert learned(A4500).rows == (), "the first update allocates the moments at its end"
-    brain.report({**STEP, **device, "update": 2})
+    brain.report({**ON_CARD, "update": 2})
     told(brain, kept)
     (found,) = learned(A4500, "2.8.0").rows
     assert (found.run, found.reserved_bytes, found.outside_bytes, found.torch) == ("/runs/a", 2 * GIB, 300 * MIB, "2.8.0+cu126")
-    brain.report({**STEP, **device, "update": 3, "peak_reserved_bytes": 3 * GIB})
+    assert found.updates == 2
+
+
+def test_a_growing_peak_is_written_once_a_minute_and_at_the_end() -> None:
+    brain, kept = on_card(), Measurements()
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
+    told(brain, kept)
+    for update, peak in ((3, 3 * GIB), (4, 4 * GIB)):
+        brain.report({**ON_CARD, "update": update, "peak_reserved_bytes": peak})
+        assert not kept.note(brain.model.configurations.records, brain.model), "not at each new peak"
+    later(brain, 60)
+    told(brain, kept)
+    assert learned(A4500).rows[0].reserved_bytes == 4 * GIB
+    later(brain, 60)
+    assert not kept.note(brain.model.configurations.records, brain.model), "there is nothing new"
+    brain.report({**ON_CARD, "update": 5, "peak_reserved_bytes": 5 * GIB})
+    later(brain, 60)
+    told(brain, kept)
+    brain.report({**ON_CARD, "update": 6, "peak_reserved_bytes": 6 * GIB})
+    brain.model = replace(brain.model, configurations=brain.model.configurations.end("finished", 6, 6))
     told(brain, kept)
     (found,) = learned(A4500).rows
-    assert found.reserved_bytes == 3 * GIB
+    assert (found.reserved_bytes, found.updates) == (6 * GIB, 6)
 
 
-def test_a_file_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
+def test_a_run_remembers_when_enough_updates_show_its_peak() -> None:
+    brain, kept = on_card(), Measurements()
+    for update in range(1, ENOUGH_UPDATES + 1):
+        brain.report({**ON_CARD, "update": update})
+        later(brain, 60)
+        told(brain, kept)
+        if update > 1:
+            assert learned(A4500).rows[0].updates == (2 if update < ENOUGH_UPDATES else update)
+
+
+def test_a_run_remembers_only_what_its_present_attempt_has_measured() -> None:
+    brain, kept = on_card(), Measurements()
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
+    configurations = brain.model.configurations.end("failed", 2, 2)
+    attempt = brain.model.attempt
+    assert attempt is not None
+    again = configurations.begin_attempt(attempt.number + 1, "restart", brain.model.settings, 20.0)
+    # It goes on with another torch on another GPU.
+    card = GpuSample(index=0, uuid="GPU-0", name="A4000", total_bytes=16 * GIB)
+    sample = Sampled(machine=MachineSnapshot(time=2.0, gpus=(card,)), gpu_base_bytes={"GPU-0": 200 * MIB})
+    progress = replace(brain.model.progress, torch="2.9.0")
+    attempt = replace(attempt, number=attempt.number + 1)
+    brain.model = replace(brain.model, attempt=attempt, configurations=again, sample=sample, progress=progress)
+    told(brain, kept)
+    brain.report({**ON_CARD, "update": 3, "peak_reserved_bytes": GIB}, {**ON_CARD, "update": 4, "peak_reserved_bytes": GIB})
+    later(brain, 60)
+    told(brain, kept)
+    (found,) = learned(GpuKind("A4000", 16 * GIB)).rows
+    assert (found.reserved_bytes, found.outside_bytes, found.torch) == (GIB, 200 * MIB, "2.9.0")
+    assert learned(A4500).rows == ()
+
+
+def test_what_the_driver_does_not_tell_of_a_process_is_not_known() -> None:
+    brain, kept = on_card(), Measurements()
+    assert brain.model.sample is not None
+    brain.model = replace(brain.model, sample=replace(brain.model.sample, gpu_base_bytes={}))
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
+    told(brain, kept)
+    (found,) = learned(A4500).rows
+    assert (found.reserved_bytes, found.outside_bytes) == (2 * GIB, None)
+    rows = brain.model.configurations.rows
+    (row,) = rows
+    assert row.peak is not None
+    assert (row.peak.bytes, row.peak.outside_bytes) == (2 * GIB, None)
+    assert row.settings is not None
+    gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB)
+    seen = estimates_on(gpu, rows).forecast(row.settings)
+    assert isinstance(seen, Forecast)
+    assert seen.peak_bytes == 2 * GIB + CARD.context_bytes, "it has a context, of the usual size"
+    line = outlook_on(gpu, rows, 0)
+    assert [peak.bytes for peak in line.peaks] == [seen.peak_bytes]
+
+
+def test_a_file_that_cannot_be_written_is_named_once_and_tried_again(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "memtop").write_text("in the way")
     brain, kept = on_card(), Measurements()
-    device = {"device_uuid": "GPU-0", "peak_reserved_bytes": 2 * GIB}
-    brain.report({**STEP, **device}, {**STEP, **device, "update": 2})
+    brain.report(ON_CARD, {**ON_CARD, "update": 2})
     news = told(brain, kept)
     assert news is not None
     assert news[0].endswith("later runs cannot learn from this one's peaks")
-    brain.report({**STEP, **device, "update": 3, "peak_reserved_bytes": 3 * GIB})
+    later(brain, 60)
     assert told(brain, kept) is None
+    (tmp_path / "cache" / "memtop").unlink()
+    assert not kept.note((), brain.model), "not at once"
+    later(brain, 60)
+    assert told(brain, kept) == (None,), "the warning is taken back, though the peak has not grown"
+    assert learned(A4500).rows[0].reserved_bytes == 2 * GIB
+
+
+def test_a_folder_that_does_not_answer_holds_up_one_thread_and_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    brain, answers, asked = on_card(), threading.Event(), []
+
+    def hung(row: Measured) -> None:
+        asked.append(row.reserved_bytes)
+        assert answers.wait(60)
+
+    monkeypatch.setattr("memtop.supervisor.run.measurements.remember", hung)
+    outbox = Mock()
+    rest = dict.fromkeys(("publisher", "agents", "sensors", "socket", "is_displaced", "post", "read_reports"), Mock())
+    performer = Performer(Mock(), Mock(), outbox=outbox, **rest)
+
+    async def noted() -> None:
+        brain.report(ON_CARD, {**ON_CARD, "update": 2})
+        for size in (2, 3, 4):
+            brain.report({**ON_CARD, "update": 1 + size, "peak_reserved_bytes": size * GIB})
+            later(brain, 60)
+            effect = SaveConfigurations(brain.model.configurations.records)
+            assert performer.perform(effect, brain.model) is None
+            await asyncio.sleep(0)
+        while not asked:
+            await asyncio.sleep(0.01)
+        assert asked == [2 * GIB], "the others wait for it"
+        answers.set()
+        await asyncio.wait(performer.tasks)
+        performer.collect()
+
+    asyncio.run(noted())
+    assert asked == [2 * GIB, 4 * GIB]
+    assert outbox.save_configurations.call_count == 3
+
+
+def test_a_forecast_is_asked_for_when_the_gpus_are_read_after_the_plan() -> None:
+    card = GpuSample(index=0, uuid="GPU-0", name="A4500", total_bytes=20 * GIB)
+    brain = training(progress=Progress(), sample=None)
+    brain.report(HELLO, {**PLAN, "device_uuid": "GPU-0"})
+    assert brain.asked(Foresee) == []
+    brain.tell(Sampled(machine=MachineSnapshot(time=1.0)))
+    assert brain.asked(Foresee) == []
+    for time in (2.0, 3.0):
+        brain.tell(Sampled(machine=MachineSnapshot(time=time, gpus=(card,))))
+        assert [effect.gpu for effect in brain.asked(Foresee)] == [card]
 
 
 # --- real runs ------------------------------------------------------------------------------------
@@ -328,11 +557,18 @@ def test_the_second_run_is_foreseen_by_what_the_first_has_measured(
     inject(runs, _ON_A_GPU)
     start = ("train", *TINY, "--headless", "--max-updates", "3", "--preset", "standard")
     runs.memtop(*start, "--name", "a")
-    (first,) = runs.show("a")["configurations"]
+
+    def foreseen(name: str) -> dict[str, Any]:
+        """A thread of the supervisor foresees it, which may be after the end of a short run."""
+        return runs.wait(name, lambda shown: shown["configurations"][0]["foreseen"] is not None)
+
+    (first,) = foreseen("a")["configurations"]
     assert first["foreseen"]["basis"] == "estimate"
     assert first["peak"]["bytes"] >= 700 * MIB
+    # A thread writes what was measured, which may be after the end of the run.
+    wait_for_file(tmp_path / "cache" / "memtop" / "measured.jsonl")
     runs.memtop(*start, "--name", "b")
-    (second,) = runs.show("b")["configurations"]
+    (second,) = foreseen("b")["configurations"]
     found = second["foreseen"]
     assert found["basis"] == "estimate, calibrated by 1 earlier run with these settings"
     assert found["peak_bytes"] == pytest.approx(700 * MIB + GIB // 2, rel=0.01)

@@ -8,7 +8,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.explain import PhasePeak, phase_peaks, why_no_phases
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
@@ -67,11 +68,51 @@ def test_the_largest_peak_of_each_phase_on_any_rank_stays_with_the_configuration
 
 
 def test_why_the_peaks_of_phases_are_not_known() -> None:
-    on_cpu = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(100, "key", SETTINGS.batch)
-    on_cpu = on_cpu.note_step(0, step(1), None, "key", SETTINGS.batch)
+    begun = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)
+    key = settings_key(SETTINGS, on_gpu=False)
+    on_cpu = begun.note_host(100, key, SETTINGS.batch).note_step(0, step(1), None, key, SETTINGS.batch)
     assert why_no_phases(on_cpu.rows[0]) == "on the CPU no allocator counts it"
+    key = settings_key(SETTINGS, on_gpu=True)
+    on_gpu = begun.note_step(0, step(1, peak_reserved_bytes=100), None, key, SETTINGS.batch)
+    assert why_no_phases(on_gpu.rows[0]) == "its trainer did not measure it", "the context is not known, but it is a GPU"
     own = Configurations().begin_attempt(1, "start", None, 5.0)
     assert why_no_phases(own.rows[0]) == "only the built-in trainer measures it"
+
+
+def test_what_a_process_holds_outside_the_allocator_is_not_known_or_is_added_when_it_is() -> None:
+    now = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)
+
+    def after(*seen: tuple[int, int | None]) -> tuple[int, int | None]:
+        configurations = now
+        for update, (peak, base) in enumerate(seen, start=1):
+            report = step(update, peak_reserved_bytes=peak)
+            configurations = configurations.note_step(0, report, base, "key", SETTINGS.batch)
+        (row,) = configurations.rows
+        assert row.peak is not None
+        return row.peak.bytes, row.peak.outside_bytes
+
+    assert after((100, None)) == (100, None)
+    assert after((100, None), (70, None)) == (100, None)
+    assert after((100, None), (90, 50)) == (150, 50), "what the allocator held at the most stays"
+    assert after((100, 50), (110, None)) == (160, 50)
+    assert after((100, 50), (90, 55)) == (150, 50)
+    assert after((100, 50), (90, 70)) == (160, 70)
+    peak = Peak(batch=1, bytes=100, updates=1)
+    assert peak.with_context(7) == replace(peak, bytes=107, outside_bytes=7)
+    assert replace(peak, outside_bytes=0).with_context(7).bytes == 100
+
+
+def test_the_peak_of_an_attempt_is_known_apart_from_that_of_the_attempts_before_it() -> None:
+    now = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)
+    now = now.note_step(0, step(1, peak_reserved_bytes=100), 50, "key", SETTINGS.batch).end("failed", 1, None)
+    now = now.begin_attempt(2, "restart", SETTINGS, 6.0)
+    assert (now.records[0].attempt_peak, now.rows[0].peak is not None) == (None, True)
+    now = now.note_step(0, step(2, peak_reserved_bytes=80), 40, "key", SETTINGS.batch)
+    (record,) = now.end("gpu_oom", 2, None, died_of_memory=True).records
+    assert record.configuration.peak is not None
+    assert (record.configuration.peak.bytes, record.configuration.peak.updates) == (150, 2)
+    assert record.attempt_peak is not None
+    assert (record.attempt_peak.bytes, record.attempt_peak.updates, record.attempt_peak.failed) == (120, 1, True)
 
 
 def test_the_same_settings_go_on_and_others_begin_anew() -> None:

@@ -7,9 +7,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from memtop.presets.estimate import estimate
+from memtop.presets.measured import ENOUGH_UPDATES, GpuKind, Learned, model_key
+from memtop.presets.measured import Measured as Earlier
+from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Split, exact_splits
-from memtop.train.batch_choice import Measured, choose_splits, even_splits, update_seconds
+from memtop.train.batch_choice import Measured, choose_splits, earlier_scale, even_splits, update_seconds
+from tests.recovery.support import T5
 
 
 def rank(largest: int, each: float, fixed: float = 0.0) -> Measured:
@@ -103,3 +109,19 @@ def fastest(shares: Sequence[int], ranks: Sequence[Measured]) -> float:
         min(update_seconds([split], [one]) for split in exact_splits(samples) if split[0] <= one.largest)
         for samples, one in zip(shares, ranks, strict=True)
     )
+
+
+def test_a_short_run_with_samples_of_various_lengths_raises_the_estimate_and_never_lowers_it() -> None:
+    chosen, config, card = replace(T5, world_size=1), stored_config(T5) or {}, {"generation": 86, "capacity": 20 << 30}
+    reserved = estimate(chosen, config, **card).reserved
+
+    def scale(*seen: tuple[float, int]) -> float:
+        known = {"run": "/a", "time": 1.0, "gpu": GpuKind("A4500", 20 << 30), "model": model_key(config), "settings": chosen}
+        rows = [Earlier(**known, reserved_bytes=round(reserved * ratio), updates=updates) for ratio, updates in seen]
+        return earlier_scale(Learned(rows=tuple(rows)), chosen, config, **card)
+
+    assert scale((0.45, 3)) == 1.0
+    assert scale((1.3, 3)) == pytest.approx(1.3)
+    assert scale((0.7, ENOUGH_UPDATES)) == pytest.approx(0.7)
+    assert scale((0.7, ENOUGH_UPDATES), (0.45, 3)) == pytest.approx(0.7)
+    assert scale((0.7, ENOUGH_UPDATES), (0.9, 3)) == pytest.approx(0.9)

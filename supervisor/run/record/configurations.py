@@ -6,7 +6,7 @@ The present one changes with every update and is written now and then; the ledge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -46,6 +46,8 @@ class ConfigurationRecord(msgspec.Struct, frozen=True, kw_only=True):
     died_of_memory: bool = False
     """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not
     try it again on its own."""
+    attempt_peak: Peak | None = None
+    """What was measured since the newest attempt began: on the same GPU, with the same torch."""
     samples: int = 0
     seconds: float = 0.0
     """Samples and the duration of their updates: its speed is their quotient."""
@@ -145,7 +147,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             if same(shown.settings, settings) and shown.knobs == knobs:
                 # The length of the run may have changed. The reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None, by_words=False, ended_by=None)
-                return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
+                return now._put(replace(last, configuration=going_on, starts=(*last.starts, start), attempt_peak=None))
         if last is not None and last.configuration.outcome is None:
             ended = replace(last.configuration, outcome="replaced")
             now = now._put(replace(last, configuration=ended, starts=_saved(last.starts, saved)))
@@ -217,9 +219,8 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         last = self.present
         if last is None:
             return self
-        shown = last.configuration
-        peak = replace(shown.peak, failed=True) if died_of_memory and shown.peak is not None else shown.peak
-        shown = replace(shown, until_update=update, outcome=outcome, by_words=by_words, ended_by=ended_by, peak=peak)
+        last = _with_peaks(last, lambda peak: peak and replace(peak, failed=peak.failed or died_of_memory))
+        shown = replace(last.configuration, until_update=update, outcome=outcome, by_words=by_words, ended_by=ended_by)
         starts = _saved(last.starts, saved)
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
@@ -241,19 +242,18 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
-            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key, batch, base_bytes or 0)
+            now = replace(now, on_gpu=True)._note_peak(taken, key, batch, base_bytes)
             now = now._note_phases(step.phases)
         last = now.present
         if rank != 0 or last is None:
             return now
+        last = _with_peaks(last, lambda peak: peak and replace(peak, updates=peak.updates + 1))
         shown = last.configuration
         # The first update of an attempt is a warm-up, so its time does not count.
         done = each if step.samples_seen is None else None if self.seen is None else step.samples_seen - self.seen
         if done is not None and step.step_seconds:
             last = replace(last, samples=last.samples + done, seconds=last.seconds + step.step_seconds)
             shown = replace(shown, samples_per_second=mean_speed([last]))
-        if shown.peak is not None:
-            shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
 
     def note_host(self, host_bytes: int | None, key: str, batch: int | None) -> Configurations:
@@ -279,14 +279,9 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         last = self.present
         if last is None or last.configuration.outcome is not None or batch is None:
             return self
-        known = last.configuration.peak
-        if known is None:
-            peak = Peak(batch=batch, bytes=taken, updates=0, outside_bytes=outside, settings_key=key)
-        elif taken > known.bytes:
-            peak = replace(known, bytes=taken, outside_bytes=outside)
-        else:
-            return self
-        return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
+        new = Peak(batch=batch, bytes=taken, updates=0, settings_key=key)
+        after = _with_peaks(last, lambda known: _grown(known or new, taken, outside))
+        return self if after == last else self._put(after)
 
     def _note_phases(self, phases: Mapping[str, int]) -> Configurations:
         """Peaks of phases on one rank: the largest of all ranks and updates count."""
@@ -323,3 +318,19 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
 def _saved(starts: tuple[ConfigurationStart, ...], saved: int | None) -> tuple[ConfigurationStart, ...]:
     """The starts, with the newest saved update of the last one, which has ended."""
     return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()
+
+
+def _with_peaks(record: ConfigurationRecord, change: Callable[[Peak | None], Peak | None]) -> ConfigurationRecord:
+    """The record with its peak, and that of its newest attempt, changed in the same way."""
+    shown = replace(record.configuration, peak=change(record.configuration.peak))
+    return replace(record, configuration=shown, attempt_peak=change(record.attempt_peak))
+
+
+def _grown(known: Peak, taken: int, outside: int | None) -> Peak:
+    """The larger of the known peak and a new one. `taken`: without what is held `outside` torch's
+    allocator, which is not in `Peak.bytes` either as long as it is not known."""
+    if known.outside_bytes is None:
+        taken = max(taken, known.bytes)
+    outside = known.outside_bytes if outside is None else outside
+    size = taken + (outside or 0)
+    return replace(known, bytes=size, outside_bytes=outside) if size > known.bytes or known.outside_bytes is None else known

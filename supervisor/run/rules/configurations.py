@@ -63,16 +63,16 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             kind = "survived" if report.survived else "oom"
             return announce(model, kind, explain.oom_text(rank, report), report)
         case SettingsChanged() if rank == 0:
-            return _foresee(_settings_changed(model, report))
+            return foresee(_settings_changed(model, report))
         case Plan() if rank == 0:
             model = note_uses(put(model, model.configurations.resumed(report.updates)))
             # The first allocation after this may be the one that fails, long before the next
             # sample.
-            return _foresee(note_host(model, model.host_bytes))
+            return foresee(note_host(model, model.host_bytes))
     return model
 
 
-def _foresee(model: Model) -> Model:
+def foresee(model: Model) -> Model:
     """Ask for the predicted peak of the present configuration on the smallest of its GPUs."""
     present, gpu = model.configurations.present, model.smallest_gpu
     settings = present.configuration.settings if present is not None else None
