@@ -432,8 +432,7 @@ class _Run:
         return _parts_of([self.stacks[0 < window <= self.settings.seq_len] for window in self.shape.windows])
 
     def _embedded(self, sequence: Sequence, of_head: int, gradient: int) -> None:
-        """The gradient of the embeddings. If they are tied, its sum with the head's is a third
-        matrix."""
+        """The gradient of the embeddings. If they are tied, it is added to the head's."""
         shape, numbers = self.shape, self.numbers
         if not numbers.full:
             sequence.end(of_head, gradient)
@@ -442,9 +441,8 @@ class _Run:
         embedded = sequence.begin(size, "temporary")
         sequence.end(gradient)
         if shape.tied:
-            total = sequence.begin(size, "temporary")
-            sequence.end(embedded, of_head)
-            embedded = total
+            sequence.end(embedded)
+            embedded = of_head
         if numbers.resident:
             sequence.end(embedded)
         else:
