@@ -19,7 +19,8 @@ from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import Passes, Phase, Running, Sequence, split
 from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
-from memtop.presets.updates import Unit, engine_of
+from memtop.presets.updates import Unit
+from memtop.presets.zero import engine_of
 
 Component = Literal[
     "weights",

@@ -63,8 +63,7 @@ class _Node(msgspec.Struct):
     computed, and the gradient's count and item."""
     saved: tuple[Tensor | None, ...]
     weights: Sequence[tuple[int, int]] = ()
-    """Of each trained weight: bytes that exist only while its gradient is computed, and those of
-    the gradient."""
+    """Of each trained weight: bytes only while its gradient is computed, and the gradient's."""
     hidden: tuple[int, ...] = ()
     """Bytes that exist while all gradients do."""
     passes: bool = False
@@ -94,8 +93,7 @@ class Layer:
         self.events: list[int] = []
         """In their order: n where `large[n]` begins, ~n where it ends."""
         self.last_saved = 0
-        """How many events there were when something was saved last. A checkpoint that runs the
-        layer again ends there."""
+        """How many events there were when something was saved last. A second run ends there."""
         self.inputs: list[int] = []
         """In `large`, what was there before the layer."""
         self.given: tuple[int, ...] = ()
@@ -115,23 +113,20 @@ class Layer:
 
     def new(self, count: int, item: int, node: int | None = None) -> Tensor:
         size = count * item
-        if size >= OWN_SEGMENT:
-            size = block_bytes(size, self.numbers.expandable)
+        size = block_bytes(size, self.numbers.expandable) if size >= OWN_SEGMENT else size
         self.live += size
         return Tensor(self, count, item, size, node)
 
     def _make(self, size: int, item: int = 0) -> _Gradient:
         """Allocate what no forward pass makes."""
-        if size >= OWN_SEGMENT:
-            size = block_bytes(size, self.numbers.expandable)
+        size = block_bytes(size, self.numbers.expandable) if size >= OWN_SEGMENT else size
         self.live += size
         number = self.began(size, "temporary")
         return _Gradient(size, () if number < 0 else (number,), item)
 
     def _drop(self, gone: _Gradient) -> None:
         self.live -= gone.size
-        for number in gone.numbers:
-            self.events.append(~number)
+        self.events += [~number for number in gone.numbers]
 
     def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
         """What the layer gets from the one before it."""
@@ -299,10 +294,9 @@ class Layer:
 
     def _scaled(self, x: Tensor, width: int, item: int) -> Tensor:
         """The product with a norm's trained weights."""
-        weights = self._vector(width)
         extra = x.count * item
         # The gradient of the weights is a sum over a product of the whole size.
-        weights = [(extra, size) for _, size in weights]
+        weights = [(extra, size) for _, size in self._vector(width)]
         return self._result(x.count, item, ((x, extra if x.item != item else 0, x.item),), (x,) if weights else (), weights)
 
     def norm(self, x: Tensor, width: int, kind: str) -> Tensor:
@@ -408,8 +402,7 @@ class Layer:
         return self.add(one, two)
 
     def parts(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Views of a matrix's columns. They keep the matrix, and together their gradients become
-        one of its size."""
+        """Views of a matrix's columns. They keep it, and their gradients become one of its size."""
         if x.node is not None:
             self._nodes.append(_Node([(x.node, 0, x.count, x.item)], (), joins=True))
         node, rows = None if x.node is None else len(self._nodes) - 1, x.count // sum(sizes)
@@ -433,8 +426,7 @@ class Layer:
         compute = self.numbers.compute
         if self.numbers.autocast:
             query, key, value = (self.cast(one, compute) for one in (query, key, value))
-        item = query.item
-        count, times = query.count, heads // key_heads
+        item, count, times = query.item, query.count, heads // key_heads
         rows = self.batch * heads * self.length
         scores = rows * self.length
         if kernel == "flash":
@@ -503,7 +495,6 @@ class Layer:
         return found
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
-        """What is added to scores that are not masked; the gradient of `bias` is a sum.
-        `mask_bytes`: of a mask that is made for it."""
+        """What is added to unmasked scores; `bias` gets a sum. `mask_bytes`: of a mask for it."""
         mask = self.new(mask_bytes, 1) if mask_bytes else None
         return self._result(count, bias.item, ((bias, count * bias.item, bias.item),), (mask,))

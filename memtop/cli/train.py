@@ -375,8 +375,7 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    foreseen = list(_foreseen(settings, place))
-    for words in (*told, *foreseen):
+    for words in (*told, *(foreseen := list(_foreseen(settings, place)))):
         print_message(f"memtop: {words}")
     return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if foreseen else None)
 

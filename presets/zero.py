@@ -1,0 +1,398 @@
+"""What holds weights, gradients and moments with DeepSpeed's ZeRO, and when it allocates them.
+
+The rules are those of train/dry_run/zero*.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from memtop.presets.allocator import MIB
+from memtop.presets.parameters import LIVE_PARAMETERS
+from memtop.presets.schema import Settings
+from memtop.presets.sequence import NOWHERE, Sequence
+from memtop.presets.states import Numbers, weight_bytes
+from memtop.presets.updates import Piece, Plain, Unit
+
+_GATHERING, _REDUCING = 1, 2
+"""Streams of ZeRO-3, beside 0 of the computation."""
+_PIECES = 12
+"""Of many equal layers, at most so many pieces are gathered one after the other."""
+_LOADED = 6
+"""In so many pieces each weight of equal layers comes to the GPU, before all become views of one
+tensor. With fewer, too much of what comes later would fit into the gaps."""
+
+
+class _Sharded:
+    """What the stages of ZeRO have in common. Sizes in numbers, not bytes, have no unit here."""
+
+    def __init__(
+        self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence, rank: int, width: int
+    ) -> None:
+        self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
+        self._item = numbers.weights
+        self._world, self._rank = settings.world_size, rank
+        self._count = sum(unit.count for unit in units)
+        self._part = -(-self._count // self._world)
+        self._largest = max(one.numbers for unit in units for one in unit.trained)
+        self._bucket = min(max(width * width, 12_500_000), 50_000_000)
+        self._offloads = settings.zero.offload_optimizer
+        self._has_moments = False
+        self._last = False
+
+    def _load(self, pieces: int = 1) -> list[tuple[bool, int]]:
+        """The weights come to the GPU; of each one, or of several layers in at most so many pieces,
+        whether they are trained, and their key."""
+        return [
+            (one.trained, self._sequence.begin(size * unit.times // min(unit.times, pieces), "weights"))
+            for unit in self._units
+            for one in unit.parameters
+            for size in (weight_bytes(one, self._numbers.expandable),)
+            for _ in range(min(unit.times, pieces))
+        ]
+
+    def _flatten(self) -> None:
+        """The trained ones become views of one tensor."""
+        loaded = self._load(_LOADED)
+        self._sequence.begin(self._item * self._count, "weights")
+        self._sequence.end(*(key for trained, key in loaded if trained))
+
+    def _make_moments(self, size: int) -> None:
+        if not self._has_moments and not self._offloads:
+            for _ in range(2):
+                self._sequence.begin(4 * size, "optimizer")
+
+    def _gradients_of(self, unit: Unit, item: int) -> list[int]:
+        return self._sequence.begin_for(unit.times, item * unit.count // unit.times, "gradients")
+
+    def begin_update(self) -> None:
+        """Do nothing."""
+
+    def before_forward(self, unit: Unit) -> None:
+        """Do nothing."""
+
+    after_forward = before_backward = before_forward
+
+    def begin_forward(self) -> None:
+        """Do nothing."""
+
+    def begin_backward(self, *, last: bool) -> None:
+        self._last = last
+
+
+class Stage1InBf16(_Sharded):
+    def load(self) -> None:
+        sequence = self._sequence
+        self._flatten()
+        part = sequence.begin(self._item * self._part, "temporary")
+        sequence.begin(4 * self._part, "master weights")
+        sequence.end(part)
+        sequence.begin(4 * self._count, "gradients")
+        self._gradients: list[int] = []
+        self._done: list[Unit] = []
+
+    def after_backward(self, unit: Unit) -> None:
+        if unit not in self._done:
+            self._done.append(unit)
+            self._gradients += self._gradients_of(unit, self._item)
+
+    def end_backward(self) -> None:
+        self._sequence.pass_through(4 * self._largest)
+        if self._last:
+            self._sequence.pass_through(self._item * self._count)
+
+    def step(self) -> None:
+        self._make_moments(self._part)
+        self._has_moments = True
+        self._sequence.end(*self._gradients)
+        self._gradients.clear()
+        self._done.clear()
+
+
+class Stages1And2(_Sharded):
+    def load(self) -> None:
+        sequence = self._sequence
+        self._flatten()
+        part = sequence.begin(self._item * self._part, "temporary")
+        if self._offloads:
+            sequence.end(part)
+            sequence.begin(self._item * self._largest, "gradients")
+        elif self._item == 4:
+            sequence.begin(0, "master weights")
+            self._sequence.uses[part] = "master weights"
+            sequence.pass_through(4 * self._part)
+        else:
+            sequence.begin(4 * self._part, "master weights")
+            sequence.end(part)
+            sequence.pass_through(4 * self._part)
+        self._partitions = self._settings.zero.stage == 2
+        self._compact = self._item == 2 and not self._offloads
+        self._separate = self._compact and not self._partitions
+        self._flat = self._in_bucket = -1
+        self._own: list[int] = []
+        self._sums: list[int] = []
+        self._done: list[Unit] = []
+        self._starts: dict[int, int] = {}
+        start = 0
+        for unit in self._units:
+            self._starts[id(unit)] = start
+            start += unit.count
+
+    def begin_backward(self, *, last: bool) -> None:
+        super().begin_backward(last=last)
+        self._starts_bucket = self._in_bucket < 0
+
+    def after_backward(self, unit: Unit) -> None:
+        sequence = self._sequence
+        if self._starts_bucket and unit.count:
+            # With the first gradient.
+            self._starts_bucket = False
+            self._in_bucket = sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
+        if not self._partitions:
+            if unit not in self._done:
+                self._done.append(unit)
+                self._sums += self._gradients_of(unit, 4 if self._separate else self._item)
+            return
+        # A gradient that is larger than the bucket is kept by the process that updates it.
+        start, end = self._starts[id(unit)], self._starts[id(unit)] + unit.count
+        own = max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
+        oversized = unit.times * sum(one.numbers for one in unit.trained if one.numbers > self._bucket)
+        kept = 0 if self._offloads else min(own, oversized)
+        largest = max((one.numbers for one in unit.trained), default=0)
+        if kept:
+            kept = max(kept, largest)
+            self._own.append(sequence.begin(self._item * kept, "gradients"))
+        # Through the bucket, or as they are.
+        as_it_is = self._sequence.begin(self._item * largest if largest > self._bucket and not kept else 0, "gradients")
+        self._reduce(max(largest, min(self._bucket, unit.count)), own)
+        sequence.end(as_it_is)
+
+    def _reduce(self, size: int, own: int) -> None:
+        sequence = self._sequence
+        whole = sequence.begin(self._item * size, "temporary")
+        if own and self._compact:
+            self._sum()
+            sequence.pass_through(4 * min(own, size))
+        sequence.end(whole)
+        if own and self._offloads:
+            sequence.pass_through(8 * min(own, self._largest))
+
+    def _sum(self) -> None:
+        if self._flat < 0:
+            self._flat = self._sequence.begin(4 * self._part, "gradients")
+
+    def end_backward(self) -> None:
+        sequence = self._sequence
+        if not self._partitions and self._last:
+            self._reduce(max(self._bucket, self._largest), self._part)
+        if self._compact and self._last:
+            self._sum()
+        if not self._compact and not self._offloads and self._flat < 0:
+            self._flat = sequence.begin(self._item * self._part, "gradients")
+        if self._partitions or self._last:
+            sequence.end(self._in_bucket)
+            self._in_bucket = -1
+        sequence.end(*self._own)
+        self._own.clear()
+        if self._last:
+            sequence.end(*self._sums)
+            self._sums.clear()
+            self._done.clear()
+
+    def step(self) -> None:
+        sequence = self._sequence
+        if not self._offloads:
+            sequence.pass_through(8 * min(self._part, self._largest))
+            gradient = -1 if self._compact else sequence.begin(4 * self._part, "gradients")
+            if not self._compact:
+                sequence.end(self._flat)
+            self._make_moments(self._part)
+            self._has_moments = True
+            sequence.end(self._flat if self._compact else gradient)
+            self._flat = -1
+
+
+class Stage3(_Sharded):
+    def load(self) -> None:
+        zero, sequence, settings = self._settings.zero, self._sequence, self._settings
+        self._keeps = not zero.offload_parameters
+        self._most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
+        self._ahead = int(0.9 * self._bucket)
+        self._is_known = False
+        self._live = 0
+        self._after: dict[int, int] = {}
+        sizes = {id(unit): [one.numbers for one in unit.parameters if one.numbers * self._item > MIB] for unit in self._units}
+        # All pieces of one size, so that the next one fits where the last one was.
+        size = max(1, sum(unit.times * sum(sizes[id(unit)]) for unit in self._units) // _PIECES)
+        after = 0
+        for unit in reversed(self._units):
+            self._after[id(unit)] = after
+            own = sizes[id(unit)]
+            whole, largest = unit.times * sum(own), max(own, default=0)
+            lumps = [own] if unit.times == 1 else [*[[size]] * (whole // size), [whole % size]]
+            unit.pieces = [Piece(lump, largest) for lump in lumps]
+            after += whole
+        self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
+        self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
+        # Weights that are read from files are sharded at once.
+        if settings.model.get("path"):
+            sequence.pass_through(self._item * max(one.numbers for unit in self._units for one in unit.parameters))
+            sequence.begin(self._item * self._frozen // self._world if self._keeps else 0, "weights")
+        else:
+            self._partition()
+        if self._keeps:
+            sequence.begin(self._item * self._part, "weights")
+        self._group = min(self._part, self._most + self._largest // self._world)
+        if not self._offloads:
+            converted = sequence.begin(4 * self._group, "temporary")
+            sequence.begin(4 * self._part, "master weights")
+            sequence.end(converted)
+            sequence.pass_through(4 * self._group)
+        sequence.begin(self._item * self._bucket, "buckets")
+        if not self._offloads:
+            sequence.begin(4 * self._part, "gradients")
+
+    def _partition(self) -> None:
+        """The weights come whole, and each one makes room for this process's part."""
+        own = []
+        for trained, key in self._load(_PIECES // 2):
+            part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
+            self._sequence.end(key)
+            own += [part] if trained else []
+        self._sequence.end(*own)
+
+    # --- gathering
+
+    def begin_forward(self) -> None:
+        """From the second pass on, DeepSpeed knows the order in which weights are used. It gathers
+        them ahead, until there are as many as may be."""
+        units = [*self._units, self._units[0]] if self._is_tied else self._units
+        forward = [piece for unit in units for piece in unit.pieces]
+        self._queue = deque([*forward, *reversed(forward)] if self._is_known else [])
+        for piece in forward:
+            piece.uses = piece.passed = 0
+
+    def _use(self, piece: Piece) -> None:
+        self._gather([piece])
+        if not self._is_known:
+            return
+        piece.uses += 1
+        while self._queue and piece.passed < piece.uses:
+            self._next()
+        while self._queue and self._live < self._most:
+            together: list[Piece] = []
+            most = min(self._ahead, self._most - self._live)
+            while self._queue and most > 0:
+                one = self._next()
+                if not (one.gathered or one in together):
+                    together.append(one)
+                    most -= one.count
+            self._gather(together)
+
+    def _next(self) -> Piece:
+        found = self._queue.popleft()
+        found.passed += 1
+        return found
+
+    def _gather(self, pieces: list[Piece]) -> None:
+        missing = [one for one in pieces if not one.gathered]
+        if not missing or (self._world == 1 and self._keeps):
+            return
+        sequence, count = self._sequence, sum(one.count for one in missing)
+        self._live += count
+        sent = 0 if self._keeps or self._world == 1 else self._item * count // self._world
+        if self._is_known and self._world > 1 and sum(len(one.sizes) for one in missing) > 1:
+            # What arrives together is there until it is split up.
+            at_once = self._item * min(count, self._ahead + max(one.largest for one in missing))
+            arrived = sequence.begin(at_once, "gathered weights", _GATHERING)
+            sequence.pass_through(sent, "gathered weights", _GATHERING)
+        else:
+            arrived = NOWHERE
+        for one in missing:
+            one.gathered = [sequence.begin(self._item * size, "gathered weights", _GATHERING) for size in one.sizes]
+        if arrived < 0:
+            sequence.pass_through(sent, "gathered weights", _GATHERING)
+        sequence.end(arrived)
+
+    def _release(self, piece: Piece) -> None:
+        if piece.gathered:
+            self._live -= piece.count
+            self._sequence.end(*piece.gathered)
+            piece.gathered = []
+
+    def before_forward(self, unit: Unit) -> None:
+        for piece in unit.pieces:
+            self._use(piece)
+            if unit.times > 1:
+                self._release_after_forward(unit, piece)
+
+    def after_forward(self, unit: Unit) -> None:
+        if unit.times == 1:
+            for piece in unit.pieces:
+                self._release_after_forward(unit, piece)
+
+    def _release_after_forward(self, unit: Unit, piece: Piece) -> None:
+        """Unless the backward pass uses it soon."""
+        later = self._after[id(unit)] + sum(one.count for one in unit.pieces[unit.pieces.index(piece) + 1 :])
+        unused = False
+        if unit is self._units[0]:
+            # The head uses tied ones. The backward pass uses frozen ones only for checkpoints.
+            later = 0 if self._is_tied else later
+            unused = not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing)
+        # What it found when looking ahead, it keeps until then.
+        soon = piece.passed > piece.uses or 2 * later <= self._most
+        if not self._is_known or unused or not soon:
+            self._release(piece)
+
+    def before_backward(self, unit: Unit) -> None:
+        for piece in reversed(unit.pieces):
+            self._use(piece)
+            if unit.times > 1:
+                self._release(piece)
+
+    def after_backward(self, unit: Unit) -> None:
+        if self._numbers.full or unit.times == 1:
+            sequence = self._sequence
+            biggest = sorted((one.numbers for one in unit.trained), reverse=True)[:2]
+            # A gradient stays until the next one is there; the small ones go through the bucket.
+            first = [sequence.begin(self._item * size, "gradients") for size in biggest]
+            size = max([*biggest, min(self._bucket, unit.count)], default=0)
+            part = -(-size // self._world)
+            whole = sequence.begin(self._item * size if size <= self._bucket else 0, "temporary", _REDUCING)
+            own = sequence.begin(4 * part if self._item != 4 else 0, "temporary", _REDUCING)
+            if self._offloads:
+                # The sum so far, and a copy of it for its norm.
+                on_gpu = sequence.begin(4 * part, "temporary", _REDUCING)
+                sequence.pass_through(8 * part, "temporary", _REDUCING)
+                sequence.end(on_gpu)
+            sequence.end(whole, own)
+            sequence.end(*first)
+        for piece in unit.pieces:
+            self._release(piece)
+
+    def end_backward(self) -> None:
+        self._is_known = True
+
+    def step(self) -> None:
+        if self._offloads:
+            return
+        sequence = self._sequence
+        sequence.pass_through(8 * min(self._part, -(-self._largest // self._world)))
+        gradient = sequence.begin(4 * self._group, "gradients")
+        self._make_moments(self._part)
+        self._has_moments = True
+        sequence.end(gradient)
+
+
+Engine = Plain | Stage1InBf16 | Stages1And2 | Stage3
+
+
+def engine_of(settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence, rank: int, width: int) -> Engine:
+    zero = settings.zero
+    if not zero.stage:
+        return Plain(settings, numbers, units, sequence)
+    if zero.stage == 3:
+        return Stage3(settings, numbers, units, sequence, rank, width)
+    is_bf16 = numbers.half == "bf16"
+    kind = Stage1InBf16 if zero.stage == 1 and is_bf16 and not zero.offload_optimizer else Stages1And2
+    return kind(settings, numbers, units, sequence, rank, width)
