@@ -127,7 +127,7 @@ def test_a_published_model_at_its_whole_depth_takes_what_the_dry_run_says(name: 
     one = Compared(settings(**given), config, 80, 79 * GIB)
     found, exact = estimate(one.settings, config, generation=80, capacity=one.capacity), one.foreseen()
     assert -0.03 <= found.allocated / exact.allocated - 1 <= 0.05
-    assert -0.06 <= found.reserved / exact.reserved - 1 <= 0.15
+    assert -0.08 <= found.reserved / exact.reserved - 1 <= 0.15
 
 
 @pytest.mark.parametrize("kind", KINDS)
