@@ -115,8 +115,8 @@ class Measurements:
                     self._known[key] = seen.peak
             except OSError as error:
                 self._failed[key] = seen
-                why = f"cannot be read or written: {error.strerror}"
-                self._found = f"{place()}: {why}; later runs cannot learn from this one's peaks"
+                why = error.strerror
+                self._found = f"{place()}: cannot be written: {why}; later runs cannot learn from this one's peaks"
 
     def end(self) -> tuple[str | None] | None:
         """After `write`: the problem with it (None: it can be written now) if that has changed,

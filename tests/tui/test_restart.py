@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from textual.widgets import Button, Input, Select
 
-from memtop.presets.measured import GpuKind, Measured, model_key, remember
+from memtop.presets.measured import ENOUGH_UPDATES, GpuKind, Measured, model_key, remember
 from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
@@ -230,7 +230,14 @@ async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = replace(T5, world_size=1)
     model, kind = model_key(stored_config(settings) or {}), GpuKind("NVIDIA RTX A4500", 20 * GIB)
-    row = {"run": "/runs/earlier", "time": 1.0, "gpu": kind, "model": model, "outside_bytes": GIB // 4}
+    row = {
+        "run": "/runs/earlier",
+        "time": 1.0,
+        "gpu": kind,
+        "model": model,
+        "outside_bytes": GIB // 4,
+        "updates": ENOUGH_UPDATES,
+    }
     remember(Measured(**row, settings=settings, reserved_bytes=12 * GIB))
     feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8)))
     async with opened(feed, "r", size=(120, 35)) as (app, pilot):
