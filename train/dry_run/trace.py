@@ -112,7 +112,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         adds another one."""
         with self.elsewhere(), torch.enable_grad():
             one = torch.empty(2, 2, requires_grad=True)
-            one.mul(2.0).add(one.mul(3.0)).mul(4.0).backward(torch.empty(2, 2))
+            one.mul(2.0).add(one.mul(3.0)).mul(4.0).backward(torch.empty(2, 2))  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
