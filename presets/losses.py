@@ -72,16 +72,14 @@ class Loss:
         self._of_states = self._new(4 * self._states, "activations")
         chunk = self._tokens_of_piece()
         hidden = chunk * self._hidden
-        self._of_head = logits = NOWHERE
+        self._of_head = NOWHERE
         # From the second piece on, all are alike.
         for piece in range(2 if chunk < self._tokens else 1):
             narrow = self._new(hidden * compute if self._item != compute else 0)
-            after = self._new(chunk * self._vocabulary * compute, "logits")
+            logits = self._new(chunk * self._vocabulary * compute, "logits")
             sequence.end(narrow)
             if compute == 2:
                 self._rows(chunk)
-            sequence.end(logits)
-            logits = after
             sequence.pass_through(4 * hidden)
             if numbers.full:
                 scaled = self._new(4 * hidden)
@@ -90,19 +88,14 @@ class Loss:
                 if not piece:
                     self._of_head = self._new(4 * self._head, "gradients")
                 sequence.end(narrow)
-        sequence.end(logits)
+            sequence.end(logits)
 
     def _rows(self, chunk: int) -> None:
-        """Logits in 32 bits: of some rows at one time, and the last ones until the next are there.
-        bf16 also needs them widened."""
-        before = NOWHERE
-        for _ in range(min(2, -(-chunk // ROWS))):
-            size = 4 * min(ROWS, chunk) * self._vocabulary
-            wide = self._new(size if self._numbers.half == "bf16" else 0, "logits")
-            softmax = self._new(size, "logits")
-            self._sequence.end(wide, before)
-            before = softmax
-        self._sequence.end(before)
+        """Logits in 32 bits, of some rows at one time. bf16 also needs them widened."""
+        size = 4 * min(ROWS, chunk) * self._vocabulary
+        wide = self._new(size if self._numbers.half == "bf16" else 0, "logits")
+        softmax = self._new(size, "logits")
+        self._sequence.end(wide, softmax)
 
     def backward(self, workspace: int) -> tuple[int, int]:
         """The gradients of the hidden states, and of the head's weights if those are the

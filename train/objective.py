@@ -303,6 +303,8 @@ class _LossInPieces(torch.autograd.Function):
                 if need_bias:
                     # The factors are exact in 16 bits.
                     bias_gradient = _product(gradient.T, scale.to(kind), bias_gradient)
+                # It is in the memory of these logits, which the next ones do not need twice.
+                del gradient
         bias_gradient = None if bias_gradient is None else bias_gradient.squeeze(1)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -334,6 +336,7 @@ def _gradient(logits: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
         picked = softmax.gather(1, index)
         losses[rows] = -picked
         torch.exp(softmax if larger == 1 else softmax.add_(math.log(larger)), out=block)
+        del softmax
         block.scatter_(1, index, ((picked.exp() - 1) * larger).to(block.dtype))
     return losses, logits, 1 / larger
 

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, masking_utils
 from bench.predict import MIB
 from bench.published import A6000, T4, a6000_training, t4_training
 from memtop.presets.allocator import Allocator
+from memtop.presets.logits import ROWS
 from memtop.presets.schema import Lora, Settings, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run import layers, results, run, trace
@@ -76,6 +77,18 @@ def test_pieces_of_the_loss_that_repeat_are_left_out_without_a_difference(monkey
     for one, found in zip(changes, few, strict=True):
         every = foreseen(batch=4, loss_chunk=60, **one)
         assert msgspec.structs.replace(every, seconds=found.seconds) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "item", "in_32_bits"),
+    [({}, 2, 2), ({"autocast": "fp16", "generation": 75}, 2, 1), ({"autocast": None}, 4, 0)],
+)
+def test_the_logits_of_one_piece_exist_at_a_time(changes: dict[str, Any], item: int, in_32_bits: int) -> None:
+    """And of some rows in 32 bits, which log_softmax makes from bf16 in two steps."""
+    found = foreseen(batch=8, loss_chunk=512, **changes)
+    assert found.peak_phase == "forward"
+    expected = 16_000 * (512 * item + in_32_bits * 4 * ROWS)
+    assert expected * 0.95 < found.components["logits"] < expected + MIB
 
 
 @pytest.mark.parametrize("row", [T4[6], T4[17]], ids=lambda row: "-".join(row[1:3]))
