@@ -12,11 +12,11 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets import Settings
-from memtop.presets.choosing import CONTEXT_BYTES
+from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.comparison import Pace, other_changes, pace
 from memtop.presets.estimate import estimate
 from memtop.presets.fields import training_unchanged
-from memtop.presets.measured import GpuKind, Learned
+from memtop.presets.measured import GpuKind
 from memtop.presets.parameters import least_size, stored_config
 from memtop.presets.states import UnknownMemoryError, least_bytes
 from memtop.supervisor.monitor.values import EDGE_FROM, Band, GpuSample, band_of
@@ -48,7 +48,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     context_measured: bool = False
     """By an earlier run on such a GPU; else it is an assumption."""
     communication_bytes: int = 0
-    """NCCL's buffers, if there are several processes."""
+    """NCCL's buffers, if there are several processes; 0 if they are in a measured context."""
     kind: GpuKind | None = None
     """None: not known which GPU it is."""
 
@@ -63,22 +63,26 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.total_bytes is None else max(1, self.total_bytes - self.others_bytes - self.outside_bytes)
 
     @classmethod
-    def of(cls, gpu: GpuSample, *, others_bytes: int | None = None, context_bytes: int | None = None) -> Card:
-        """None: all that is taken now is of other programs; and a usual context."""
+    def of(cls, gpu: GpuSample, *, others_bytes: int | None = None) -> Card:
+        """With a usual context. None: all that is taken now is of other programs."""
         others = gpu.taken_bytes if others_bytes is None else others_bytes
         text = (gpu.details.compute_capability or "").replace(".", "")
         return cls(
             total_bytes=gpu.total_bytes,
             others_bytes=others or 0,
             generation=int(text) if text.isdecimal() else GENERATION,
-            context_bytes=CONTEXT_BYTES if context_bytes is None else context_bytes,
             kind=gpu_kind(gpu),
         )
 
-    def with_measured_context(self, learned: Learned, processes: int) -> Card:
-        """With what earlier runs have measured; the same card if none has."""
-        size = learned.context_bytes(processes)
-        return self if size is None else replace(self, context_bytes=size, communication_bytes=0, context_measured=True)
+    def with_processes(self, processes: int, measured: int | None) -> Card:
+        """For one of so many processes.
+
+        `measured`: what one was seen to hold beside torch's memory, of several with NCCL's buffers;
+        None: not measured.
+        """
+        if measured is None:
+            return replace(self, communication_bytes=COMMUNICATION_BYTES if processes > 1 else 0)
+        return replace(self, context_bytes=measured, communication_bytes=0, context_measured=True)
 
     def fraction(self, peak_bytes: int) -> float | None:
         return None if self.total_bytes is None else (peak_bytes + self.others_bytes) / self.total_bytes

@@ -24,7 +24,7 @@ from memtop.cli.plan_host import host_text, planned_host
 from memtop.presets import Settings, load_presets, load_recipes, parameters, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.estimate import estimate
-from memtop.presets.measured import GpuKind, Measured, model_key, place, remember
+from memtop.presets.measured import GpuKind, Measured, learned, model_key, place, remember
 from memtop.presets.parameters import least_size
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor import dry_runs, language, units
@@ -32,6 +32,7 @@ from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
+from memtop.supervisor.recovery.forecast import words_at_launch
 from tests.forking import Program
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -201,11 +202,14 @@ def test_a_plan_knows_what_earlier_runs_have_measured(
     found = document(capsys, *words)
     assert found["gpu"]["context_measured"]
     assert found["gpu"]["components"]["context"] == 300 * MIB
-    assert found["gpu"]["peak_bytes"] == exact + 300 * MIB, "the dry run of these settings is not scaled"
+    assert found["gpu"]["peak_bytes"] == 2 * exact + 300 * MIB, "what these settings took is better than the dry run"
+    assert found["gpu"]["calibrated"] == "dry run, corrected by 1 earlier run with these settings"
+    width = [one["gpu"]["most_bytes"] - one["gpu"]["least_bytes"] for one in (before, found)]
+    assert width[1] == pytest.approx(2 * width[0], rel=1e-3), "as sure as a dry run"
     assert found["measured"] == {"run": "/runs/first", "peak_bytes": 2 * exact + 300 * MIB, "of_foreseen": 2.0}
     assert run(["plan", *words]) == 0
     said = capsys.readouterr().out
-    assert "in first, an earlier run with these settings: 100.0 % more than foreseen" in said
+    assert "in first, an earlier run with these settings: 100.0 % more than the dry run alone foresees" in said
     assert "measured context 300 MiB" in said
     # Without torch it estimates, and the earlier run scales the estimate.
     monkeypatch.setattr("memtop.cli.plan.search", lambda: Search(found=None))
@@ -220,6 +224,68 @@ def test_a_plan_knows_what_earlier_runs_have_measured(
     path.write_text("broken\n")
     assert run(["plan", *words]) == 0
     assert f"memtop: earlier runs: {path}: line 1 is left out: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def a4500(monkeypatch: pytest.MonkeyPatch) -> GpuKind:
+    """A GPU with 2 GiB."""
+    gpu = GpuSample(index=0, name="A4500", total_bytes=2 * GIB, free_bytes=2 * GIB)
+    here = replace(gpus_of.sample(), gpus=(gpu,))
+    monkeypatch.setattr(gpus_of, "sample", lambda: here)
+    return GpuKind("A4500", 2 * GIB)
+
+
+def keep(kind: GpuKind, settings: Settings, reserved_bytes: int, **values: Any) -> None:
+    model = model_key(settings.model.get("config") or LLAMA)
+    row = {"run": "/runs/first", "time": 1.0, "gpu": kind, "model": model, "outside_bytes": 300 * MIB}
+    remember(Measured(**row, settings=settings, reserved_bytes=reserved_bytes, **values))
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_did_not_fit_here_is_not_the_largest_safe_batch(
+    capsys: pytest.CaptureFixture[str], a4500: GpuKind, failed: bool
+) -> None:
+    words = ("first-run", "--preset", "standard")
+    before = document(capsys, *words)
+    best = before["max_safe_batch"]
+    settings = msgspec.convert(before["settings"], Settings)
+    largest = replace(settings, batch=best, accumulation=settings.effective_batch // best)
+    keep(a4500, largest, round(1.9 * GIB), failed=failed)
+    found = document(capsys, *words, "--batch", str(best), "--accum", str(largest.accumulation))
+    assert found["gpu"]["peak_bytes"] == round(1.9 * GIB) + 300 * MIB
+    assert found["gpu"]["basis"] == "dry run"
+    assert ("lifted" in found["gpu"]["calibrated"]) is failed
+    assert found["gpu"]["most_bytes"] > found["gpu"]["peak_bytes"]
+    assert found["max_safe_batch"] is None or found["max_safe_batch"] < best
+    assert all((way["preset"], way["batch"]) != ("standard", best) or way["changes"] for way in found["alternatives"])
+    # A launch says the same.
+    said = next(words_at_launch(largest, Card.of(gpus_of.sample().gpus[0]), learned(a4500)))
+    assert "danger" in said
+
+
+def test_alternatives_are_not_called_calibrated_where_the_dry_run_scales_them(
+    capsys: pytest.CaptureFixture[str], a4500: GpuKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("first-run", "--preset", "standard", "--batch", "16", "--accum", "2")
+    before = document(capsys, *words)
+    settings = msgspec.convert(before["settings"], Settings)
+    other = replace(settings, batch=2)
+    keep(a4500, other, round(0.1 * GIB))
+    found = document(capsys, *words)
+    assert found["gpu"]["calibrated"] is None
+    assert found["alternatives"]
+    for way in found["alternatives"]:
+        assert way["calibrated"] is None
+        inside = way["peak_bytes"] - 300 * MIB
+        assert way["least_bytes"] == pytest.approx(0.8 * inside + 300 * MIB, rel=1e-3)
+        assert way["most_bytes"] == pytest.approx(1.25 * inside + 300 * MIB, rel=1e-3)
+    # The dry run decides; a measurement with another batch has scaled the estimate once, not twice.
+    same = {(way["preset"], way["batch"], way["seq_len"]): way for way in before["alternatives"]}
+    for way in found["alternatives"]:
+        known = same[way["preset"], way["batch"], way["seq_len"]]
+        assert way["peak_bytes"] - 300 * MIB == pytest.approx(known["peak_bytes"] - CONTEXT_BYTES, rel=1e-3)
+    monkeypatch.setattr("memtop.cli.plan.search", lambda: Search(found=None))
+    assert document(capsys, *words)["gpu"]["calibrated"] == "estimate, calibrated by 1 earlier run with another batch"
 
 
 def test_the_presets_are_foreseen_by_what_earlier_runs_have_measured(

@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from memtop.cli import COMMANDS, run
 from memtop.cli import diagnose as diagnose_command
+from memtop.presets import load_presets, load_recipes, resolve
+from memtop.presets.comparison import pace
 from memtop.supervisor import language
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Evidence, Kind
@@ -227,6 +230,14 @@ def test_a_wrong_setting_is_refused_in_chinese_as_a_whole() -> None:
     assert CHINESE.translate("precision 'b16': Invalid enum value 'b16'; there are auto, bf16 (did you mean bf16?)") == (
         "precision 'b16'：无效的值 'b16'；可用 auto, bf16（是不是 bf16？）"
     )
+
+
+def test_labels_of_settings_in_a_sentence_are_translated_and_listed_as_words() -> None:
+    before = resolve(load_recipes()["first-run"], preset=load_presets()["standard"], whole=False)
+    both = replace(before, workers=before.workers + 1, host_level="low" if before.host_level != "low" else "extreme")
+    (slow,), (chunk,) = (pace(before, after).basis for after in (both, replace(before, loss_chunk=7)))
+    assert CHINESE.translate(slow) == "不知道改变工作进程、主机内存后数据是否仍来得及"
+    assert CHINESE.translate(chunk) == "不知道换损失分块后的速度"
 
 
 def test_amounts_of_memory_are_in_gib_and_only_cards_are_named_in_gb() -> None:

@@ -5,6 +5,7 @@ Enter applies its memory strategy, Esc returns.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ from memtop.supervisor.wire import RunState
 from memtop.tui.line import MUTED, STRONG, TEXT, Line, cropped, foreign, wrap_within
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
+from memtop.tui.remedies import FORECAST
 from memtop.tui.restart_plan import where_it_resumes
 from memtop.tui.screen import Dialog, KeysDialog
 from memtop.tui.store import Store
@@ -64,17 +66,16 @@ class PresetDialog(Dialog[str]):
         presets: dict[str, Preset],
         chosen_key: str,
         failed: Sequence[Settings] = (),
-        foresee: Callable[[Settings], Forecast | str] | None = None,
         learn: Callable[[], Awaitable[Callable[[Settings], Forecast | str]]] | None = None,
     ) -> None:
-        """`learn` gives a better `foresee`, which knows earlier runs."""
+        """`learn` gives what foresees the peak of settings; None: nothing does."""
         super().__init__()
         self._run = run
         self._settings = settings
         self._outlooks = {name: outlook(settings, preset, failed) for name, preset in presets.items()}
         self._possible = {name: look.kept for name, look in self._outlooks.items() if look.switch != "refused"}
-        self._peaks = {} if foresee is None else {name: foresee(after) for name, after in self._possible.items()}
-        """By preset, the predicted peak, or why there is none."""
+        self._peaks: dict[str, Forecast | str | None] = {} if learn is None else dict.fromkeys(self._possible)
+        """By preset, the predicted peak, or why there is none; None before that is known."""
         self._learn = learn
         self._chosen_key = chosen_key
 
@@ -95,13 +96,15 @@ class PresetDialog(Dialog[str]):
             self.action_point(wanted)
         self._pointed()
         if self._learn is not None:
-            self.run_worker(self._foresee_again(self._learn))
+            self.run_worker(self._foresee(self._learn), group=FORECAST)
 
-    async def _foresee_again(self, learn: Callable[[], Awaitable[Callable[[Settings], Forecast | str]]]) -> None:
+    async def _foresee(self, learn: Callable[[], Awaitable[Callable[[Settings], Forecast | str]]]) -> None:
+        """Each takes milliseconds, or much longer with many layers; the screen ends it."""
         foresee = await learn()
-        self._peaks = {name: foresee(after) for name, after in self._possible.items()}
-        self.query_one(LineList).redraw()
-        self._describe()
+        for name, after in self._possible.items():
+            self._peaks[name] = await asyncio.to_thread(foresee, after)
+            self.query_one(LineList).redraw()
+            self._describe()
 
     def action_point(self, key: int) -> None:
         """Move the cursor to the preset of a digit key."""
@@ -170,15 +173,15 @@ _GAP = 2
 
 
 def preset_table(
-    looks: Sequence[Outlook], settings: Settings, width: int, peaks: Mapping[str, Forecast | str] | None = None
+    looks: Sequence[Outlook], settings: Settings, width: int, peaks: Mapping[str, Forecast | str | None] | None = None
 ) -> ListContent:
     """A row for each preset; ● is the present one. No column is cut but the last one. `peaks`: the
-    predicted ones by preset; without any there is no such column."""
+    predicted ones by preset, None before they are known; without any there is no such column."""
     peaks = peaks or {}
-    rows = [[tr(cell) for cell in _cells(look, settings, peaks.get(look.preset.name))] for look in looks]
+    rows = [[tr(cell) for cell in _cells(look, settings, peaks.get(look.preset.name, ""))] for look in looks]
     titles = [tr(title) for title in _TITLES]
     wide = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
-    foreseen = any(isinstance(peak, Forecast) for peak in peaks.values())
+    foreseen = not all(isinstance(peak, str) for peak in peaks.values())
     shown = [column for column in range(len(titles) - 1) if foreseen or column != _PEAK]
     for column in _LESS_IMPORTANT:
         if _MARGIN + sum(wide[one] + _GAP for one in shown) - _GAP > width:
@@ -222,7 +225,9 @@ def _cells(look: Outlook, settings: Settings, peak: Forecast | str | None) -> tu
 
 
 def _peak_words(peak: Forecast | str | None) -> str:
-    """`~13.9 GiB · safe`; `–` if it is not known."""
+    """`~13.9 GiB · safe`; `–` if it is not known, `…` before it is."""
+    if peak is None:
+        return "…"
     if not isinstance(peak, Forecast):
         return units.UNKNOWN
     return f"~{units.size(peak.peak_bytes)} {mark(peak.band)} {tr(peak.band.value)}"

@@ -5,6 +5,7 @@ edited settings.
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 from memtop.presets.comparison import speed_words
 from memtop.presets.measured import Learned
@@ -22,6 +23,8 @@ from memtop.tui.store import Store
 
 PREDICTED_GLYPH = "╍"
 MEASURED_GLYPH = "█"
+FORECAST = "forecast"
+"""The group of the workers that foresee peaks, in threads."""
 _BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
 _WIDEST = 80
 """Cells of the bar of a form."""
@@ -148,17 +151,39 @@ async def earlier_runs(store: Store) -> Learned:
     return await asyncio.to_thread(learned_on, gpu_kind(gpu), run.settings.python, without=run.folder)
 
 
-def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
+class WhatIf(NamedTuple):
+    """What is foreseen for edited settings."""
+
+    after: Settings
+    measured: Forecast | None
+    """These are the present settings: this was measured."""
+    predicted: Forecast | str
+    safe: tuple[Settings, Forecast] | None
+    """If the prediction is not safe: what keeps the effective batch and is."""
+
+
+def what_if(outlook: Outlook, after: Settings) -> WhatIf:
+    """It may estimate many splits: call it in a thread."""
+    if (measured := outlook.measured(after)) is not None:
+        return WhatIf(after, measured, measured, None)
+    found = outlook.predicted(after)
+    unsafe = isinstance(found, Forecast) and not found.is_measured and (found.fraction or 0) >= EDGE_FROM
+    return WhatIf(after, None, found, outlook.safe_split(after) if unsafe else None)
+
+
+def outlook_lines(outlook: Outlook, seen: WhatIf | None, width: int) -> list[Line]:
     """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, its bar with the measured
     peak, and the basis; or why there is no forecast. Of the present settings only what was
-    measured.
+    measured. None: not foreseen yet.
     """
     what, now = outlook.what, outlook.current
-    if (peak := outlook.measured(after)) is not None:
+    if seen is None:
+        return [line((f"{what} ", MUTED), ("…", MUTED))]
+    if (peak := seen.measured) is not None:
         # The list of runs shows the highest with any settings.
         measured = f"{units.size(peak.peak_bytes)} measured with these settings"
         return [fit(line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG)), width), *_bar(None, peak, width)]
-    found = outlook.predicted(after)
+    found = seen.predicted
     if isinstance(found, str):
         return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
     before = "" if now is None else f"{units.size(now.bytes)} measured -> "
@@ -171,14 +196,13 @@ def outlook_lines(outlook: Outlook, after: Settings, width: int) -> list[Line]:
     predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
     head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
     bar = _bar(found, None if now is None else outlook.seen(now), width)
-    return [fit(head, width), *bar, *_safe_split(outlook, after, found, width), *basis_lines(found, width)]
+    return [fit(head, width), *bar, *_safe_split(seen.safe, found, width), *basis_lines(found, width)]
 
 
-def _safe_split(outlook: Outlook, after: Settings, found: Forecast, width: int) -> list[Line]:
+def _safe_split(safe: tuple[Settings, Forecast] | None, found: Forecast, width: int) -> list[Line]:
     """What keeps the effective batch and is safe; empty if the prediction is safe."""
     if found.fraction is None or found.fraction < EDGE_FROM:
         return []
-    safe = outlook.safe_split(after)
     if safe is None:
         return wrap("no split with this effective batch is predicted to be safe", width, "edge")
     settings, less = safe

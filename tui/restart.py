@@ -6,6 +6,7 @@ If the trainer can take up the change at its next update, the form also offers t
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
 from textual import on
@@ -21,12 +22,12 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import outlook_of
+from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import earlier_runs, outlook_lines
+from memtop.tui.remedies import FORECAST, WhatIf, earlier_runs, outlook_lines, what_if
 from memtop.tui.restart_plan import (
     NUMBER_FIELDS,
     RestartPlan,
@@ -69,6 +70,10 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._plan: RestartPlan | None = None
         self._learned = Learned()
         """What earlier runs have measured, once it is read."""
+        self._seen: WhatIf | None = None
+        """What was foreseen last."""
+        self._asked: tuple[Settings, Learned] | None = None
+        """What is being foreseen."""
         self._put = {name: number_text(settings, name) for name in NUMBER_FIELDS}
         """The text that the form itself has put into each field."""
 
@@ -133,8 +138,24 @@ class RestartDialog(FormDialog[RestartRequest]):
         after = self._plan.after if self._plan is not None else None
         if after is None:
             return []
-        outlook = outlook_of(store.run, store.configurations, store.gpus, store.host, self._learned)
-        return outlook_lines(outlook, after, width)[:height]
+        seen = self._seen if self._seen is not None and self._seen.after == after else None
+        return outlook_lines(self._outlook(), seen, width)[:height]
+
+    def _outlook(self) -> Outlook:
+        store = self._dashboard.store
+        return outlook_of(store.run, store.configurations, store.gpus, store.host, self._learned)
+
+    def _foresee(self, after: Settings) -> None:
+        """In a thread, unless one foresees the same already."""
+        asked = (after, self._learned)
+        if self._asked != asked:
+            self._asked = asked
+            self.run_worker(self._foresee_in_thread(after, self._outlook()), group=FORECAST, exclusive=True)
+
+    async def _foresee_in_thread(self, after: Settings, outlook: Outlook) -> None:
+        self._seen = await asyncio.to_thread(what_if, outlook, after)
+        self._asked = None
+        self.query_one("#outlook", LinePanel).show(self._dashboard.store)
 
     def _failed(self) -> tuple[Settings, ...]:
         return failed_settings(self._dashboard.store.configurations)
@@ -156,3 +177,5 @@ class RestartDialog(FormDialog[RestartRequest]):
         ways.display = live or waits
         ways.say(tr(_LIVE if live else _NOT_YET))
         self.query_one("#outlook", LinePanel).show(self._dashboard.store)
+        if plan.after is not None:
+            self._foresee(plan.after)

@@ -17,7 +17,6 @@ from memtop.cli.options import WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
-from memtop.presets.choosing import COMMUNICATION_BYTES
 from memtop.presets.comparison import Outlook, outlook, speed_words
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
@@ -104,7 +103,7 @@ def plan(
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
         own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
-    card = replace(_card(machine, vram), communication_bytes=COMMUNICATION_BYTES if (gpus or 1) > 1 else 0)
+    card = _card(machine, vram)
     settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
     answers = _Answers(card, gpus or 1)
     card = answers.card
@@ -198,11 +197,17 @@ def _with_model(model: dict[str, Any]) -> Settings:
 
 class _Answers:
     """What configurations need: by a dry run if a Python with torch is there, else by the
-    estimate."""
+    estimate.
+
+    The dry run is better than the estimate. What an earlier run has measured with the same settings
+    is better than both, and what a failure needed is a lower bound for both. Other measurements
+    scale only the estimate, as long as there is no dry run.
+    """
 
     def __init__(self, card: Card, processes: int) -> None:
         self._known: dict[bytes, Need | None] = {}
-        self._factor = 1.0
+        self._factor: float | None = None
+        """How many times the estimate alone the newest dry run foresees."""
         self.problem: str | None = None
         """Why there is no dry run."""
         self.is_wrong = False
@@ -210,7 +215,8 @@ class _Answers:
         found = search().found
         self._runs = None if found is None else DryRuns(found.path)
         self.learned = learned(card.kind) if found is None else learned_on(card.kind, found.path)
-        self.card = card.with_measured_context(self.learned, processes)
+        self.card = card.with_processes(processes, self.learned.context_bytes(processes))
+        self._estimates = Estimates(card=card, learned=self.learned)
         if found is None:
             self.problem = "no Python with torch was found"
 
@@ -219,31 +225,45 @@ class _Answers:
             self._runs.close()
 
     def sure(self, settings: Settings) -> Need | None:
-        """By the dry run, or the estimate without one."""
-        rough = self._estimated(settings)
-        # The pieces of the loss follow the GPU's memory.
-        open_loss = self.card.torch_bytes is None and settings.loss_chunk < 0 and rough is not None
-        if self._runs is None or open_loss:
+        """By the dry run, or the estimate without one; and by what earlier runs have measured."""
+        found, rough = self._dry_run(settings), self._estimated(settings)
+        if found is None:
             return self.quick(settings)
+        factor = None
+        if rough is not None:
+            # The estimate is near for settings like these.
+            self._factor = factor = found.reserved / rough.reserved
+        return self._estimates.corrected(settings, found, factor)
+
+    def alone(self, settings: Settings) -> Need | None:
+        """By the dry run, or the estimate without one; whatever was measured."""
+        return self._dry_run(settings) or self._estimated(settings)
+
+    def _dry_run(self, settings: Settings) -> Need | None:
+        """None without one, or if it cannot foresee these settings."""
+        # The pieces of the loss follow the GPU's memory.
+        open_loss = self.card.torch_bytes is None and settings.loss_chunk < 0
+        if self._runs is None or (open_loss and self._estimated(settings) is not None):
+            return None
         key = msgspec.json.encode(settings, order="deterministic")
         if key not in self._known:
             try:
                 self._known[key] = _need(self._foreseen(settings))
             except NotForeseenError as error:
                 self.problem, self.is_wrong, self._known[key] = str(error), not error.of_model, None
-        found = self._known[key]
-        if found is not None and rough is not None:
-            # The estimate is near for settings like these.
-            self._factor = found.reserved / rough.reserved
-        return found or self.quick(settings)
+        return self._known[key]
 
     def quick(self, settings: Settings) -> Need | None:
-        """By the estimate, as far as it is off where a dry run was made, or an earlier run has
-        measured."""
-        found = self._estimated(settings)
-        if found is None:
+        """By the estimate, as far as it is off where a dry run was made, or else where an earlier
+        run has measured."""
+        rough, factor = self._estimated(settings), self._factor
+        if rough is None:
             return None if self._runs is None or self.problem is not None else self.sure(settings)
-        return replace(found, reserved=max(sum(found.components.values()), round(found.reserved * self._factor)))
+        if factor is None:
+            found = self._estimates.need(settings)
+            return None if isinstance(found, str) else found
+        least = sum(rough.components.values())
+        return self._estimates.corrected(settings, replace(rough, reserved=max(least, round(rough.reserved * factor))), factor)
 
     def measured(self, settings: Settings) -> Measured | None:
         """What the newest earlier run with these settings has measured."""
@@ -259,7 +279,8 @@ class _Answers:
         return self._runs.foresee(settings, generation=self.card.generation, capacity=self.card.torch_bytes)
 
     def _estimated(self, settings: Settings) -> Need | None:
-        found = Estimates(card=self.card, learned=self.learned).need(settings)
+        """By the estimate alone."""
+        found = self._estimates.plain(settings)
         return None if isinstance(found, str) else found
 
 
@@ -299,7 +320,7 @@ def _print_one(
         print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
         print_message(f"memtop: this is no peak, only a bound: {answers.problem}")
         return
-    peak, seen = peak_of(need, card), answers.measured(settings)
+    peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
     found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
@@ -310,12 +331,12 @@ def _print_one(
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**_peak_row(peak), **parts, "context_measured": card.context_measured}
         document = _document(settings, gpu, host, None if best is None else best[0].batch, found)
-        document["measured"] = None if seen is None else _measured_row(seen, need, card)
+        document["measured"] = None if seen is None else _measured_row(seen, alone, card)
         document["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(document | {"assumed": [] if own is None else list(own.assumed)})
         return
     print_lines(
-        *_text(settings, own, peak, card, best, least, found, _measured_text(seen, need, card)),
+        *_text(settings, own, peak, card, best, least, found, _measured_text(seen, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
     if answers.learned.problem is not None:
@@ -382,23 +403,24 @@ def _peak_row(peak: Peak) -> dict[str, Any]:
     }
 
 
-def _measured_row(seen: Measured, need: Need, card: Card) -> dict[str, Any]:
+def _measured_row(seen: Measured, alone: Need, card: Card) -> dict[str, Any]:
     return {
         "run": seen.run,
         "peak_bytes": seen.reserved_bytes + card.outside_bytes,
-        "of_foreseen": seen.reserved_bytes / need.reserved,
+        "of_foreseen": seen.reserved_bytes / alone.reserved,
     }
 
 
-def _measured_text(seen: Measured | None, need: Need, card: Card) -> str | None:
-    """What an earlier run with these settings has measured, and how far off the foresight is."""
+def _measured_text(seen: Measured | None, alone: Need, card: Card) -> str | None:
+    """What an earlier run with these settings has measured, and how far off the foresight is
+    without it."""
     if seen is None:
         return None
-    size, off = units.size(seen.reserved_bytes + card.outside_bytes), seen.reserved_bytes / need.reserved - 1
+    size, off = units.size(seen.reserved_bytes + card.outside_bytes), seen.reserved_bytes / alone.reserved - 1
     name, much = Path(seen.run).name, units.percent(abs(off))
     if off < 0:
-        return f"{size} in {name}, an earlier run with these settings: {much} less than foreseen"
-    return f"{size} in {name}, an earlier run with these settings: {much} more than foreseen"
+        return f"{size} in {name}, an earlier run with these settings: {much} less than the {alone.basis} alone foresees"
+    return f"{size} in {name}, an earlier run with these settings: {much} more than the {alone.basis} alone foresees"
 
 
 def _bound_row(bound: Bound, card: Card) -> dict[str, Any]:

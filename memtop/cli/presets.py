@@ -129,9 +129,7 @@ def _foresee(run: RunState | None) -> Foresee:
         return lambda settings: why
     # Which torch would train is not known before a start.
     found = learned(gpu_kind(gpu))
-    return lambda settings: Estimates(
-        card=Card.of(gpu).with_measured_context(found, settings.world_size), learned=found
-    ).forecast(settings)
+    return Estimates(card=Card.of(gpu), learned=found).forecast
 
 
 def _peak(look: Outlook, foresee: Foresee) -> Forecast | str:

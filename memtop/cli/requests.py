@@ -36,6 +36,7 @@ from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.plan import gpu_kind
 from memtop.supervisor.recovery.configuration import edited, failed_settings, kept_length
 from memtop.supervisor.recovery.forecast import Outlook, foreseen_text, gpu_of, outlook_of, split_text
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
 from memtop.supervisor.run.queue import begin_next
@@ -285,9 +286,9 @@ def meant(plan: Planned | None, change: Change, *, length: bool = True) -> Itera
 
 
 def say_peak(plan: Planned | None) -> int | None:
-    """Print the foreseen peak of the changed settings, as at a launch; the number of their
-    configuration if they have a peak. It reads the GPUs, which takes time if their driver is
-    slow."""
+    """Print the foreseen peak of the changed settings, as at a launch, or why there is none; the
+    number of their configuration if there is one. It reads the GPUs, which takes time if their
+    driver is slow."""
     if plan is None or plan.after == plan.state.settings:
         return None
     from memtop.cli.gpus import sample
@@ -296,15 +297,17 @@ def say_peak(plan: Planned | None) -> int | None:
     gpu, python = gpu_of(run, machine.gpus), "" if run.settings is None else run.settings.python
     learned = Learned() if gpu is None else learned_on(gpu_kind(gpu), python, without=run.folder)
     outlook = outlook_of(run, plan.rows, machine.gpus, machine.host, learned)
-    for line in peak_words(outlook, plan.after):
+    found = outlook.measured(plan.after) or outlook.predicted(plan.after)
+    for line in peak_words(outlook, plan.after, found):
         print_message(f"memtop: {line}")
+    if isinstance(found, str):
+        return None  # The supervisor may still foresee it.
     return plan.rows[-1].number + 1 if plan.rows else 1
 
 
-def peak_words(outlook: Outlook, after: Settings) -> Iterator[str]:
+def peak_words(outlook: Outlook, after: Settings, found: Forecast | str) -> Iterator[str]:
     """The foreseen peak of these settings, or why there is none; if it is not safe, also the
     largest split with the same effective batch that is."""
-    found = outlook.measured(after) or outlook.predicted(after)
     yield foreseen_text(found, on_gpu=outlook.on_gpu)
     if isinstance(found, str) or found.fraction is None or found.fraction < EDGE_FROM:
         return

@@ -19,7 +19,7 @@ from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample
-from memtop.supervisor.plan import SURE, Card, Need, estimated, largest_safe, peak_of, splits_of, with_split
+from memtop.supervisor.plan import SURE, Basis, Card, Need, estimated, largest_safe, peak_of, splits_of, with_split
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.peak_line import batch_words, forecast, foreseen, median, peaks_of
 from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak
@@ -62,14 +62,29 @@ class _Scale(NamedTuple):
     most: float
     basis: str
 
+    def raised(self, to: float) -> _Scale:
+        """With an earlier run that was too short, or had shorter samples, and yet needed so many
+        times the estimate."""
+        return self._at_least(to, f"{self.basis}; raised, because an earlier run needed more")
+
+    def lifted(self, to: float) -> _Scale:
+        """With a failure that needed at least so many times the estimate."""
+        return self._at_least(to, f"{self.basis}; lifted, because it needed more when it ran out of memory")
+
+    def _at_least(self, to: float, basis: str) -> _Scale:
+        if to <= self.middle:
+            return self
+        return _Scale(to, self.least, max(self.most, to * SURE["calibrated"][1]), basis)
+
 
 class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """Foresees the peak of a process on a GPU by the estimate, scaled by measured peaks.
 
-    Bytes are those of the process, with the CUDA context, as in `Peak`.
+    Bytes are those of the process, with the CUDA context and NCCL's buffers, as in `Peak`.
     """
 
     card: Card
+    """What a process holds beside torch's memory is that of `card_for`."""
     known: tuple[tuple[Settings, Peak], ...] = ()
     """What the run has measured, oldest first."""
     config: Mapping[str, Any] | None = None
@@ -78,47 +93,74 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     learned: Learned = _NOTHING
     """What earlier runs have measured on such a GPU."""
 
+    def card_for(self, settings: Settings) -> Card:
+        """The GPU with what one of the processes holds beside torch's memory: as the run was last
+        seen to have with one process, or with several; else as an earlier run, or a usual one."""
+        several = settings.world_size > 1
+        seen = [peak.outside_bytes for of, peak in self.known if peak.outside_bytes and (of.world_size > 1) is several]
+        measured = seen[-1] if seen else self.learned.context_bytes(settings.world_size)
+        return self.card.with_processes(settings.world_size, measured)
+
     def forecast(self, settings: Settings) -> Forecast | str:
         """The forecast for these settings, or why they cannot be estimated."""
         key = settings_key(settings, on_gpu=True)
         exact = {peak.batch: peak.bytes for _, peak in self._whole() if peak.settings_key == key}
         if settings.batch in exact:
             return self._foreseen(exact[settings.batch], f"measured at B {settings.batch}")
-        need = estimated(settings, self.card, self.config)
+        need = self.plain(settings)
         if isinstance(need, str):
             return need
-        scale, context = self._scale_of(settings, key), self.card.context_bytes
+        scale, outside = self._scale_of(settings, key), self.card_for(settings).outside_bytes
         floor = max((size for batch, size in exact.items() if batch < settings.batch), default=0)
         ceiling = min((size for batch, size in exact.items() if batch > settings.batch), default=None)
 
         def size(times: float) -> int:
-            drawn = max(floor, round(need.reserved * times) + context)
+            drawn = max(floor, round(need.reserved * times) + outside)
             return drawn if ceiling is None else min(drawn, max(floor, ceiling))
 
         return self._foreseen(size(scale.middle), scale.basis, size(scale.least), size(scale.most))
 
+    def plain(self, settings: Settings) -> Need | str:
+        """What torch reserves, by the estimate alone; or why it cannot be estimated."""
+        return estimated(settings, self.card_for(settings), self.config)
+
     def need(self, settings: Settings) -> Need | str:
         """What torch reserves, by the scaled estimate; or why it cannot be estimated."""
-        need = estimated(settings, self.card, self.config)
+        need = self.plain(settings)
         if isinstance(need, str):
             return need
-        scale = self._scale_of(settings, settings_key(settings, on_gpu=True))
-        if scale.basis == _ESTIMATE:
-            return need
-        return replace(
-            need,
-            reserved=max(sum(need.components.values()), round(need.reserved * scale.middle)),
-            sure=(scale.least / scale.middle, scale.most / scale.middle),
-            calibrated=scale.basis,
-        )
+        return _scaled(need, self._scale_of(settings, settings_key(settings, on_gpu=True)))
+
+    def corrected(self, settings: Settings, need: Need, factor: float | None) -> Need:
+        """What a better model than the estimate foresees, with what earlier runs have measured.
+
+        A measurement of the same settings takes its place. A failure of the model only lifts it.
+        Other measurements do not count: they scale an estimate. `factor`: how many times the
+        estimate the model foresees; None: there is no estimate.
+        """
+        rows, likeness = self.learned.calibrating(settings, self.config)
+        ratios = [row.reserved_bytes / need.reserved for row in rows] if likeness == "same" else []
+        middle, basis = (median(ratios), _by_runs(len(rows), "same", need.basis)) if ratios else (1.0, need.basis)
+        key = settings_key(settings, on_gpu=True), settings.batch
+        failed = [
+            row
+            for row in self._earlier_failures(settings, self.config)
+            if (settings_key(row.settings, on_gpu=True), row.settings.batch) == key
+        ]
+        lifted = max((row.reserved_bytes / need.reserved for row in failed), default=0.0)
+        if factor is not None:
+            lifted = max([lifted, *(ratio / factor for ratio in self._failed(settings, self.config))])
+        least, most = SURE["calibrated" if ratios and need.basis == _ESTIMATE else need.basis]
+        scale = _Scale(middle, min(ratios, default=1.0) * least, max(ratios, default=1.0) * most, basis)
+        return _scaled(need, scale.lifted(lifted))
 
     def with_phases(self, found: Forecast, settings: Settings) -> Forecast:
         """The forecast with what is allocated in each phase of an update, if that can be
         estimated."""
-        need = estimated(settings, self.card, self.config)
+        need = self.plain(settings)
         if isinstance(need, str):
             return found
-        times = max(0, found.peak_bytes - self.card.context_bytes) / need.reserved
+        times = max(0, found.peak_bytes - self.card_for(settings).outside_bytes) / need.reserved
         phases = {phase: round(size * times) for phase, size in need.peaks.items() if phase in UPDATE_PHASES}
         return replace(found, phases=phases)
 
@@ -133,19 +175,15 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     def _scale_of(self, settings: Settings, key: str) -> _Scale:
         config = stored_config(settings) if self.config is None else self.config
         ratios, basis = self._ratios(settings, key, config)
-        middle = median(ratios) if ratios else 1.0
         bounding = self.learned.bounding(settings, config)
         seen = max((self._earlier_ratio(row, config) or 0.0 for row in bounding), default=0.0)
-        if seen > middle:
-            middle, basis = seen, f"{basis}; raised, because an earlier run needed more"
         lifted = max(self._failed(settings, config), default=0.0)
-        if lifted > middle:
-            middle, basis = lifted, f"{basis}; lifted, because it needed more when it ran out of memory"
         if not ratios:
-            least, most = SURE[_ESTIMATE]
-            return _Scale(middle, middle * least, middle * most, basis)
-        least, most = spread(ratios)
-        return _Scale(middle, least, max(most, max(seen, lifted) * SURE["calibrated"][1]), basis)
+            middle, (least, most) = max(1.0, seen, lifted), SURE[_ESTIMATE]
+            scale = _Scale(1.0, middle * least, middle * most, basis)
+        else:
+            scale = _Scale(median(ratios), *spread(ratios), basis)
+        return scale.raised(seen).lifted(lifted)
 
     def _ratios(self, settings: Settings, key: str, config: Mapping[str, Any] | None) -> tuple[list[float], str]:
         """Measured peaks divided by their estimates, and what the forecast rests on. Those that
@@ -171,33 +209,48 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         by the estimate."""
         failed = [one for one in self.known if one[1].failed and one[0].allocator == settings.allocator]
         yield from (ratio for one in failed[-_NEWEST:] if (ratio := self._ratio(*one)) is not None)
-        earlier = [row for row in self.learned.of_model(settings, config) if row.failed]
-        earlier = [row for row in earlier if row.settings.allocator == settings.allocator]
-        yield from (ratio for row in earlier[-_NEWEST:] if (ratio := self._earlier_ratio(row, config)) is not None)
+        earlier = self._earlier_failures(settings, config)[-_NEWEST:]
+        yield from (ratio for row in earlier if (ratio := self._earlier_ratio(row, config)) is not None)
+
+    def _earlier_failures(self, settings: Settings, config: Mapping[str, Any] | None) -> list[Measured]:
+        failed = [row for row in self.learned.of_model(settings, config) if row.failed]
+        return [row for row in failed if row.settings.allocator == settings.allocator]
 
     def _ratio(self, settings: Settings, peak: Peak) -> float | None:
-        need = estimated(settings, self.card, self.config)
+        need = self.plain(settings)
         if isinstance(need, str):
             return None
-        outside = self.card.context_bytes if peak.outside_bytes is None else peak.outside_bytes
+        outside = self.card_for(settings).outside_bytes if peak.outside_bytes is None else peak.outside_bytes
         return max(0, peak.bytes - outside) / need.reserved
 
     def _earlier_ratio(self, row: Measured, config: Mapping[str, Any] | None) -> float | None:
-        need = estimated(row.settings, self.card, config)
+        need = estimated(row.settings, self.card_for(row.settings), config)
         return None if isinstance(need, str) else row.reserved_bytes / need.reserved
 
 
-_ESTIMATE = "estimate"
+_ESTIMATE: Basis = "estimate"
 
 
-def _by_runs(count: int, likeness: Likeness) -> str:
+def _scaled(need: Need, scale: _Scale) -> Need:
+    if scale.basis == need.basis:
+        return need
+    return replace(
+        need,
+        reserved=max(sum(need.components.values()), round(need.reserved * scale.middle)),
+        sure=(scale.least / scale.middle, scale.most / scale.middle),
+        calibrated=scale.basis,
+    )
+
+
+def _by_runs(count: int, likeness: Likeness, basis: Basis = "estimate") -> str:
     if likeness == "same":
         one, several = "1 earlier run with these settings", f"{count} earlier runs with these settings"
     elif likeness == "near":
         one, several = "1 earlier run with another batch", f"{count} earlier runs with another batch"
     else:
         one, several = "1 earlier run of this model", f"{count} earlier runs of this model"
-    return f"estimate, calibrated by {one if count == 1 else several}"
+    words = one if count == 1 else several
+    return f"estimate, calibrated by {words}" if basis == _ESTIMATE else f"dry run, corrected by {words}"
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,10 +345,9 @@ def outlook_of(
         total = None if gpu is None else gpu.total_bytes
         if gpu is not None and run is not None:
             others = _others(run, gpu)
-            processes = 1 if run.settings is None else run.settings.world_size
-            estimates = estimates_on(gpu, rows, others_bytes=others or 0, learned=learned, processes=processes)
-            peaks = tuple(peak.with_context(estimates.card.context_bytes) for peak in peaks)
-            newest = None if newest is None else newest.with_context(estimates.card.context_bytes)
+            estimates = estimates_on(gpu, rows, others_bytes=others or 0, learned=learned)
+            peaks = _with_context(rows, estimates, run.settings)
+            newest = peaks[-1] if newest is not None else None
     else:
         total = host.limit_bytes or host.total_bytes
     # Before its first update a configuration has not reached its peak.
@@ -303,13 +355,11 @@ def outlook_of(
     return Outlook(peaks=peaks, current=current, total_bytes=total, others_bytes=others, on_gpu=on_gpu, estimates=estimates)
 
 
-def outlook_on(
-    gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING, processes: int = 1
-) -> Outlook:
+def outlook_on(gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING) -> Outlook:
     """On this GPU, with what these configurations and earlier runs have measured."""
-    estimates = estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned, processes=processes)
+    estimates = estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned)
     return Outlook(
-        peaks=tuple(row.peak.with_context(estimates.card.context_bytes) for row in rows if row.peak is not None),
+        peaks=_with_context(rows, estimates, None),
         total_bytes=gpu.total_bytes,
         others_bytes=others_bytes,
         on_gpu=True,
@@ -324,16 +374,24 @@ def estimates_on(
     others_bytes: int = 0,
     config: Mapping[str, Any] | None = None,
     learned: Learned = _NOTHING,
-    processes: int = 1,
 ) -> Estimates:
-    """With what these configurations and earlier runs have measured. The CUDA context is the one
-    that the run was last seen to have, or else an earlier run, or a usual one."""
+    """With what these configurations and earlier runs have measured."""
     known = tuple((row.settings, row.peak) for row in rows if row.settings is not None and row.peak is not None)
-    seen = [peak.outside_bytes for _, peak in known if peak.outside_bytes]
-    context = seen[-1] if seen else learned.context_bytes(processes)
-    card = Card.of(gpu, others_bytes=others_bytes, context_bytes=context)
-    known = tuple((settings, peak.with_context(card.context_bytes)) for settings, peak in known)
-    return Estimates(card=card, known=known, config=config, learned=learned)
+    found = Estimates(card=Card.of(gpu, others_bytes=others_bytes), known=known, config=config, learned=learned)
+    outside = [found.card_for(settings).outside_bytes for settings, _ in known]
+    return replace(found, known=tuple((of, peak.with_context(size)) for (of, peak), size in zip(known, outside, strict=True)))
+
+
+def _with_context(rows: Iterable[Configuration], estimates: Estimates, usual: Settings | None) -> tuple[Peak, ...]:
+    """The peaks of these configurations, each with what its process holds beside torch's memory.
+    `usual`: the settings of a configuration that has none."""
+    found = []
+    for row in rows:
+        settings = row.settings or usual
+        card = estimates.card if settings is None else estimates.card_for(settings)
+        if row.peak is not None:
+            found.append(row.peak.with_context(card.outside_bytes))
+    return tuple(found)
 
 
 def _others(run: RunState, gpu: GpuSample) -> int | None:
@@ -377,9 +435,8 @@ def split_text(split: Settings, size: int) -> str:
 def words_at_launch(settings: Settings, card: Card, learned: Learned = _NOTHING) -> Iterator[str]:
     """The predicted peak of a new run; if it is not safe, also the largest split with the same
     effective batch that is."""
-    card = card.with_measured_context(learned, settings.world_size)
     estimates = Estimates(card=card, learned=learned)
-    found = estimates.forecast(settings)
+    card, found = estimates.card_for(settings), estimates.forecast(settings)
     yield foreseen_text(found)
     if isinstance(found, str) or found.fraction is None or found.fraction < EDGE_FROM:
         return

@@ -245,7 +245,7 @@ class Performer:
 
         def found() -> Forecast | str:
             learned = interpreters.learned_on(gpu_kind(gpu), settings.python, without=str(self._folder.path))
-            outlook = outlook_on(gpu, effect.earlier, others, learned, settings.world_size)
+            outlook = outlook_on(gpu, effect.earlier, others, learned)
             return outlook.with_phases(outlook.predicted(settings), settings)
 
         self._post(Foreseen(number=effect.number, found=await asyncio.to_thread(found)))

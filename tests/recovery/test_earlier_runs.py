@@ -19,20 +19,22 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets import Settings
+from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.measured import ENOUGH_UPDATES, KEPT, GpuKind, Learned, Measured, learned, model_key, place, remember
 from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Zero
-from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
-from memtop.supervisor.plan import SURE, Card, Need, estimated
+from memtop.supervisor import units
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.plan import SURE, Card, Need, estimated, peak_of
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import Estimates, estimates_on, outlook_on, spread, words_at_launch
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on, outlook_of, outlook_on, spread, words_at_launch
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.effects import Foresee, SaveConfigurations
 from memtop.supervisor.run.events import Now, Sampled
 from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.wire import Configuration
+from memtop.supervisor.wire import Configuration, Phase, RunState
 from tests.conftest import Runs, wait_for_file
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.recovery.injected import TINY, inject
@@ -333,12 +335,55 @@ def test_the_context_is_that_of_the_newest_run_of_any_model_on_such_a_gpu() -> N
         row(replace(FIRST, world_size=2), outside_bytes=800 * MIB),
     )
     known = Learned(rows=rows)
-    card = replace(CARD, communication_bytes=512 * MIB)
-    one, several = card.with_measured_context(known, 1), card.with_measured_context(known, 4)
-    assert (one.outside_bytes, several.outside_bytes) == (420 * MIB, 800 * MIB), "with NCCL's buffers, if there are several"
-    assert card.with_measured_context(Learned(), 1) == card
     gpu = GpuSample(index=0, name="A4500", total_bytes=20 * GIB)
-    assert estimates_on(gpu, (), learned=known).card.context_bytes == 420 * MIB
+    two = replace(ONE, world_size=2)
+
+    def outside(settings: Settings, learned: Learned, *rows: Configuration) -> tuple[int, int]:
+        card = estimates_on(gpu, rows, learned=learned).card_for(settings)
+        return card.context_bytes, card.communication_bytes
+
+    assert outside(ONE, Learned()) == (CONTEXT_BYTES, 0)
+    assert outside(two, Learned()) == (CONTEXT_BYTES, COMMUNICATION_BYTES)
+    assert outside(ONE, known) == (420 * MIB, 0)
+    assert outside(two, known) == (800 * MIB, 0), "a measured context of several has NCCL's buffers in it"
+    assert outside(two, Learned(rows=rows[:2])) == (CONTEXT_BYTES, COMMUNICATION_BYTES), "that of one says nothing"
+    peak = Peak(batch=4, bytes=GIB, updates=3, outside_bytes=900 * MIB)
+    own = Configuration(number=1, attempt=1, started=0, reason="", settings=two, peak=peak)
+    assert outside(two, known, own) == (900 * MIB, 0), "its own comes first"
+    assert outside(ONE, known, own) == (420 * MIB, 0), "with one process it is less"
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_nccls_buffers_are_in_all_forecasts_of_several_processes(measured: bool) -> None:
+    two, bytes_of_one = replace(ONE, world_size=2), CARD.context_bytes
+    known = Learned(rows=(row(replace(FIRST, world_size=2), outside_bytes=700 * MIB),)) if measured else Learned()
+    outside = 700 * MIB if measured else bytes_of_one + COMMUNICATION_BYTES
+    estimates = Estimates(card=CARD, learned=known)
+    inside = estimates.plain(two)
+    assert isinstance(inside, Need)
+    found = estimates.forecast(two)
+    assert isinstance(found, Forecast)
+    assert found.peak_bytes == inside.reserved + outside
+    assert found.most_bytes == round(1.25 * inside.reserved) + outside
+    phases = estimates.with_phases(found, two).phases
+    assert phases
+    assert phases.items() <= inside.peaks.items(), "what is outside torch is in no phase"
+    # A launch, the restart form, the preset table and a plan say the same.
+    gpu = GpuSample(index=0, uuid="GPU-0", name="A4500", total_bytes=20 * GIB)
+    run = RunState(name="a", folder="/a", state=Phase.TRAINING, alive=True, created=0, settings=replace(two, device="cuda"))
+    form = outlook_of(run, (), (gpu,), HostSample(), known).predicted(two)
+    assert isinstance(form, Forecast)
+    assert form.peak_bytes == peak_of(inside, estimates.card_for(two)).bytes == found.peak_bytes
+    assert f"foreseen to peak at {units.size(found.peak_bytes)} of" in next(words_at_launch(two, CARD, known))
+    # A peak whose context is not known has NCCL's buffers in it, too.
+    whole = Peak(batch=4, bytes=found.peak_bytes, updates=9, settings_key=settings_key(two, on_gpu=True))
+    half = replace(two, batch=4)
+    near = Estimates(card=CARD, learned=known, known=((half, whole),)).forecast(two)
+    half_need = estimates.plain(half)
+    assert isinstance(near, Forecast)
+    assert isinstance(half_need, Need)
+    ratio = (found.peak_bytes - outside) / half_need.reserved
+    assert near.peak_bytes == pytest.approx(inside.reserved * ratio + outside, rel=1e-6)
 
 
 def test_a_start_names_what_its_forecast_rests_on() -> None:

@@ -3,6 +3,7 @@ rules, and in a real run."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.batch_trial import refusal
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.run.effects import Foresee
+from memtop.supervisor.run.effects import Foresee, SaveConfigurations
 from memtop.supervisor.run.events import Foreseen, RemedyFacts, Sampled
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.prevention import advised, forecast
@@ -52,6 +53,21 @@ def test_the_peak_of_a_configuration_is_foreseen_once_where_it_trains() -> None:
     assert brain.asked(Foresee)[-1].earlier == (first,)
     brain.tell(Foreseen(number=2, found="no estimate"))
     assert brain.model.configurations.rows[-1].foreseen is None
+
+
+def test_what_was_foreseen_is_kept_if_the_settings_have_changed_meanwhile() -> None:
+    """The answer comes from a thread."""
+    card = GpuSample(index=0, uuid="GPU-0", total_bytes=1 << 34)
+    brain = training(progress=Progress(), sample=Sampled(machine=MachineSnapshot(time=1.0, gpus=(card,))))
+    brain.report({**PLAN, "device_uuid": "GPU-0"}, SPLIT)
+    found = Forecast(peak_bytes=1 << 33, total_bytes=1 << 34, fraction=0.5, band=Band.SAFE, basis="estimate")
+    for number, size in ((1, 1 << 33), (2, 1 << 32), (1, 7), (3, 7)):
+        brain.tell(Foreseen(number=number, found=replace(found, peak_bytes=size)))
+    rows = brain.model.configurations.rows
+    assert [row.foreseen and row.foreseen.peak_bytes for row in rows] == [1 << 33, 1 << 32]
+    saved = [record.configuration for one in brain.asked(SaveConfigurations) for record in one.records]
+    assert any(row.number == 1 and row.foreseen == found for row in saved), "it is written"
+    assert [re.search(r"[0-9.]+ GiB", text)[0] for text in brain.messages("foreseen")] == ["8.0 GiB", "4.0 GiB"]  # type: ignore[index]
 
 
 def test_remedies_are_foreseen_by_the_estimate_with_what_was_measured() -> None:

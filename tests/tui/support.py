@@ -27,6 +27,7 @@ from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.feed import Connected, Feed, FeedMessage
 from memtop.tui.line import Line, plain
 from memtop.tui.processes.actions import EndingReport
+from memtop.tui.remedies import FORECAST
 from memtop.tui.store import Store, fold
 
 GIB = units.GIB
@@ -206,9 +207,12 @@ def screen_colours(app: App[DashboardResult]) -> list[list[tuple[str, str]]]:
 
 
 async def settle(pilot: Pilot[DashboardResult]) -> None:
-    """Let the feed's messages arrive, and what they cause be laid out."""
+    """Let the feed's messages arrive, and what they cause be foreseen and laid out."""
     for _ in range(4):
         await pilot.pause()
+    while any(worker.group == FORECAST and not worker.is_finished for worker in pilot.app.workers):
+        await pilot.pause(0.01)
+    await pilot.pause()
 
 
 async def press(pilot: Pilot[DashboardResult], *keys: str) -> None:

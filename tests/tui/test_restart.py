@@ -4,7 +4,9 @@ failed."""
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,9 @@ from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.plan import estimated
 from memtop.supervisor.program import Knob, Knobs, Program
+from memtop.supervisor.recovery import forecast
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.forecast import Outlook, outlook_of
 from memtop.supervisor.recovery.values import Peak
@@ -24,8 +28,8 @@ from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
-from memtop.tui.line import plain
-from memtop.tui.remedies import outlook_lines
+from memtop.tui.line import Line, plain
+from memtop.tui.remedies import FORECAST, outlook_lines, what_if
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.recovery.support import T5
@@ -250,6 +254,53 @@ async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkey
             await pilot.pause(0.02)
 
 
+@pytest.mark.parametrize(("key", "before"), [("r", "VRAM peak …"), ("5", "…")])
+async def test_a_screen_is_usable_while_peaks_are_foreseen(
+    key: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Estimates of a model with many layers take a second."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    go, begun, where = threading.Event(), threading.Event(), set[threading.Thread]()
+
+    def slow(settings: Settings, *more: Any) -> Any:
+        where.add(threading.current_thread())
+        begun.set()
+        assert go.wait(60)
+        return estimated(settings, *more)
+
+    monkeypatch.setattr(forecast, "estimated", slow)
+    feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(T5, world_size=1, batch=8)))
+    async with opened(feed, size=(160, 50)) as (app, pilot):
+
+        async def begin() -> None:
+            begun.clear()
+            await pilot.press(key)
+            while not begun.is_set():
+                await pilot.pause(0.01)
+
+        def workers() -> int:
+            return sum(worker.group == FORECAST and not worker.is_finished for worker in app.workers)
+
+        await begin()
+        assert before in words(app)
+        assert not re.search(r"~\d+\.\d GiB", words(app))
+        await pilot.press("escape")
+        while len(app.screen_stack) > 1:
+            await pilot.pause(0.01)
+        assert workers() == 0, "the screen has ended them"
+        await begin()
+        go.set()
+        await settle(pilot)
+        assert re.search(r"~\d+\.\d GiB", words(app))
+        assert before not in words(app) or key == "5"
+    assert where
+    assert threading.main_thread() not in where, "keys are answered meanwhile"
+
+
+def lines_of(outlook: Outlook, settings: Settings) -> list[Line]:
+    return outlook_lines(outlook, what_if(outlook, settings), 200)
+
+
 def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
@@ -267,7 +318,7 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     outlook = outlook_of(store.run, (), store.gpus, store.host)
     assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
-    (line,) = outlook_lines(Outlook(peaks=peaks, total_bytes=32 * GIB), settings, 200)
+    (line,) = lines_of(Outlook(peaks=peaks, total_bytes=32 * GIB), settings)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
 
 
@@ -284,7 +335,7 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
             Configuration(number=number, attempt=1, started=NOW, reason="start", settings=settings, peak=peak)
             for number, peak in enumerate((larger, newest), 1)
         ]
-        return list(map(plain, outlook_lines(outlook_of(store.run, rows, store.gpus, store.host), settings, 200)))
+        return list(map(plain, lines_of(outlook_of(store.run, rows, store.gpus, store.host), settings)))
 
     assert "1.0 GiB" not in " ".join(lines(begun))
     row, _bar = lines(replace(begun, updates=1))
@@ -298,10 +349,10 @@ def test_a_batch_that_was_measured_before_is_not_called_predicted() -> None:
         Peak(batch=batch, bytes=size, updates=5, settings_key=key) for batch, size in ((4, GIB // 2), (8, GIB), (16, 2 * GIB))
     )
     outlook = Outlook(peaks=peaks, current=peaks[2], total_bytes=32 * GIB)
-    earlier, _bar = map(plain, outlook_lines(outlook, replace(settings, batch=8), 200))
+    earlier, _bar = map(plain, lines_of(outlook, replace(settings, batch=8)))
     assert earlier.startswith("RAM peak 2.0 GiB measured -> 1.0 GiB measured at B 8")
     assert "predicted" not in earlier
-    assert "~1.5 GiB predicted" in plain(outlook_lines(outlook, replace(settings, batch=12), 200)[0])
+    assert "~1.5 GiB predicted" in plain(lines_of(outlook, replace(settings, batch=12))[0])
 
 
 async def test_before_the_first_update_the_form_says_why_nothing_can_be_applied_at_once() -> None:

@@ -226,10 +226,12 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
 
     def note_foreseen(self, number: int, found: Forecast) -> Configurations:
         """The peak that is predicted for this configuration. It stays as it was first predicted."""
-        last = self.present
-        if last is None or last.configuration.number != number or last.configuration.foreseen is not None:
-            return self
-        return self._put(replace(last, configuration=replace(last.configuration, foreseen=found)))
+        for at, record in enumerate(self.records):
+            if record.configuration.number == number and record.configuration.foreseen is None:
+                shown = replace(record, configuration=replace(record.configuration, foreseen=found))
+                records = (*self.records[:at], shown, *self.records[at + 1 :])
+                return replace(self, records=records, unsaved=self.unsaved | {number})
+        return self
 
     def note_step(
         self, rank: int, step: Step, base_bytes: int | None, key: str, batch: int | None, each: int | None = None

@@ -256,9 +256,8 @@ def _estimates(model: Model, facts: RemedyFacts) -> Estimates | None:
     gpu = model.smallest_gpu if model.on_gpu else None
     if gpu is None:
         return None
-    processes = 1 if model.settings is None else model.settings.world_size
     rows, learned = model.configurations.rows, facts.learned
-    return estimates_on(gpu, rows, config=facts.model_config, learned=learned, processes=processes)
+    return estimates_on(gpu, rows, config=facts.model_config, learned=learned)
 
 
 def _command(model: Model, diagnosis: Diagnosis, facts: RemedyFacts, host: HostFacts) -> ExternalCommand:
