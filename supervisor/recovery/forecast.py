@@ -220,7 +220,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         need = self.plain(settings)
         if isinstance(need, str):
             return None
-        outside = self.card_for(settings).outside_bytes if peak.outside_bytes is None else peak.outside_bytes
+        # If it is not known, little was outside, so that torch has taken much.
+        outside = self.card.context_bytes if peak.outside_bytes is None else peak.outside_bytes
         return max(0, peak.bytes - outside) / need.reserved
 
     def _earlier_ratio(self, row: Measured, config: Mapping[str, Any] | None) -> float | None:

@@ -312,10 +312,8 @@ def test_what_was_measured_bounds_the_estimate() -> None:
 def test_it_foresees_the_failure_of_a_real_run_from_its_peak_at_half_the_batch() -> None:
     half, whole = measured()
     found = by_estimate(T5, (replace(T5, batch=16), half))
-    assert found.band is not Band.SAFE, "it ran out of memory there"
-    assert (found.most_bytes or 0) > whole.bytes
-    assert found.total_bytes is not None
-    assert (found.most_bytes or 0) > found.total_bytes
+    assert found.band in (Band.EDGE, Band.DANGER), "it ran out of memory there"
+    assert (found.most_bytes or 0) > max(whole.bytes, CARD)
     safe = by_estimate(replace(T5, batch=24), (replace(T5, batch=16), half))
     assert (safe.least_bytes or 0) < gib(15.61) < (safe.most_bytes or 0)
 
