@@ -31,7 +31,7 @@ from memtop.supervisor import dry_runs, language, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.plan import Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
+from memtop.supervisor.plan import SURE, Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
 from memtop.supervisor.recovery.forecast import words_at_launch
 from tests.forking import Program
 
@@ -277,8 +277,8 @@ def test_alternatives_are_not_called_calibrated_where_the_dry_run_scales_them(
     for way in found["alternatives"]:
         assert way["calibrated"] is None
         inside = way["peak_bytes"] - 300 * MIB
-        assert way["least_bytes"] == pytest.approx(0.8 * inside + 300 * MIB, rel=1e-3)
-        assert way["most_bytes"] == pytest.approx(1.25 * inside + 300 * MIB, rel=1e-3)
+        assert way["least_bytes"] == pytest.approx(SURE["estimate"][0] * inside + 300 * MIB, rel=1e-3)
+        assert way["most_bytes"] == pytest.approx(SURE["estimate"][1] * inside + 300 * MIB, rel=1e-3)
     # The dry run decides; a measurement with another batch has scaled the estimate once, not twice.
     same = {(way["preset"], way["batch"], way["seq_len"]): way for way in before["alternatives"]}
     for way in found["alternatives"]:

@@ -364,7 +364,7 @@ def test_nccls_buffers_are_in_all_forecasts_of_several_processes(measured: bool)
     found = estimates.forecast(two)
     assert isinstance(found, Forecast)
     assert found.peak_bytes == inside.reserved + outside
-    assert found.most_bytes == round(1.25 * inside.reserved) + outside
+    assert found.most_bytes == round(SURE["estimate"][1] * inside.reserved) + outside
     phases = estimates.with_phases(found, two).phases
     assert phases
     assert phases.items() <= inside.peaks.items(), "what is outside torch is in no phase"
@@ -375,14 +375,14 @@ def test_nccls_buffers_are_in_all_forecasts_of_several_processes(measured: bool)
     assert isinstance(form, Forecast)
     assert form.peak_bytes == peak_of(inside, estimates.card_for(two)).bytes == found.peak_bytes
     assert f"foreseen to peak at {units.size(found.peak_bytes)} of" in next(words_at_launch(two, CARD, known))
-    # A peak whose context is not known has NCCL's buffers in it, too.
+    # Of a peak whose context is not known, torch may have taken what NCCL takes at the most.
     whole = Peak(batch=4, bytes=found.peak_bytes, updates=9, settings_key=settings_key(two, on_gpu=True))
     half = replace(two, batch=4)
     near = Estimates(card=CARD, learned=known, known=((half, whole),)).forecast(two)
     half_need = estimates.plain(half)
     assert isinstance(near, Forecast)
     assert isinstance(half_need, Need)
-    ratio = (found.peak_bytes - outside) / half_need.reserved
+    ratio = (found.peak_bytes - bytes_of_one) / half_need.reserved
     assert near.peak_bytes == pytest.approx(inside.reserved * ratio + outside, rel=1e-6)
 
 
