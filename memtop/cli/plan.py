@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +15,33 @@ from memtop.cli.configuration import configured
 from memtop.cli.interpreters import search
 from memtop.cli.options import WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
-from memtop.cli.plan_host import PlannedHost, host_text, planned_host
+from memtop.cli.plan_host import host_text, planned_host
+from memtop.cli.plan_output import (
+    PresetRow,
+    bound_row,
+    bound_text,
+    document,
+    heading,
+    measured_row,
+    measured_text,
+    peak_row,
+    plan_text,
+    print_all,
+)
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
-from memtop.presets.comparison import Outlook, outlook, speed_words
+from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
-from memtop.presets.parameters import model_size, stored_config
-from memtop.supervisor import units
+from memtop.presets.parameters import stored_config
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import learned_on
-from memtop.supervisor.language import separator, tr
-from memtop.supervisor.monitor.values import Band, band_of, mark
 from memtop.supervisor.plan import (
     GENERATION,
     Bound,
     Card,
     Need,
-    Peak,
-    Way,
     bound_of,
     largest_safe,
     peak_of,
@@ -112,7 +119,7 @@ def plan(
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
             on_gpu = card.total_bytes is not None
             hosts = [planned_host(look.kept, machine.host, host_ram, on_gpu=on_gpu) for look, _, _ in rows]
-            _print_all(rows, hosts, card, as_json=as_json)
+            print_all(rows, hosts, card, as_json=as_json)
             return 0
         _print_one(settings, own, card, answers, host_ram, machine, as_json=as_json)
     finally:
@@ -301,6 +308,9 @@ def _print_one(
     *,
     as_json: bool,
 ) -> None:
+    host = planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+    if own is not None:
+        host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
     need = answers.sure(settings)
     if need is None:
         bound = answers.bound(settings)
@@ -310,13 +320,12 @@ def _print_one(
             raise UsageError(
                 f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
             )
-        host = planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
         if as_json:
-            gpu = {**_bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
-            document = _document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
-            print_json(document | {"assumed": [] if own is None else list(own.assumed)})
+            gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
+            row = document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
+            print_json(row | {"assumed": [] if own is None else list(own.assumed)})
             return
-        print_lines(*_heading(settings, own), *_bound_text(bound, card))
+        print_lines(*heading(settings, own), *bound_text(bound, card))
         print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
         print_message(f"memtop: this is no peak, only a bound: {answers.problem}")
         return
@@ -324,19 +333,16 @@ def _print_one(
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
     found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
-    host = planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
-    if own is not None:
-        host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
-        gpu = {**_peak_row(peak), **parts, "context_measured": card.context_measured}
-        document = _document(settings, gpu, host, None if best is None else best[0].batch, found)
-        document["measured"] = None if seen is None else _measured_row(seen, alone, card)
-        document["smallest_peak_bytes"] = None if least is None else least[1].bytes
-        print_json(document | {"assumed": [] if own is None else list(own.assumed)})
+        gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
+        row = document(settings, gpu, host, None if best is None else best[0].batch, found)
+        row["measured"] = None if seen is None else measured_row(seen, alone, card)
+        row["smallest_peak_bytes"] = None if least is None else least[1].bytes
+        print_json(row | {"assumed": [] if own is None else list(own.assumed)})
         return
     print_lines(
-        *_text(settings, own, peak, card, best, least, found, _measured_text(seen, alone, card)),
+        *plan_text(settings, own, peak, card, best, least, found, measured_text(seen, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
     if answers.learned.problem is not None:
@@ -360,213 +366,10 @@ def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings
         yield replace(settings, seq_len=settings.seq_len // 2)
 
 
-def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> _Row:
+def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> PresetRow:
     look = outlook(settings, preset)
     if look.switch == "refused":
         return look, None, look.reason
     need: Need | Bound | str | None = answers.sure(look.kept)
     need = answers.bound(look.kept) if need is None else need
     return look, None if isinstance(need, str) else need, answers.problem or ""
-
-
-_Row = tuple[Outlook, Need | Bound | None, str]
-"""What a preset would do, what it needs, and why that is not known."""
-
-
-def _document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: list[Way]) -> dict[str, Any]:
-    size, config = model_size(settings), stored_config(settings) or {}
-    return {
-        "model": {
-            "model_type": config.get("model_type"),
-            "parameters": None if size is None else size.all,
-            "trained_parameters": None if size is None else size.trained,
-        },
-        "settings": msgspec.to_builtins(settings),
-        "gpu": gpu,
-        "host": host.row,
-        "effective_batch": settings.effective_batch,
-        "tokens_per_update": settings.tokens_per_update,
-        "max_safe_batch": best,
-        "alternatives": [_way_row(way) for way in found],
-    }
-
-
-def _peak_row(peak: Peak) -> dict[str, Any]:
-    return {
-        "peak_bytes": peak.bytes,
-        "least_bytes": peak.least,
-        "most_bytes": peak.most,
-        "fraction": peak.fraction,
-        "band": peak.band.value,
-        "basis": peak.basis,
-        "calibrated": peak.calibrated,
-    }
-
-
-def _measured_row(seen: Measured, alone: Need, card: Card) -> dict[str, Any]:
-    return {
-        "run": seen.run,
-        "peak_bytes": seen.reserved_bytes + card.outside_bytes,
-        "of_foreseen": seen.reserved_bytes / alone.reserved,
-    }
-
-
-def _measured_text(seen: Measured | None, alone: Need, card: Card) -> str | None:
-    """What an earlier run with these settings has measured, and how far off the foresight is
-    without it."""
-    if seen is None:
-        return None
-    size, off = units.size(seen.reserved_bytes + card.outside_bytes), seen.reserved_bytes / alone.reserved - 1
-    name, much = Path(seen.run).name, units.percent(abs(off))
-    if off < 0:
-        return f"{size} in {name}, an earlier run with these settings: {much} less than the {alone.basis} alone foresees"
-    return f"{size} in {name}, an earlier run with these settings: {much} more than the {alone.basis} alone foresees"
-
-
-def _bound_row(bound: Bound, card: Card) -> dict[str, Any]:
-    return {
-        "peak_bytes": None,
-        "least_bytes": bound.bytes,
-        "most_bytes": None,
-        "fraction": None,
-        "band": (Band.DANGER if bound.is_too_much(card) else Band.UNKNOWN).value,
-        "basis": "bound",
-        "fits": False if bound.is_too_much(card) else None,
-        "components": dict(bound.components),
-        "counted": bound.counted,
-    }
-
-
-def _way_row(way: Way) -> dict[str, Any]:
-    settings = way.settings
-    return {
-        "preset": settings.preset,
-        "batch": settings.batch,
-        "accumulation": settings.accumulation,
-        "seq_len": settings.seq_len,
-        "effective_batch": settings.effective_batch,
-        "changes": way.changes,
-        "training_unchanged": way.unchanged,
-        "speed_class": way.pace.speed,
-        "speed_basis": way.pace.basis,
-        **_peak_row(way.peak),
-    }
-
-
-def _text(
-    settings: Settings,
-    own: TrainerCommand | None,
-    peak: Peak,
-    card: Card,
-    best: tuple[Settings, Need] | None,
-    least: tuple[Settings, Peak] | None,
-    found: list[Way],
-    measured: str | None,
-) -> Iterator[str]:
-    yield from _heading(settings, own)
-    yield f"GPU memory  {_share(peak, card)}"
-    yield f"by          {peak.calibrated or peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
-    if measured is not None:
-        yield f"measured    {measured}"
-    yield f"peak        in the {peak.phase} phase"
-    yield _parts(peak.components, measured_context=card.context_measured)
-    if card.total_bytes is None:
-        return
-    if best is None:
-        yield "fits        no split with this effective batch is safe (below 85 %)"
-        if least is not None:
-            yield f"smallest    {least[0].split_text}: ~{_share(least[1], card)}"
-    else:
-        size = units.size(peak_of(best[1], card).bytes)
-        yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
-    for way in found:
-        yield f"or          {_way_text(way, own)}"
-
-
-def _bound_text(bound: Bound, card: Card) -> Iterator[str]:
-    size, total = units.size(bound.bytes), card.total_bytes
-    yield f"GPU memory  at least {size}" if total is None else f"GPU memory  at least {size} of {units.size(total)}"
-    yield f"by          bound: {bound.counted}; activations come on top"
-    yield _parts(bound.components)
-    if total is not None and bound.is_too_much(card):
-        yield "fits        no: this alone is more than there is"
-    elif total is not None:
-        yield "fits        not known: the peak is higher"
-
-
-def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> str:
-    parts = sorted(components.items(), key=lambda one: -one[1])
-    names = {"context": "measured context"} if measured_context else {}
-    texts = [f"{tr(names.get(name, name))} {units.size(size)}" for name, size in parts if size]
-    return f"parts       {separator(', ').join(texts)}"
-
-
-def _heading(settings: Settings, own: TrainerCommand | None) -> Iterator[str]:
-    comma = separator(", ")
-    method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
-    what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}"
-    if own is None:
-        yield f"recipe {settings.recipe}, preset {settings.preset}: {what}"
-    else:
-        yield f"your program: {what}"
-        yield f"assumed     {'; '.join(map(tr, own.assumed))}"
-
-
-def _share(peak: Peak, card: Card) -> str:
-    """`8.5 GiB of 16.0 GiB, 53.1 % · safe`"""
-    if card.total_bytes is None:
-        return units.size(peak.bytes)
-    share = f"{units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
-    text = f"{units.used_of(peak.bytes, card.total_bytes)}{separator(', ')}{share}"
-    return f"{text}, with {units.size(card.others_bytes)} of other programs" if card.others_bytes else text
-
-
-def _way_text(way: Way, own: TrainerCommand | None) -> str:
-    same = "training is unchanged" if way.unchanged else "changes training"
-    head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
-    changes = separator("; ").join(map(tr, way.changes))
-    size, speed = units.size(way.peak.bytes), speed_words(way.pace.speed)
-    if changes:
-        return tr(f"{head} ({changes}): ~{size}; {same}; {speed}")
-    return tr(f"{head}: ~{size}; {same}; {speed}")
-
-
-def _named(way: Way) -> str:
-    return tr(f"preset {way.settings.preset}")
-
-
-def _print_all(rows: list[_Row], hosts: list[PlannedHost], card: Card, *, as_json: bool) -> None:
-    if as_json:
-        print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
-        return
-    for (look, need, why), host in zip(rows, hosts, strict=True):
-        name = look.preset.name
-        if need is None:
-            print_lines(f"{name:16} {units.UNKNOWN}: {why}")
-            continue
-        if isinstance(need, Bound):
-            print_lines(f"{name:16} {look.kept.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
-            continue
-        peak = peak_of(need, card)
-        fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
-        of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
-        size, split, speed = units.size(peak.bytes), look.kept.split_text, speed_words(look.pace.speed)
-        print_lines(f"{name:16} {split:12} {size:>10}{fraction}  {tr(peak.basis)}  RAM {of_host}  {tr(speed)}")
-
-
-def _preset_row(look: Outlook, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:
-    settings = look.kept
-    row: dict[str, Any] = {"peak_bytes": None, "band": band_of(None).value, "reason": why}
-    if isinstance(need, Need):
-        row = _peak_row(peak_of(need, card))
-    elif need is not None:
-        row = _bound_row(need, card) | {"reason": why}
-    return {
-        "preset": look.preset.name,
-        "batch": settings.batch,
-        "accumulation": settings.accumulation,
-        "seq_len": settings.seq_len,
-        "speed_class": look.pace.speed,
-        "speed_basis": look.pace.basis,
-        **row,
-    }
