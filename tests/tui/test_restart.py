@@ -243,7 +243,7 @@ async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkey
         "updates": ENOUGH_UPDATES,
     }
     remember(Measured(**row, settings=settings, reserved_bytes=12 * GIB))
-    feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8)))
+    feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8, accumulation=8)))
     async with opened(feed, "r", size=(120, 35)) as (app, pilot):
         app.screen.query_one("#batch", Input).value = str(settings.batch)
         while "calibrated by 1 earlier run with these settings" not in words(app):
