@@ -99,7 +99,7 @@ def parts(device: str) -> tuple[Part, ...]:
         Part(
             "memory",
             10,
-            "peaks of 27 trainings compared with the dry run and the estimate",
+            "peaks of 35 trainings compared with the dry run and the estimate",
             (("-m", "bench.gpu_memory", *given, "--results", os.devnull),),
         ),
         Part("waits", 3, "what waits for the GPU in 3 updates, and how long it is idle", (("-m", "bench.waits", *given),)),

@@ -305,7 +305,7 @@ def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     translate = Catalogue(read_catalogue("zh")).translate
     assert cell_len(low[: low.index(translate("plain"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])
     screen = Terminal(
-        [sys.executable, "-m", "memtop", "presets"], columns=80, rows=60, cwd=str(runs.root), environment=runs.environment
+        [sys.executable, "-m", "memtop", "presets"], columns=80, rows=160, cwd=str(runs.root), environment=runs.environment
     )
     try:
         assert screen.wait() == 0

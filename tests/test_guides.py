@@ -344,7 +344,9 @@ def test_the_plans_for_the_t5_take_what_its_guide_says(
     assert asked.effective_batch == effective
     assert found.band is Band.SAFE
     # 32 ran out of memory on 19.58 GiB, and 40 would have; they are not called safe.
-    assert [foreseen(replace(asked, batch=size, seq_len=256)).band for size in (32, 40)] == [Band.EDGE, Band.DANGER]
+    tried = [foreseen(replace(asked, batch=size, seq_len=256)).band for size in (32, 40)]
+    assert tried[0] in (Band.EDGE, Band.DANGER)
+    assert tried[1] is Band.DANGER
     card = Card(total_bytes=int(19.58 * GIB), generation=86)
     tight = replace(THREE_CARDS, batch=32)
     best = largest_safe(tight, card, *[lambda one: need_on(one, card)] * 2)

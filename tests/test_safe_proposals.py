@@ -63,7 +63,7 @@ QWEN = {
 ASKED = {
     "first-run": {"batch": 128, "accumulation": 1, "model": {"config": LLAMA}},
     "pretrain-causal": {"batch": 16, "accumulation": 2, "model": {"config": LLAMA}},
-    "pretrain-t5": {"batch": 64, "accumulation": 2},
+    "pretrain-t5": {"batch": 64, "accumulation": 2, "seq_len": 512},
     "sft-lora": {"batch": 8, "accumulation": 2, "model": {"config": QWEN}},
     "sft-qlora": {"batch": 16, "accumulation": 1, "model": {"config": QWEN}},
 }

@@ -116,7 +116,9 @@ def config_at(path: str) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         with contextlib.suppress(OSError):
-            refuse_unknown_type(f"model.path {path}", PretrainedConfig.get_config_dict(path)[0].get("model_type"))
+            values = PretrainedConfig.get_config_dict(path)[0]
+            if "auto_map" not in values:  # else its code is what is missing, and the error says so
+                refuse_unknown_type(f"model.path {path}", values.get("model_type"))
         raise BadInputError(_no_model(path, error)) from None
 
 

@@ -336,7 +336,13 @@ def configuration(number: int, batch: int, **fields: object) -> wire.Configurati
         "started": NOW - 1000 + number,
         "reason": f"reason {number}",
         "settings": settings,
-        "peak": Peak(batch=batch, bytes=(2 + batch) * GIB, updates=10, settings_key=settings_key(settings, on_gpu=True)),
+        "peak": Peak(
+            batch=batch,
+            bytes=(2 + batch) * GIB,
+            updates=10,
+            outside_bytes=GIB // 4,
+            settings_key=settings_key(settings, on_gpu=True),
+        ),
         "samples_per_second": 30.0 + number,
         "outcome": "replaced",
     }

@@ -243,6 +243,8 @@ async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkey
         "updates": ENOUGH_UPDATES,
     }
     remember(Measured(**row, settings=settings, reserved_bytes=12 * GIB))
+    of_preset = replace(settings, batch=16, accumulation=4, allocator="expandable_segments:True")
+    remember(Measured(**row, settings=of_preset, reserved_bytes=9 * GIB))
     feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8, accumulation=8)))
     async with opened(feed, "r", size=(120, 35)) as (app, pilot):
         app.screen.query_one("#batch", Input).value = str(settings.batch)
