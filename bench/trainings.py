@@ -18,7 +18,7 @@ import msgspec
 from bench.published import CONFIGS, llama
 from memtop.presets import Settings
 from memtop.presets.choosing import CONTEXT_BYTES
-from memtop.presets.schema import ATTENTION_TARGETS, Lora, Zero
+from memtop.presets.schema import ATTENTION_TARGETS, Lora, Method, Zero
 from memtop.train.dry_run.build import training_of
 from memtop.train.dry_run.run import Foresight, foresee, needing_most
 
@@ -71,9 +71,7 @@ def drawn(rng: random.Random, kind: str | None = None) -> Compared:
     """A training of any architecture, or of this one."""
     kind = kind or rng.choice(KINDS)
     config = _config(rng, kind)
-    method = rng.choice(("full", "full", "lora", "lora", "qlora"))
-    targets = _TARGETS.get(kind, (ATTENTION_TARGETS, ("q_proj", "v_proj"), ("all-linear",)))
-    lora = Lora(r=rng.choice((8, 16, 64)), alpha=16, dropout=rng.choice((0.0, 0.05)), targets=rng.choice(targets))
+    method, lora = _method(rng, kind)
     generation = rng.choice((75, 80, 86, 90))
     precision = rng.choice(("bf16", "bf16", "bf16", "fp16", "fp32") if generation >= 80 else ("fp16", "fp32"))
     length, tokens = rng.choice((256, 512, 1024, 2048)), rng.choice((1024, 2048, 4096, 8192, 16384))
@@ -89,7 +87,7 @@ def drawn(rng: random.Random, kind: str | None = None) -> Compared:
         model={"path": "read"} if reads else {"config": config},
         task="seq2seq" if kind == "t5" else "causal",
         method=method,
-        lora=None if method == "full" else lora,
+        lora=lora,
         precision=precision,
         batch=max(1, tokens // length),
         seq_len=length,
@@ -103,6 +101,13 @@ def drawn(rng: random.Random, kind: str | None = None) -> Compared:
         allocator=rng.choice(("", "expandable_segments:True")),
     )
     return Compared(settings, config, generation, rng.choice((24, 80)) * GIB)
+
+
+def _method(rng: random.Random, kind: str) -> tuple[Method, Lora | None]:
+    method: Method = rng.choice(("full", "full", "lora", "lora", "qlora"))
+    targets = _TARGETS.get(kind, (ATTENTION_TARGETS, ("q_proj", "v_proj"), ("all-linear",)))
+    lora = Lora(r=rng.choice((8, 16, 64)), alpha=16, dropout=rng.choice((0.0, 0.05)), targets=rng.choice(targets))
+    return method, None if method == "full" else lora
 
 
 def _zero(rng: random.Random, method: str) -> Zero:
@@ -228,9 +233,7 @@ def _drawn_deep(rng: random.Random, name: str) -> Compared:
     config, _ = DEEP[name]
     kind = config["model_type"]
     generation, gib = rng.choice(_CARDS)
-    method = rng.choice(("full", "full", "lora", "lora", "qlora"))
-    targets = _TARGETS.get(kind, (ATTENTION_TARGETS, ("q_proj", "v_proj"), ("all-linear",)))
-    lora = Lora(r=rng.choice((8, 16, 64)), alpha=16, dropout=rng.choice((0.0, 0.05)), targets=rng.choice(targets))
+    method, lora = _method(rng, kind)
     precision = rng.choice(("bf16", "bf16", "bf16", "bf16", "fp16", "fp32") if generation >= 80 else ("fp16", "fp16", "fp32"))
     zero = _zero(rng, method) if rng.random() < 0.35 else Zero()
     settings = Settings(
@@ -241,7 +244,7 @@ def _drawn_deep(rng: random.Random, name: str) -> Compared:
         model={"path": "read"} if method == "lora" and rng.random() < 0.7 else {"config": config},
         task="seq2seq" if kind == "t5" else "causal",
         method=method,
-        lora=None if method == "full" else lora,
+        lora=lora,
         precision=precision,
         batch=rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 32)),
         seq_len=rng.choice((256, 512, 1024) if kind in ("t5", "gpt2") else (512, 1024, 2048, 4096)),

@@ -461,7 +461,7 @@ class _Run:
         stacks = 2 if shape.decoder_layers else 1
         start = [16 * self.tokens * stacks, *[count * item, count if shape.embedding_dropout else 0] * stacks]
         if checkpointed and not numbers.full and shape.embedding_dropout:
-            # They get a gradient, so they exist beside what is left of them after dropout.
+            # They get a gradient, so autograd keeps them as well as the result of their dropout.
             start += [count * item] * stacks
         # The gradient of frozen embeddings, which makes checkpoints run backward.
         held = 2 * count * item * stacks if checkpointed and not numbers.full else 0

@@ -62,7 +62,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: Annotated[int, msgspec.Meta(gt=0)]
     """What torch's allocator held at the most."""
     outside_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """What the process held beside it: the CUDA context and libraries. None: not known."""
+    """What the process held outside it: the CUDA context and libraries. None: not known."""
     updates: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """How many of one attempt it is the peak of; None: not known."""
     failed: bool = False
@@ -106,7 +106,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _samples(settings: Settings) -> tuple[object, ...]:
-    """What the lengths of micro-batches depend on beside T and the batch."""
+    """What the lengths of micro-batches depend on, besides T and the batch."""
     train = {name: value for name, value in settings.data.items() if name != "eval"}
     return settings.task, train, settings.packing
 
@@ -127,7 +127,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """Why some or all of it cannot be read, in one line."""
 
     def context_bytes(self, processes: int) -> int | None:
-        """What a process held beside torch's memory in the newest run of any model; of several
+        """What a process held outside torch's memory in the newest run of any model; of several
         processes with NCCL's buffers. None: not measured."""
         several = processes > 1
         known = [row.outside_bytes for row in self.rows if (row.settings.world_size > 1) is several and row.outside_bytes]

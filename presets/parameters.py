@@ -220,7 +220,7 @@ def least_size(settings: Settings) -> LeastSize | str:
     if missing:
         return f"its configuration lacks {', '.join(missing)}"
     width, layers, words, inner = (value or 0 for value in values.values())
-    # Beside experts, some layers may have none. Then they are as wide as the configuration says.
+    # Some layers of such a model may have no experts. They are as wide as the configuration says.
     experts = (_value(config, _EXPERTS) or 1) * (_value(config, ("moe_intermediate_size",)) or inner)
     layers = min(layers, _value(config, _SHARED) or layers)
     if any("pattern" in name or "block_type" in name or _is_list(value, layers) for name, value in config.items()):

@@ -15,7 +15,7 @@ from memtop.presets.states import Numbers, weight_bytes
 from memtop.presets.updates import Piece, Plain, Unit
 
 _GATHERING, _REDUCING = 1, 2
-"""Streams of ZeRO-3, beside 0 of the computation."""
+"""ZeRO-3 gathers and reduces on CUDA streams of its own. Stream 0 computes."""
 _PIECES = 12
 """Of many equal layers, at most so many pieces are gathered one after the other."""
 _LOADED = 6

@@ -54,7 +54,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outside_bytes(self) -> int:
-        """What a process holds beside torch's memory."""
+        """What a process holds outside torch's memory."""
         return self.context_bytes + self.communication_bytes
 
     @property
@@ -77,8 +77,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def with_processes(self, processes: int, measured: int | None) -> Card:
         """For one of so many processes.
 
-        `measured`: what one was seen to hold beside torch's memory, of several with NCCL's buffers;
-        None: not measured.
+        `measured`: what one was seen to hold outside torch's memory (of several, with NCCL's
+        buffers); None: not measured.
         """
         if measured is None:
             return replace(self, communication_bytes=COMMUNICATION_BYTES if processes > 1 else 0)

@@ -2,7 +2,7 @@
 recipe and preset on the cards that people have, and after earlier runs that took more or less.
 
 A proposal is judged by what its training takes in truth, which is computed here: the estimate of
-`presets` times a ratio, with what a process holds beside torch's memory. memtop knows the ratio
+`presets` times a ratio, with what a process holds outside torch's memory. memtop knows the ratio
 only from what earlier runs have measured, or from where they failed.
 """
 
@@ -80,7 +80,7 @@ class World(NamedTuple):
     """`peak`: of the same model with another batch; `failure`: it needed so much at the least."""
     processes: int = 1
     outside: int = GIB // 2
-    """Bytes beside torch's memory."""
+    """Bytes outside torch's memory."""
 
     def estimates(self, settings: Settings, on: Card) -> Estimates:
         """With one row of an earlier run of this model."""

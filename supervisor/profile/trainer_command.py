@@ -143,7 +143,7 @@ class _Options:
             self.defaults = _TRL
         self._given = _given(program.command.arguments)
         if self.defaults is _LLAMA_FACTORY:
-            # Beside its file, it takes options without dashes.
+            # After its file, it takes options without dashes.
             pairs = (word.partition("=") for word in program.command.arguments if not word.startswith("-"))
             self._given |= {name: value for name, equals, value in pairs if equals}
         self._processes = program.command.processes

@@ -84,7 +84,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     card: Card
-    """What a process holds beside torch's memory is that of `card_for`."""
+    """What a process holds outside torch's memory is that of `card_for`."""
     known: tuple[tuple[Settings, Peak], ...] = ()
     """What the run has measured, oldest first."""
     config: Mapping[str, Any] | None = None
@@ -94,7 +94,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """What earlier runs have measured on such a GPU."""
 
     def card_for(self, settings: Settings) -> Card:
-        """The GPU with what one of the processes holds beside torch's memory: as the run was last
+        """The GPU with what one of the processes holds outside torch's memory: as the run was last
         seen to have with one process, or with several; else as an earlier run, or a usual one."""
         several = settings.world_size > 1
         seen = [peak.outside_bytes for of, peak in self.known if peak.outside_bytes and (of.world_size > 1) is several]
@@ -384,7 +384,7 @@ def estimates_on(
 
 
 def _with_context(rows: Iterable[Configuration], estimates: Estimates, usual: Settings | None) -> tuple[Peak, ...]:
-    """The peaks of these configurations, each with what its process holds beside torch's memory.
+    """The peaks of these configurations, each with what its process holds outside torch's memory.
     `usual`: the settings of a configuration that has none."""
     found = []
     for row in rows:
