@@ -25,10 +25,11 @@ from memtop.presets.logits import ROWS
 from memtop.presets.schema import Lora, Settings, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run import layers, results, run, trace
-from memtop.train.dry_run.build import Training, config_of, training_of, with_layers
+from memtop.train.dry_run.build import Training, config_of, meta_model, training_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
-from memtop.train.dry_run.run import Foresight, foresee, recorded
+from memtop.train.dry_run.run import Foresight, foresee, recorded, ring_bytes
+from memtop.train.exchange import BUCKET_BYTES
 
 LLAMA = {
     "model_type": "llama",
@@ -369,6 +370,15 @@ def test_a_deep_model_allocates_what_two_shallow_ones_show(changes: dict[str, An
     # Only the order of what is released together may differ.
     assert sorted(found.events) == sorted(whole.events)
     assert _replayed(found) == _replayed(whole)
+
+
+def test_the_buckets_of_a_deep_model_grow_no_further_than_they_may() -> None:
+    """Two shallow models have less than a bucket of gradients."""
+    deep = {"config": LLAMA | {"num_hidden_layers": 60}, "method": "lora", "lora": Lora(r=64, alpha=16)}
+    two, one = (foreseen(**deep, world_size=count).components["workspace"] for count in (2, 1))
+    training = msgspec.structs.replace(PLAIN, **deep)
+    assert two - one == ring_bytes(meta_model(training, config_of(training)))
+    assert 1.9 * BUCKET_BYTES < two - one <= 2 * BUCKET_BYTES
 
 
 def _replayed(trace: Any) -> list[int]:

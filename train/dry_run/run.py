@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -152,7 +152,8 @@ def _traced(training: Training) -> Recorded:
         if len(one) != len(two):
             return recorded(training, config)[0]
         live = [more + (more - less) * (layers - 2) for less, more in zip(one, two, strict=True)]
-    shallow, deeper = (recorded(training, with_layers(config, count), live)[0] for count in SHALLOW)
+    ring = ring_bytes(meta_model(training, config)) if training.world_size > 1 else 0
+    shallow, deeper = (recorded(training, with_layers(config, count), live, ring)[0] for count in SHALLOW)
     return deepened(shallow, deeper, layers) or recorded(training, config)[0]
 
 
@@ -167,11 +168,16 @@ def _computes_whole_logits(training: Training, config: Any) -> bool:
             return Objective(model, seq2seq=training.task == "seq2seq", chunk=1).chunk == 0
 
 
-def recorded(training: Training, config: Any, live: list[int] | None = None) -> tuple[Recorded, list[int]]:
+def recorded(
+    training: Training, config: Any, live: list[int] | None = None, ring: int | None = None
+) -> tuple[Recorded, list[int]]:
     """The trace, and the bytes that were allocated each time that the loss asked for the free
-    memory. `live`: those that count instead, each time. The logits are what the head gives, or
+    memory. `live`: those that count instead, each time. `ring`: the bytes of the buckets for
+    gradients; None: those that this model needs. The logits are what the head gives, or
     `loss_chunk` is 0."""
     model, trace, mode = _to_run(training, config)
+    if ring is None:
+        ring = ring_bytes(model) if training.world_size > 1 else 0
     asked: list[int] = []
 
     def free(device: torch.device) -> int | None:
@@ -182,7 +188,7 @@ def recorded(training: Training, config: Any, live: list[int] | None = None) -> 
     with _blaming_model(config), _few_pieces(), torch.random.fork_rng(devices=[]), mode, trace:
         _load(training, model, mode, trace)
         # What exists at the end is released after the trace.
-        kept = _train(training, model, mode, trace, free)
+        kept = _train(training, model, mode, trace, free, ring)
     del kept
     return trace.recorded, asked
 
@@ -253,12 +259,12 @@ def _load(training: Training, model: Any, mode: FakeTensorMode, trace: Trace) ->
     del on_host
 
 
-def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes) -> Any:
+def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes, ring: int) -> Any:
     """Do the updates; return what holds memory after them."""
     # What they look at in the beginning has numbers.
     with _disable_current_modes():
         step = _WholeLoss(training, model) if training.loss == "whole" else _LossInPieces(training, model, free)
-    engine = _engine(training, step, model, mode, trace, free)
+    engine = _engine(training, step, model, mode, trace, free, ring)
     with allocating_like_cuda(training.generation, training.attention), engine.functions():
         for update in range(_UPDATES):
             # In later micro-batches than the first, gradients exist.
@@ -283,11 +289,12 @@ def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, f
 class _Plain:
     """One process, or several with a whole model each that sum their gradients before the step."""
 
-    def __init__(self, training: Training, model: Any, mode: FakeTensorMode, trace: Trace) -> None:
+    def __init__(self, training: Training, model: Any, mode: FakeTensorMode, trace: Trace, ring: int) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(lambda parameter: trace.count(parameter.grad, "gradients"))
-        self._ring = _ring(training, self._parameters, mode, trace)
+        self._ring = empty(mode, (ring,), torch.uint8)
+        trace.count(self._ring, "workspace")
         with _disable_current_modes():
             self._optimizer = _optimizer(training, self._parameters, model.config, trace)
         self._takes_norm = training.loss == "pieces"
@@ -316,10 +323,10 @@ class _Plain:
 
 
 def _engine(
-    training: Training, step: Any, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes
+    training: Training, step: Any, model: Any, mode: FakeTensorMode, trace: Trace, free: FreeBytes, ring: int
 ) -> _Plain | ZeroStage1InBf16 | ZeroStages1And2 | ZeroStage3:
     if not training.zero.stage:
-        return _Plain(training, model, mode, trace)
+        return _Plain(training, model, mode, trace, ring)
     memory = Memory(mode, trace, pins=training.pin_memory)
 
     def optimizer_of(parameters: list[torch.Tensor]) -> Any:
@@ -333,14 +340,11 @@ def _engine(
     return ZeroStages1And2(training, model, memory, optimizer_of, lambda: free(torch.device("cpu")))
 
 
-def _ring(training: Training, parameters: Sequence[torch.Tensor], mode: FakeTensorMode, trace: Trace) -> torch.Tensor | None:
-    """The buckets through which several processes sum their small gradients."""
-    if training.world_size == 1:
-        return None
+def ring_bytes(model: Any) -> int:
+    """Of the buckets through which several processes sum their small gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [bucket.size_bytes for bucket in plan_buckets(parameters, BUCKET_BYTES)]
-    ring = empty(mode, (min(RING, len(sizes)), max(sizes, default=0)), torch.uint8)
-    trace.count(ring, "workspace")
-    return ring
+    return min(RING, len(sizes)) * max(sizes, default=0)
 
 
 def _autocast(training: Training) -> AbstractContextManager[Any]:
