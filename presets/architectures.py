@@ -342,12 +342,17 @@ def kernel_of(shape: Shape, generation: int, *, half: str | None, masked: bool) 
 
 
 def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: int) -> Tensor:
-    attended = _attend(layer, shape, layer.norm(x, shape.hidden, shape.norm), kernel, mask_bytes)
+    # The module that called holds what it gave until it gets the result.
+    normed = layer.norm(x, shape.hidden, shape.norm)
+    attended = _attend(layer, shape, normed, kernel, mask_bytes)
+    del normed
     if shape.norms_after:
         attended = layer.norm(attended, shape.hidden, shape.norm)
     x = layer.add(x, layer.dropout(attended, shape.residual_dropout))
     del attended
-    inner = _inner(layer, shape, layer.norm(x, shape.hidden, shape.norm))
+    normed = layer.norm(x, shape.hidden, shape.norm)
+    inner = _inner(layer, shape, normed)
+    del normed
     if shape.norms_after:
         inner = layer.norm(inner, shape.hidden, shape.norm)
     return layer.add(x, layer.dropout(inner, shape.residual_dropout))
@@ -365,7 +370,6 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         query = layer.linear(x, hidden, queries, "q_proj", bias=shape.query_bias)
         key = layer.linear(x, hidden, keys, "k_proj", bias=shape.query_bias)
         value = layer.linear(x, hidden, keys, "v_proj", bias=shape.query_bias)
-    del x
     if shape.head_norms:
         query, key = (layer.norm(one, shape.width, shape.norm) for one in (query, key))
     if not shape.positions:
@@ -381,7 +385,6 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         cap=shape.score_cap,
         rate=shape.attention_dropout,
     )
-    del query, key, value
     return layer.linear(found, queries, hidden, "c_proj" if shape.kind == "gpt2" else "o_proj", bias=shape.output_bias)
 
 
@@ -389,20 +392,18 @@ def _inner(layer: Layer, shape: Shape, x: Tensor) -> Tensor:
     hidden, inner = shape.hidden, shape.inner
     if shape.kind == "gpt2":
         wide = layer.linear(x, hidden, inner, "c_fc", bias=True)
-        del x
         active = layer.activation(wide, shape.activation)
         del wide
         return layer.linear(active, inner, hidden, "c_proj", bias=True)
     if shape.fused:
+        # The gate is held until the end, and with it the whole result.
         gate, other = layer.parts(layer.linear(x, hidden, 2 * inner, "gate_up_proj"), (inner, inner))
-        del x
         product = layer.multiply(other, layer.activation(gate, shape.activation))
     else:
         gate = layer.activation(layer.linear(x, hidden, inner, "gate_proj", bias=shape.inner_bias), shape.activation)
         other = layer.linear(x, hidden, inner, "up_proj", bias=shape.inner_bias)
-        del x
         product = layer.multiply(gate, other)
-    del gate, other
+        del gate, other
     return layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias)
 
 
@@ -415,23 +416,24 @@ def t5_layer(
         assert bias is not None
         normed = layer.norm(x, shape.hidden, "t5")
         attended = _t5_attend(layer, shape, normed, source or normed, kernel, bias, batched=source is not None or seen is None)
-        del normed
         x = layer.clamped(layer.add(x, layer.dropout(attended, shape.residual_dropout)))
-        del attended
+        del attended, normed
     normed = layer.norm(x, shape.hidden, "t5")
     rate = shape.residual_dropout
+    active: Tensor | None
+    other: Tensor | None
     if shape.gated:
         active = layer.activation(layer.linear(normed, shape.hidden, shape.inner, "wi_0"), shape.activation)
-        wide = layer.multiply(active, layer.linear(normed, shape.hidden, shape.inner, "wi_1"))
-        del active
+        other = layer.linear(normed, shape.hidden, shape.inner, "wi_1")
+        wide = layer.multiply(active, other)
     else:
+        active = other = None
         wide = layer.activation(layer.linear(normed, shape.hidden, shape.inner, "wi"), shape.activation)
-    del normed
     wide = layer.dropout(wide, rate)
     # What leaves the inner layers has the precision of their weights, never in 4 bits.
     wide = layer.cast(wide, layer.numbers.kept)
     inner = layer.linear(wide, shape.inner, shape.hidden, "wo", whole=True)
-    del wide
+    del wide, active, other, normed
     return layer.clamped(layer.add(x, layer.dropout(inner, rate)))
 
 
@@ -440,11 +442,9 @@ def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kern
     query = layer.linear(x, shape.hidden, inner, "q")
     key = layer.linear(seen, shape.hidden, inner, "k")
     value = layer.linear(seen, shape.hidden, inner, "v")
-    del x, seen
     square = layer.length * layer.length
     # Without a mask, a decoder makes its own in each layer; for all samples it is the same.
     times, mask = (layer.batch, 0) if batched else (1, square)
     added = layer.cast(layer.shares_with(bias, heads * square * times, mask), layer.numbers.compute)
     found = layer.attention(query, key, value, kernel, heads, heads, bias=added, rate=shape.attention_dropout)
-    del query, key, value, added
     return layer.linear(found, inner, shape.hidden, "o")

@@ -17,7 +17,7 @@ from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, ke
 from memtop.presets.layers import Kernel, Layer, Tensor
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Passes, Phase, Running, Sequence, split
+from memtop.presets.sequence import Passes, Phase, Running, Sequence, Tensors, split
 from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
 from memtop.presets.updates import Unit
 from memtop.presets.zero import engine_of
@@ -36,12 +36,10 @@ Component = Literal[
 ]
 _MIB = 1 << 20
 _MOST_SAMPLES = 1 << 20
-_ABOVE = 1.035
+_ABOVE = 1.045
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
-_LAYERS = 2
-"""Of equal layers, how many are there one by one."""
-_MOST_PIECES = 4
-"""Of the gradients of several layers."""
+_WHOLE = 3
+"""A model with at most so many layers has whole ones only."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,32 +90,43 @@ def largest_batch(
 
 
 class _Stack(msgspec.Struct):
-    """Equal layers, one of which was run. Bytes."""
+    """Equal layers, one of which was run."""
 
     count: int
     passes: Passes
-    saved: int
-    """What a layer adds to what is live until the backward pass has run it."""
-    copies: int
+    thin: Passes
+    """Without what begins and ends in one pass."""
+    small_saved: int
+    """Bytes of small tensors that live until the backward pass."""
+    small_copies: int
     """The same until the forward pass ends: autocast's copies of weights."""
-    gradients: int
-    """Of all its weights; 0 if they are added to older ones."""
+    small_gradients: int
+    """Of weights; 0 if they are added to older ones."""
+    saved: int
+    """All that a layer adds to what is live until the backward pass has run it."""
     parameters: list[Parameter]
     names: set[str]
 
 
+_NONE = Tensors([], [])
+_NOT_RUNNING = Running(Passes([], _NONE, [], [], None, -1, -1, -1, -1, [], []), 0, -1, -1)
+
+
 class _Part(msgspec.Struct):
-    """A layer, or several equal ones, in the order of the model."""
+    """A layer, in the order of the model."""
 
     unit: Unit
     stack: _Stack
+    is_whole: bool
+    """Whether all its large tensors are there."""
     is_first: bool = False
     """Whether it gets what no layer has made."""
-    running: Running | None = None
-    """Between its passes; otherwise there are blocks: what was before them, and what each layer
-    has saved."""
-    blocks: list[int] = []
-    copies: list[int] = []
+    before: int = -1
+    """The result of another stack's last layer."""
+    running: Running = _NOT_RUNNING
+    saved: int = -1
+    copies: int = -1
+    """What is small."""
 
 
 class _Places(NamedTuple):
@@ -150,6 +159,9 @@ class _Run:
         if shape.buckets and self.numbers.quantized and self.half == "bf16":
             # What T5's layers add has the precision of its weights, not that of its norms.
             self.numbers = replace(self.numbers, stream=self.numbers.weights)
+        if shape.kind == "gpt2" and not self.numbers.full:
+            # Its layers are no linear ones, so DeepSpeed's do not replace them.
+            self.numbers = replace(self.numbers, keeps_inputs=False)
         if (settings.task == "seq2seq") != bool(shape.decoder_layers):
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
         self.tokens = settings.batch * settings.seq_len
@@ -258,7 +270,8 @@ class _Run:
         if node is not None:
             layer.backward(node, size, item)
         events, source = layer.events, layer.inputs[-1]
-        forward, ends, backward, made = events[:ran], events[ran:ended], events[began:], layer.large
+        forward, ends, backward = events[:ran], events[ran:ended], events[began:]
+        made = Tensors.of(layer.large)
         again = None
         copies = with_copies - saved
         if may_checkpoint and self.settings.gradient_checkpointing:
@@ -273,30 +286,35 @@ class _Run:
             saved, copies = size * item, copied
             only = self._layer(saves=False)
             found = run(only)[1]
-            forward, made, result = only.events[:], only.large, found.number
+            forward, made, result = only.events[:], Tensors.of(only.large), found.number
             ends = [~copy.number for copy in only.copies if copy.number >= 0]
             source = only.inputs[-1]
             forward = [event for event in forward if event >= 0 or ~event != source]
+        passes = Passes(
+            forward=split(forward, {source, *layer.inputs[:-1]}),
+            made_forward=made,
+            ends=ends,
+            backward=split(backward, {source, *layer.inputs[:-1], *layer.given[:1]}),
+            made_backward=again,
+            source=source,
+            result=result,
+            given=layer.given[0] if layer.given else -1,
+            passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
+            others=layer.inputs[:-1],
+            rest=[number for numbers in layer.passed_on[1:] for number in numbers],
+        )
+        thin = passes.thin()
+        large_saved, large_copies, large_gradients = thin.outliving_bytes()
         return _Stack(
-            count,
-            Passes(
-                forward=split(forward, {source, *layer.inputs[:-1]}),
-                made_forward=made,
-                ends=ends,
-                backward=split(backward, {source, *layer.inputs[:-1], *layer.given[:1]}),
-                made_backward=again,
-                source=source,
-                result=result,
-                given=layer.given[0] if layer.given else -1,
-                passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
-                others=layer.inputs[:-1],
-                rest=[number for numbers in layer.passed_on[1:] for number in numbers],
-            ),
-            saved,
-            copies,
-            layer.kept,
-            layer.parameters,
-            layer.names,
+            count=count,
+            passes=passes,
+            thin=thin,
+            small_saved=saved - large_saved,
+            small_copies=copies - large_copies,
+            small_gradients=layer.kept - large_gradients,
+            saved=saved,
+            parameters=layer.parameters,
+            names=layer.names,
         )
 
     def _layer(self, *, saves: bool = True) -> Layer:
@@ -319,10 +337,10 @@ class _Run:
     # --- one after the other
 
     def _sequence(self, rank: int) -> Sequence:
-        settings, tail = self.settings, self.tail
+        settings, numbers, tail = self.settings, self.numbers, self.tail
         sequence = self.sequence = Sequence()
         places = self._places()
-        engine = engine_of(settings, self.numbers, places.units, sequence, rank, self.shape.hidden)
+        engine = engine_of(settings, self.numbers, places.units, sequence, rank, self.shape.hidden, self.capacity)
         engine.load()
         workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
         head = places.head or places.embeddings
@@ -344,7 +362,9 @@ class _Run:
                 source = -1
                 for part in places.layers:
                     engine.before_forward(part.unit)
-                    source = self._part_forward(sequence, part, -1 if part.is_first else source)
+                    if part.is_first:
+                        part.before, source = source, -1
+                    source = self._part_forward(sequence, part, source)
                     engine.after_forward(part.unit)
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
@@ -361,9 +381,8 @@ class _Run:
                     engine.after_forward(head)
                     loss.forward()
                 for part in places.layers:
-                    if part.running is not None:
-                        sequence.end_forward(part.running)
-                    sequence.end(*part.copies)
+                    sequence.end_forward(part.running)
+                    sequence.end(part.copies)
                 sequence.end_forward(normed)
                 sequence.end(*added, holds, normed.result)
                 sequence.phase("backward")
@@ -381,6 +400,8 @@ class _Run:
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
                 sequence.end(*summed)
+                if numbers.full or settings.gradient_checkpointing:
+                    engine.before_backward(places.embeddings)
                 self._embedded(sequence, of_head, gradient)
                 engine.after_backward(places.embeddings)
                 engine.end_backward()
@@ -394,29 +415,21 @@ class _Run:
 
     def _part_forward(self, sequence: Sequence, part: _Part, source: int) -> int:
         """`source`: the result of the layer before. Returns that of this one."""
-        times, stack = part.unit.times, part.stack
-        if times == 1:
-            part.running = sequence.forward(stack.passes, source)
-            return part.running.result
-        part.blocks = [source, *sequence.begin_for(times, stack.saved, "activations")]
-        part.copies = [sequence.begin(times * stack.copies, "activations")]
-        return -1
+        stack = part.stack
+        passes = stack.passes if part.is_whole else stack.thin
+        if not part.is_whole:
+            part.copies = sequence.begin(stack.small_copies, "activations")
+            part.saved = sequence.begin(stack.small_saved, "activations")
+        part.running = sequence.forward(passes, source)
+        return part.running.result
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
         """`gradient`: of the part's result. Returns that of its input."""
-        if part.running is not None:
-            return sequence.backward(part.running, gradient)
-        source, *blocks = part.blocks
-        stack, times = part.stack, part.unit.times
-        size = times * stack.gradients // len(blocks)
-        largest = max(one.numbers * one.item for one in stack.parameters)
-        # The gradient of each weight takes what is free.
-        pieces = max(1, min(_MOST_PIECES, size // largest, -(-size * len(blocks) // (times * stack.saved))))
-        for block in reversed(blocks):
-            sequence.end(block)
-            if size:
-                sequence.kept += [sequence.begin(size // pieces, "gradients") for _ in range(pieces)]
-        sequence.end(source)
+        gradient = sequence.backward(part.running, gradient)
+        if not part.is_whole:
+            sequence.end(part.saved)
+            sequence.kept += sequence.begin_small(part.stack.small_gradients, "gradients")
+        sequence.end(part.before)
         return gradient
 
     def _places(self) -> _Places:
@@ -479,21 +492,8 @@ class _Run:
 
 
 def _parts_of(layers: list[_Stack]) -> list[_Part]:
-    """The first layer and the last ones one by one, and before these one of another kind: in its
-    backward pass, nearly all that was saved is still there. The rest is in blocks of equal ones."""
-    first, last = layers[0], layers[-1]
-    run = next((n for n, one in enumerate(reversed(layers)) if one is not last), len(layers))
-    if len(layers) <= _LAYERS + 1:
-        chosen = [(one, 1) for one in layers]
-    else:
-        at_end = min(run, _LAYERS - 1)
-        others = layers[len(layers) - run - 1 : len(layers) - run]
-        middle = layers[1 : len(layers) - run - 1] if others else layers[1 : len(layers) - at_end]
-        counts = {id(one): (one, sum(other is one for other in middle)) for one in middle}
-        chosen = [(first, 1)] if run < len(layers) - 1 or not others else []
-        chosen += [*counts.values(), *((one, 1) for one in others)]
-        chosen += [(last, run - at_end)] if others and run > at_end else []
-        chosen += [(last, 1)] * at_end
-    parts = [_Part(Unit(one.parameters, times), one) for one, times in chosen]
-    parts[0].is_first = True
-    return parts
+    """Whole are the first and the last layer, and before that one of another kind: in its backward
+    pass, nearly all that was saved is still there."""
+    last = len(layers) - 1
+    whole = {0, last, next((n for n in range(last, -1, -1) if layers[n] is not layers[last]), last)}
+    return [_Part(Unit(one.parameters), one, n in whole or last < _WHOLE, is_first=not n) for n, one in enumerate(layers)]

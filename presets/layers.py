@@ -158,10 +158,11 @@ class Layer:
             return self.new(count, item)
         node = _Node(parents, saved, weights, hidden, passes)
         self._nodes.append(node)
+        if saved:
+            self.last_saved = len(self.events)  # before there is a result
         found = self.new(count, item, len(self._nodes) - 1)
         if saves_itself:
             node.saved = (*saved, found)
-        if node.saved:
             self.last_saved = len(self.events)
         return found
 
@@ -280,8 +281,7 @@ class Layer:
             del cube
             hyperbolic = self._result(inner.count, inner.item, ((inner, 0, inner.item),), saves_itself=True)
             del inner
-            half = self.changed(x)
-            return self.multiply(half, self.changed(hyperbolic))
+            return self.multiply(self.changed(x), self.changed(hyperbolic))
         if name == "relu":
             return self._result(x.count, x.item, ((x, 0, x.item),), saves_itself=True)
         return self._result(x.count, x.item, ((x, 0, x.item),), (x,))

@@ -1,22 +1,23 @@
 """The large allocations of a training, one after the other, for torch's allocator (`allocator.py`).
 
-Of many equal layers only a few are there with all their tensors. What another one saves is one
-block, as are its weights, its gradients and each of its moments.
+Of many equal layers only a few are there with all their tensors. The others have what outlives a
+pass: what is saved for the backward pass, and gradients.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
-_PIECES = 6
-"""At most so many blocks for what equal layers have."""
 NOWHERE = -1
 """The key of what is not part of a sequence, or small."""
+_KEPT = -2
+"""The gradient of a layer's input is that of its result."""
 
 
 Events = list[tuple[list[int], int]]
@@ -38,16 +39,32 @@ def split(events: list[int], outside: set[int]) -> Events:
     return [*found, (part, NOWHERE)]
 
 
+class Tensors(NamedTuple):
+    """The large tensors of a pass."""
+
+    sizes: list[int]
+    """Bytes."""
+    uses: list[str]
+    """What each is for."""
+
+    @classmethod
+    def of(cls, large: list[tuple[int, str]]) -> Tensors:
+        return cls([size for size, _ in large], [use for _, use in large])
+
+    def only(self, numbers: Iterable[int]) -> Tensors:
+        return Tensors([self.sizes[number] for number in numbers], [self.uses[number] for number in numbers])
+
+
 class Passes(msgspec.Struct):
     """What a layer allocates, forward and backward, in its large tensors."""
 
     forward: Events
-    made_forward: list[tuple[int, str]]
-    """The large tensors of `forward`: bytes, and what each is for."""
+    made_forward: Tensors
+    """Those of `forward`."""
     ends: list[int]
     """What ends with the model's forward pass."""
     backward: Events
-    made_backward: list[tuple[int, str]] | None
+    made_backward: Tensors | None
     """With a checkpoint, the backward pass begins with the forward pass again, and tensors of its
     own. Otherwise None: it continues those of `forward`."""
     source: int
@@ -62,8 +79,58 @@ class Passes(msgspec.Struct):
     rest: list[int]
     """Gradients of these."""
 
+    def thin(self) -> Passes:
+        """The same without what begins and ends within one pass."""
+        made = self.made_forward if self.made_backward is None else self.made_backward
+        ends = {~event for event in self.ends}
+        begun = _outliving(self.forward)
+        gradients = [n for n, use in enumerate(made.uses) if use == "gradients"]
+        if self.made_backward is None:
+            numbers = again = {old: new for new, old in enumerate([*begun, *gradients])}
+        else:
+            numbers = {old: new for new, old in enumerate(begun)}
+            again = {old: new for new, old in enumerate(gradients)}
+        saved = set() if self.made_backward is not None else set(begun) - ends
+        return msgspec.structs.replace(
+            self,
+            forward=_only(self.forward, numbers, set(begun)),
+            made_forward=self.made_forward.only(numbers),
+            ends=[~numbers[number] for number in ends],
+            backward=_only(self.backward, again, saved.union(gradients)),
+            made_backward=None if self.made_backward is None else made.only(again),
+            result=numbers.get(self.result, NOWHERE),
+            given=_KEPT,
+            passed_on=_KEPT,
+            rest=[],
+        )
 
-class Running(msgspec.Struct):
+    def outliving_bytes(self) -> tuple[int, int, int]:
+        """Of a layer without what begins and ends within one pass: what is kept until the backward
+        pass, until the end of the forward pass, and gradients."""
+        forward, made = self.made_forward, self.made_backward or self.made_forward
+        gradients = sum(size for size, use in zip(made.sizes, made.uses, strict=True) if use == "gradients")
+        copies = sum(forward.sizes[~event] for event in self.ends)
+        kept = sum(size for size, use in zip(forward.sizes, forward.uses, strict=True) if use != "gradients")
+        return kept - copies, copies, gradients
+
+
+def _outliving(events: Events) -> list[int]:
+    """What begins in a pass and does not end there."""
+    ended = {~event for part, _ in events for event in part if event < 0}
+    return [event for part, _ in events for event in part if event >= 0 and event not in ended]
+
+
+def _only(events: Events, numbers: dict[int, int], chosen: set[int]) -> Events:
+    """The events of these tensors, with new numbers."""
+    found: Events = []
+    for part, outside in events:
+        begins = ((event, event if event >= 0 else ~event) for event in part)
+        kept = [numbers[old] if event >= 0 else ~numbers[old] for event, old in begins if old in chosen]
+        found.append((kept, outside))
+    return found
+
+
+class Running(msgspec.Struct, frozen=True):
     """A layer between its forward and its backward pass; keys in the sequence."""
 
     passes: Passes
@@ -95,17 +162,20 @@ class Sequence:
         self.events.append(len(self.sizes) - 1)
         return len(self.sizes) - 1
 
-    def begin_for(self, times: int, size: int, use: str) -> list[int]:
-        """The same for `times` equal layers, in at most _PIECES blocks."""
-        pieces = min(times, _PIECES)
-        return [self.begin(size * times // pieces, use) for _ in range(pieces)]
+    def begin_all(self, sizes: Iterable[int], use: str) -> list[int]:
+        """Tensors of these sizes. Those of at most 1 MiB, which never share a segment with larger
+        ones, are put together."""
+        large, small = [], 0
+        for size in sizes:
+            if size > MIB:
+                large.append(self.begin(size, use))
+            else:
+                small += size
+        return [*large, *self.begin_small(small, use)]
 
     def begin_small(self, size: int, use: str) -> list[int]:
-        """Many tensors of at most 1 MiB, which large ones never share a segment with."""
-        pieces = min(-(-size // MIB), _PIECES)
-        if size > pieces * MIB:
-            return [*self.begin_small(pieces * MIB, use), self.begin(size - pieces * MIB, use)]
-        return [self.begin(min(MIB, size - number * MIB), use) for number in range(pieces)]
+        """Many tensors of at most 1 MiB."""
+        return [self.begin(min(MIB, size - start), use) for start in range(0, size, MIB)]
 
     def end(self, *keys: int) -> None:
         self.events += [~key for key in keys if key >= 0]
@@ -141,22 +211,26 @@ class Sequence:
             keys[passes.source] = NOWHERE
             base, made = self._made(passes.made_backward), passes.made_backward
         self._play(passes.backward, base, keys)
+        if passes.given == _KEPT:
+            if passes.made_backward is not None or passes.source < 0:
+                self.end(running.source)
+            self.kept += [base + number for number, use in enumerate(made.uses) if use == "gradients"]
+            return given
         if passes.given < 0:
             self.end(given)
         if passes.made_backward is not None or passes.source < 0:
             self.end(running.source)
         self.end(*(base + number for number in passes.rest))
-        self.kept += [base + number for number, (_, use) in enumerate(made) if use == "gradients"]
+        self.kept += [base + number for number, use in enumerate(made.uses) if use == "gradients"]
         if passes.passed_on < 0:
             return NOWHERE
         return keys.get(passes.passed_on, base + passes.passed_on)
 
-    def _made(self, large: list[tuple[int, str]]) -> int:
+    def _made(self, large: Tensors) -> int:
         base = len(self.sizes)
-        for size, use in large:
-            self.sizes.append(size)
-            self.uses.append(use)
-            self.streams.append(0)
+        self.sizes += large.sizes
+        self.uses += large.uses
+        self.streams += [0] * len(large.sizes)
         return base
 
     def _play(self, events: Events, base: int, keys: dict[int, int]) -> None:

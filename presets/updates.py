@@ -7,37 +7,29 @@ from collections.abc import Sequence as Several
 
 import msgspec
 
-from memtop.presets.allocator import MIB
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import Sequence
 from memtop.presets.states import Numbers, Parameter, block_bytes, optimizer_bytes, ring_bytes, weight_bytes
 
 
 class Piece(msgspec.Struct, eq=False):
-    """Weights that ZeRO-3 gathers together; sizes in numbers."""
+    """A weight that ZeRO-3 gathers."""
 
-    sizes: list[int]
-    largest: int
-    """Of one weight."""
-    gathered: list[int] = []
-    """Where they are, whole."""
+    count: int
+    """Its numbers."""
+    after: int = 0
+    """The numbers that the forward pass uses later."""
+    gathered: int = -1
+    """Where it is, whole."""
     uses: int = 0
     passed: int = 0
     """In this pass: how often it was used, and found when looking ahead."""
 
-    @property
-    def count(self) -> int:
-        return sum(self.sizes)
-
 
 class Unit(msgspec.Struct, eq=False):
-    """Parameters that are used together: of a layer, of `times` equal layers, or of the
-    embeddings."""
+    """Parameters that are used together: of a layer, or of the embeddings."""
 
     parameters: Several[Parameter]
-    times: int = 1
-    pieces: list[Piece] = []
-    """With ZeRO-3; of many equal layers, a few."""
 
     @property
     def trained(self) -> list[Parameter]:
@@ -46,7 +38,7 @@ class Unit(msgspec.Struct, eq=False):
     @property
     def count(self) -> int:
         """Numbers that are trained."""
-        return self.times * sum(one.numbers for one in self.parameters if one.trained)
+        return sum(one.numbers for one in self.parameters if one.trained)
 
 
 class Plain:
@@ -60,20 +52,12 @@ class Plain:
     def load(self) -> None:
         sequence, expandable = self._sequence, self._numbers.expandable
         for unit in self._units:
-            for one in unit.parameters:
-                if not one.item:
-                    sequence.pass_through(one.numbers * self._numbers.weights)
-                if unit.times == 1 and weight_bytes(one, expandable) > MIB:
-                    sequence.begin(weight_bytes(one, expandable), "weights")
-            found = [weight_bytes(one, expandable) for one in unit.parameters]
-            sizes = [size for size in found if unit.times > 1 or size <= MIB]
-            large = sum(size for size in sizes if size > MIB)
-            sequence.begin_small(unit.times * (sum(sizes) - large), "weights")
-            sequence.begin(unit.times * large, "weights")
+            if self._numbers.quantized:
+                # Each comes whole, to be put into 4 bits.
+                sequence.pass_through(max(0 if one.item else one.numbers * self._numbers.weights for one in unit.parameters))
+            sequence.begin_all((weight_bytes(one, expandable) for one in unit.parameters), "weights")
         trained = [one for unit in self._units for one in unit.trained]
-        gradients = sum(
-            block_bytes(one.numbers * one.item, expandable) * unit.times for unit in self._units for one in unit.trained
-        )
+        gradients = sum(block_bytes(one.numbers * one.item, expandable) for one in trained)
         sequence.begin(ring_bytes(self._settings, trained, gradients), "workspace")
 
     def before_forward(self, unit: Unit) -> None:
@@ -90,13 +74,13 @@ class Plain:
     def after_backward(self, unit: Unit) -> None:
         """The gradients of a unit are there, if they have not been made by its layer."""
         if self._numbers.resident and unit not in self._done:
-            self._done.append(unit)
-            self._blocks(unit, [one.numbers * one.item for one in unit.trained], "gradients", self._gradients)
+            self._done.add(unit)
+            self._gradients += self._sequence.begin_all((one.numbers * one.item for one in unit.trained), "gradients")
 
-    _done: list[Unit]
+    _done: set[Unit]
 
     def begin_update(self) -> None:
-        self._done = []
+        self._done = set()
 
     def end_backward(self) -> None:
         """Do nothing."""
@@ -117,18 +101,7 @@ class Plain:
                 sizes = [optimizer_bytes(kind, one, self._numbers.expandable) for one in unit.trained]
                 # Of Adam two moments each, one after the other.
                 halves = sizes if kind == "adafactor" else [size // 2 for size in sizes for _ in range(2)]
-                self._blocks(unit, halves, "optimizer", [])
+                sequence.begin_all(halves, "optimizer")
         sequence.end(*self._gradients, *sequence.kept)
         self._gradients.clear()
         sequence.kept.clear()
-
-    def _blocks(self, unit: Unit, sizes: list[int], use: str, keys: list[int]) -> None:
-        if unit.times == 1:
-            keys += [self._sequence.begin(size, use) for size in sizes if size > MIB]
-            sizes = [size for size in sizes if size <= MIB]
-        keys += self._together(unit, sizes, use)
-
-    def _together(self, unit: Unit, sizes: list[int], use: str) -> list[int]:
-        large = sum(size for size in sizes if size > MIB)
-        small = self._sequence.begin_small(unit.times * (sum(sizes) - large), use)
-        return [*small, *(self._sequence.begin_for(unit.times, large, use) if large else [])]

@@ -5,9 +5,9 @@ The rules are those of train/dry_run/zero*.py.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
-from memtop.presets.allocator import MIB
 from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
@@ -16,46 +16,52 @@ from memtop.presets.updates import Piece, Plain, Unit
 
 _GATHERING, _REDUCING = 1, 2
 """ZeRO-3 gathers and reduces on CUDA streams of its own. Stream 0 computes."""
-_PIECES = 12
-"""Of many equal layers, at most so many pieces are gathered one after the other."""
-_LOADED = 6
-"""In so many pieces each weight of equal layers comes to the GPU, before all become views of one
-tensor. With fewer, too much of what comes later would fit into the gaps."""
 
 
 class _Sharded:
     """What the stages of ZeRO have in common. Sizes in numbers, not bytes, have no unit here."""
 
     def __init__(
-        self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence, rank: int, width: int
+        self,
+        settings: Settings,
+        numbers: Numbers,
+        units: list[Unit],
+        sequence: Sequence,
+        rank: int,
+        width: int,
+        capacity: int | None,
     ) -> None:
         self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
         self._item = numbers.weights
-        self._world, self._rank = settings.world_size, rank
+        self._world, self._rank, self._capacity = settings.world_size, rank, capacity
         self._count = sum(unit.count for unit in units)
         self._part = -(-self._count // self._world)
         self._largest = max(one.numbers for unit in units for one in unit.trained)
         self._bucket = min(max(width * width, 12_500_000), 50_000_000)
+        self._persists = 10 * width
         self._offloads = settings.zero.offload_optimizer
         self._has_moments = False
         self._last = False
 
-    def _load(self, pieces: int = 1) -> list[tuple[bool, int]]:
-        """The weights come to the GPU; of each one, or of several layers in at most so many pieces,
-        whether they are trained, and their key."""
+    def _load(self) -> list[tuple[bool, int]]:
+        """The weights come to the GPU; of each one, whether it is trained, and its key."""
         return [
-            (one.trained, self._sequence.begin(size * unit.times // min(unit.times, pieces), "weights"))
+            (one.trained, self._sequence.begin(weight_bytes(one, self._numbers.expandable), "weights"))
             for unit in self._units
             for one in unit.parameters
-            for size in (weight_bytes(one, self._numbers.expandable),)
-            for _ in range(min(unit.times, pieces))
         ]
 
-    def _flatten(self) -> None:
-        """The trained ones become views of one tensor."""
-        loaded = self._load(_LOADED)
-        self._sequence.begin(self._item * self._count, "weights")
-        self._sequence.end(*(key for trained, key in loaded if trained))
+    def _flatten(self, *, leaves: bool) -> None:
+        """The trained ones become views of one tensor. `leaves`: if there is no room for it beside
+        them, they leave the GPU meanwhile."""
+        sequence, size = self._sequence, self._item * self._count
+        trained = [key for is_trained, key in self._load() if is_trained]
+        leave = leaves and self._capacity is not None and sequence.live_bytes() + size > self._capacity
+        if leave:
+            sequence.end(*trained)
+        sequence.begin(size, "weights")
+        if not leave:
+            sequence.end(*trained)
 
     def _make_moments(self, size: int) -> None:
         if not self._has_moments and not self._offloads:
@@ -63,7 +69,7 @@ class _Sharded:
                 self._sequence.begin(4 * size, "optimizer")
 
     def _gradients_of(self, unit: Unit, item: int) -> list[int]:
-        return self._sequence.begin_for(unit.times, item * unit.count // unit.times, "gradients")
+        return self._sequence.begin_all((item * one.numbers for one in unit.trained), "gradients")
 
     def begin_update(self) -> None:
         """Do nothing."""
@@ -83,17 +89,17 @@ class _Sharded:
 class Stage1InBf16(_Sharded):
     def load(self) -> None:
         sequence = self._sequence
-        self._flatten()
+        self._flatten(leaves=False)
         part = sequence.begin(self._item * self._part, "temporary")
         sequence.begin(4 * self._part, "master weights")
         sequence.end(part)
         sequence.begin(4 * self._count, "gradients")
         self._gradients: list[int] = []
-        self._done: list[Unit] = []
+        self._done: set[Unit] = set()
 
     def after_backward(self, unit: Unit) -> None:
         if unit not in self._done:
-            self._done.append(unit)
+            self._done.add(unit)
             self._gradients += self._gradients_of(unit, self._item)
 
     def end_backward(self) -> None:
@@ -112,7 +118,7 @@ class Stage1InBf16(_Sharded):
 class Stages1And2(_Sharded):
     def load(self) -> None:
         sequence = self._sequence
-        self._flatten()
+        self._flatten(leaves=True)
         part = sequence.begin(self._item * self._part, "temporary")
         if self._offloads:
             sequence.end(part)
@@ -131,12 +137,9 @@ class Stages1And2(_Sharded):
         self._flat = self._in_bucket = -1
         self._own: list[int] = []
         self._sums: list[int] = []
-        self._done: list[Unit] = []
-        self._starts: dict[int, int] = {}
-        start = 0
-        for unit in self._units:
-            self._starts[id(unit)] = start
-            start += unit.count
+        self._done: set[Unit] = set()
+        ends = list(itertools.accumulate(unit.count for unit in self._units))
+        self._starts = {unit: end - unit.count for unit, end in zip(self._units, ends, strict=True)}
 
     def begin_backward(self, *, last: bool) -> None:
         super().begin_backward(last=last)
@@ -150,13 +153,13 @@ class Stages1And2(_Sharded):
             self._in_bucket = sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
         if not self._partitions:
             if unit not in self._done:
-                self._done.append(unit)
+                self._done.add(unit)
                 self._sums += self._gradients_of(unit, 4 if self._separate else self._item)
             return
         # A gradient that is larger than the bucket is kept by the process that updates it.
-        start, end = self._starts[id(unit)], self._starts[id(unit)] + unit.count
+        start, end = self._starts[unit], self._starts[unit] + unit.count
         own = max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
-        oversized = unit.times * sum(one.numbers for one in unit.trained if one.numbers > self._bucket)
+        oversized = sum(one.numbers for one in unit.trained if one.numbers > self._bucket)
         kept = 0 if self._offloads else min(own, oversized)
         largest = max((one.numbers for one in unit.trained), default=0)
         if kept:
@@ -187,8 +190,13 @@ class Stages1And2(_Sharded):
             self._reduce(max(self._bucket, self._largest), self._part)
         if self._compact and self._last:
             self._sum()
-        if not self._compact and not self._offloads and self._flat < 0:
-            self._flat = sequence.begin(self._item * self._part, "gradients")
+        if not self._compact and not self._offloads and (self._partitions or self._last):
+            # Of each micro-batch new ones, which are added to those of the first.
+            own = sequence.begin(self._item * self._part, "gradients")
+            if self._flat < 0:
+                self._flat = own
+            else:
+                sequence.end(own)
         if self._partitions or self._last:
             sequence.end(self._in_bucket)
             self._in_bucket = -1
@@ -220,19 +228,16 @@ class Stage3(_Sharded):
         self._ahead = int(0.9 * self._bucket)
         self._is_known = False
         self._live = 0
-        self._after: dict[int, int] = {}
-        sizes = {id(unit): [one.numbers for one in unit.parameters if one.numbers * self._item > MIB] for unit in self._units}
-        # All pieces of one size, so that the next one fits where the last one was.
-        size = max(1, sum(unit.times * sum(sizes[id(unit)]) for unit in self._units) // _PIECES)
+        # Norms and biases are never sharded.
+        self._pieces = {
+            unit: [Piece(one.numbers) for one in unit.parameters if one.numbers > self._persists] for unit in self._units
+        }
         after = 0
         for unit in reversed(self._units):
-            self._after[id(unit)] = after
-            own = sizes[id(unit)]
-            whole, largest = unit.times * sum(own), max(own, default=0)
-            lumps = [own] if unit.times == 1 else [*[[size]] * (whole // size), [whole % size]]
-            unit.pieces = [Piece(lump, largest) for lump in lumps]
-            after += whole
-        self._frozen = sum(unit.times * sum(one.numbers for one in unit.parameters if not one.trained) for unit in self._units)
+            for piece in reversed(self._pieces[unit]):
+                piece.after = after
+                after += piece.count
+        self._frozen = sum(one.numbers for unit in self._units for one in unit.parameters if not one.trained)
         self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
         # Weights that are read from files are sharded at once.
         if settings.model.get("path"):
@@ -242,20 +247,27 @@ class Stage3(_Sharded):
             self._partition()
         if self._keeps:
             sequence.begin(self._item * self._part, "weights")
-        self._group = min(self._part, self._most + self._largest // self._world)
+        # In so many numbers at a time they are updated.
+        group = min(self._part, self._most + self._largest // self._world)
+        self._groups = [min(group, self._part - start) for start in range(0, self._part, group)]
         if not self._offloads:
-            converted = sequence.begin(4 * self._group, "temporary")
-            sequence.begin(4 * self._part, "master weights")
+            converted = NOWHERE
+            for size in self._groups:
+                before, converted = converted, sequence.begin(4 * size, "temporary")
+                sequence.end(before)
+                sequence.begin(4 * size, "master weights")
             sequence.end(converted)
-            sequence.pass_through(4 * self._group)
+            sequence.pass_through(4 * group)
         sequence.begin(self._item * self._bucket, "buckets")
         if not self._offloads:
             sequence.begin(4 * self._part, "gradients")
+        # Each weight is gathered once, to get its hooks.
+        sequence.pass_through(self._item * self._largest)
 
     def _partition(self) -> None:
         """The weights come whole, and each one makes room for this process's part."""
         own = []
-        for trained, key in self._load(_PIECES // 2):
+        for trained, key in self._load():
             part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
             self._sequence.end(key)
             own += [part] if trained else []
@@ -267,7 +279,7 @@ class Stage3(_Sharded):
         """From the second pass on, DeepSpeed knows the order in which weights are used. It gathers
         them ahead, until there are as many as may be."""
         units = [*self._units, self._units[0]] if self._is_tied else self._units
-        forward = [piece for unit in units for piece in unit.pieces]
+        forward = [piece for unit in units for piece in self._pieces[unit]]
         self._queue = deque([*forward, *reversed(forward)] if self._is_known else [])
         for piece in forward:
             piece.uses = piece.passed = 0
@@ -279,15 +291,14 @@ class Stage3(_Sharded):
         piece.uses += 1
         while self._queue and piece.passed < piece.uses:
             self._next()
-        while self._queue and self._live < self._most:
-            together: list[Piece] = []
-            most = min(self._ahead, self._most - self._live)
-            while self._queue and most > 0:
-                one = self._next()
-                if not (one.gathered or one in together):
-                    together.append(one)
-                    most -= one.count
-            self._gather(together)
+        together: list[Piece] = []
+        most = min(self._ahead, self._most - self._live)
+        while self._queue and most > 0:
+            one = self._next()
+            if not (one.gathered >= 0 or one in together):
+                together.append(one)
+                most -= one.count
+        self._gather(together)
 
     def _next(self) -> Piece:
         found = self._queue.popleft()
@@ -295,46 +306,44 @@ class Stage3(_Sharded):
         return found
 
     def _gather(self, pieces: list[Piece]) -> None:
-        missing = [one for one in pieces if not one.gathered]
+        missing = [one for one in pieces if one.gathered < 0]
         if not missing or (self._world == 1 and self._keeps):
             return
         sequence, count = self._sequence, sum(one.count for one in missing)
         self._live += count
         sent = 0 if self._keeps or self._world == 1 else self._item * count // self._world
-        if self._is_known and self._world > 1 and sum(len(one.sizes) for one in missing) > 1:
+        if self._world > 1 and len(missing) > 1:
             # What arrives together is there until it is split up.
-            at_once = self._item * min(count, self._ahead + max(one.largest for one in missing))
-            arrived = sequence.begin(at_once, "gathered weights", _GATHERING)
+            arrived = sequence.begin(self._item * count, "gathered weights", _GATHERING)
             sequence.pass_through(sent, "gathered weights", _GATHERING)
         else:
             arrived = NOWHERE
         for one in missing:
-            one.gathered = [sequence.begin(self._item * size, "gathered weights", _GATHERING) for size in one.sizes]
+            one.gathered = sequence.begin(self._item * one.count, "gathered weights", _GATHERING)
         if arrived < 0:
             sequence.pass_through(sent, "gathered weights", _GATHERING)
         sequence.end(arrived)
 
     def _release(self, piece: Piece) -> None:
-        if piece.gathered:
+        if piece.gathered >= 0:
             self._live -= piece.count
-            self._sequence.end(*piece.gathered)
-            piece.gathered = []
+            self._sequence.end(piece.gathered)
+            piece.gathered = NOWHERE
 
     def before_forward(self, unit: Unit) -> None:
-        for piece in unit.pieces:
+        for piece in self._pieces[unit][:-1]:
             self._use(piece)
-            if unit.times > 1:
-                self._release_after_forward(unit, piece)
+            self._release_after_forward(unit, piece)
+        for piece in self._pieces[unit][-1:]:
+            self._use(piece)
 
     def after_forward(self, unit: Unit) -> None:
-        if unit.times == 1:
-            for piece in unit.pieces:
-                self._release_after_forward(unit, piece)
+        for piece in self._pieces[unit][-1:]:
+            self._release_after_forward(unit, piece)
 
     def _release_after_forward(self, unit: Unit, piece: Piece) -> None:
         """Unless the backward pass uses it soon."""
-        later = self._after[id(unit)] + sum(one.count for one in unit.pieces[unit.pieces.index(piece) + 1 :])
-        unused = False
+        later, unused = piece.after, False
         if unit is self._units[0]:
             # The head uses tied ones. The backward pass uses frozen ones only for checkpoints.
             later = 0 if self._is_tied else later
@@ -345,13 +354,15 @@ class Stage3(_Sharded):
             self._release(piece)
 
     def before_backward(self, unit: Unit) -> None:
-        for piece in reversed(unit.pieces):
+        if self._settings.gradient_checkpointing and len(self._pieces[unit]) > 1:
+            # Forward again.
+            for piece in self._pieces[unit][:-1]:
+                self._gather([piece])
+        for piece in self._pieces[unit][::-1]:
             self._use(piece)
-            if unit.times > 1:
-                self._release(piece)
 
     def after_backward(self, unit: Unit) -> None:
-        if self._numbers.full or unit.times == 1:
+        if unit.count:
             sequence = self._sequence
             biggest = sorted((one.numbers for one in unit.trained), reverse=True)[:2]
             # A gradient stays until the next one is there; the small ones go through the bucket.
@@ -367,7 +378,7 @@ class Stage3(_Sharded):
                 sequence.end(on_gpu)
             sequence.end(whole, own)
             sequence.end(*first)
-        for piece in unit.pieces:
+        for piece in self._pieces[unit]:
             self._release(piece)
 
     def end_backward(self) -> None:
@@ -377,22 +388,37 @@ class Stage3(_Sharded):
         if self._offloads:
             return
         sequence = self._sequence
+        if self._numbers.half == "fp16":
+            # Whether any number is infinite: absolute values, and a comparison of them.
+            absolute = sequence.begin(4 * self._part, "temporary", _REDUCING)
+            sequence.pass_through(self._part, "temporary", _REDUCING)
+            sequence.end(absolute)
+            sequence.pass_through(self._part, "temporary", _REDUCING)
         sequence.pass_through(8 * min(self._part, -(-self._largest // self._world)))
-        gradient = sequence.begin(4 * self._group, "gradients")
-        self._make_moments(self._part)
+        for size in self._groups:
+            gradient = sequence.begin(4 * size, "gradients")
+            self._make_moments(size)
+            sequence.end(gradient)
         self._has_moments = True
-        sequence.end(gradient)
 
 
 Engine = Plain | Stage1InBf16 | Stages1And2 | Stage3
 
 
-def engine_of(settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence, rank: int, width: int) -> Engine:
+def engine_of(
+    settings: Settings,
+    numbers: Numbers,
+    units: list[Unit],
+    sequence: Sequence,
+    rank: int,
+    width: int,
+    capacity: int | None,
+) -> Engine:
     zero = settings.zero
     if not zero.stage:
         return Plain(settings, numbers, units, sequence)
     if zero.stage == 3:
-        return Stage3(settings, numbers, units, sequence, rank, width)
+        return Stage3(settings, numbers, units, sequence, rank, width, capacity)
     is_bf16 = numbers.half == "bf16"
     kind = Stage1InBf16 if zero.stage == 1 and is_bf16 and not zero.offload_optimizer else Stages1And2
-    return kind(settings, numbers, units, sequence, rank, width)
+    return kind(settings, numbers, units, sequence, rank, width, capacity)

@@ -57,8 +57,7 @@ def test_the_estimate_is_near_the_dry_run_and_rather_above_it(kind: str) -> None
         one = drawn(rng, kind)
         found = estimate(one.settings, one.config, generation=one.generation, capacity=one.capacity)
         exact = one.foreseen()
-        least = -0.05 if one.settings.zero.stage else -0.03
-        assert least <= found.allocated / exact.allocated - 1 <= 0.15, one
+        assert -0.03 <= found.allocated / exact.allocated - 1 <= 0.15, one
         assert -0.2 <= found.reserved / exact.reserved - 1 <= 0.25, one
 
 
@@ -92,9 +91,8 @@ def test_every_preset_is_estimated_and_run_without_numbers_or_refused_by_name(me
         seen.append(after)
         found = estimate(after, config, generation=80)
         exact = foresee(training_of(after, generation=80, capacity=None))
-        least = -0.28 if after.zero.stage == 3 else -0.1
-        assert least <= found.allocated / exact.allocated - 1 <= 0.16, (name, found.allocated, exact.allocated)
-        assert -0.2 <= found.reserved / exact.reserved - 1 <= 0.25, (name, found.reserved, exact.reserved)
+        assert -0.03 <= found.allocated / exact.allocated - 1 <= 0.12, (name, found.allocated, exact.allocated)
+        assert -0.06 <= found.reserved / exact.reserved - 1 <= 0.2, (name, found.reserved, exact.reserved)
     assert len(seen) >= 5
 
 
@@ -118,6 +116,31 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
         (
             "Qwen2.5-0.5B",
             FULL | SHARDED | {"zero": Zero(stage=3, offload_optimizer=True, offload_parameters=True), "batch": 8},
+        ),
+        # Its layers are no linear ones, which ZeRO-3 would replace.
+        (
+            "GPT-2-124M",
+            {"zero": Zero(stage=3), "method": "lora", "lora": replace(ALL, targets=("all-linear",)), "model": {"path": "read"}},
+        ),
+        # All gradients are looked at for infinite ones.
+        ("SmolLM2-135M", FULL | {"zero": Zero(stage=3), "precision": "fp16", "batch": 1}),
+        # The encoder's result, and what a checkpoint computes last, are released.
+        (
+            "Flan-T5-small",
+            FULL | {"precision": "fp16", "gradient_checkpointing": True, "batch": 16, "task": "seq2seq", "zero": Zero(stage=2)},
+        ),
+        ("T5-small", FULL | {"precision": "fp32", "accumulation": 4, "batch": 16, "task": "seq2seq", "zero": Zero(stage=1)}),
+        # The module that calls another one holds what it gives it.
+        (
+            "Llama-3.2-1B",
+            {
+                "method": "lora",
+                "lora": replace(ALL, dropout=0.05),
+                "precision": "fp16",
+                "gradient_checkpointing": True,
+                "batch": 16,
+                "model": {"path": "read"},
+            },
         ),
     ],
 )
@@ -245,6 +268,13 @@ def test_an_offload_takes_the_optimizer_and_the_parameters_off_the_gpu() -> None
     both = sharded(3, offload_optimizer=True, offload_parameters=True)
     assert both.components["weights"] < found.components["weights"]
     assert sharded(2, 1, offload_optimizer=True).allocated < sharded(2, 1).allocated
+
+
+def test_weights_leave_the_gpu_to_become_one_tensor_if_both_do_not_fit() -> None:
+    zero = Zero(stage=2, offload_optimizer=True)
+    roomy, tight = (estimated(zero=zero, world_size=8, capacity=size) for size in (80 * GIB, 600 * MIB))
+    assert roomy.peaks["load"] > 1.9 * roomy.components["weights"]
+    assert tight.peaks["load"] < 1.5 * tight.components["weights"]
 
 
 # --- the largest batch ----------------------------------------------------------------------------
