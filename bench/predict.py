@@ -273,6 +273,7 @@ def closed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     "median": round(statistics.median(map(abs, errors)), 2),
                     "lowest": min(errors),
                     "highest": max(errors),
+                    "outside": sum(not -3 <= error <= 15 for error in errors),
                 }
     times = sorted(row["microseconds"] for row in rows)
     found["microseconds"] = {"median": times[len(times) // 2], "95 %": times[len(times) * 95 // 100]}
