@@ -1,4 +1,4 @@
-"""The GPU memory of a training, estimated in a few milliseconds and without torch.
+"""The GPU memory of a training, estimated in milliseconds and without torch.
 
 `train.dry_run` runs the whole model on tensors without contents. Here one layer of each kind is
 run, with sizes alone (`layers.py`). Its large tensors, as often as the model has them, go through
@@ -206,7 +206,7 @@ class _Run:
         for count, is_masked in ((shape.layers - masked, False), (masked, True)):
             if count:
                 kernel = kernel_of(shape, self.generation, half=self.half, masked=is_masked)
-                mask = self.square * self.numbers.compute if is_masked else 0
+                mask = self.settings.batch * self.square * self.numbers.compute if is_masked else 0
                 found.append(self._causal_stack(kernel, count, mask))
         return found
 

@@ -437,7 +437,7 @@ class Layer:
             return self._result(count, item, operands, (query, key, value, sums), hidden=hidden, saves_itself=True)
         if kernel == "math":
             return self._math(query, key, value, scores, times, rate)
-        if times > 1:
+        if key_heads not in (1, heads):  # a single one is repeated without a copy
             key, value = (self._repeated(one, times) for one in (key, value))
         if kernel == "efficient":
             sums = self.new(self.batch * heads * -(-self.length // 32) * 32, 4)
