@@ -518,12 +518,12 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "pretrain-causal", "--batch", "16", "--vram", "1.5")["alternatives"]
+    found = document(capsys, "pretrain-causal", "--preset", "standard", "--vram", "1.5")["alternatives"]
     assert {row["speed_class"] for row in found} <= {"faster", "about the same", "slower", "much slower", None}
     (checkpointed,) = [row for row in found if row["changes"] == ["gradient checkpointing on"]]
     assert checkpointed["speed_class"] == "slower"
     assert "activations are computed twice: 20 to 30 % slower" in checkpointed["speed_basis"]
-    assert run(["plan", "pretrain-causal", "--batch", "16", "--vram", "1.5"]) == 0
+    assert run(["plan", "pretrain-causal", "--preset", "standard", "--vram", "1.5"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("or  ")]
     assert any(line.endswith("; training is unchanged; slower") for line in rows), rows
 
@@ -533,7 +533,7 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
 ) -> None:
     monkeypatch.setenv("MEMTOP_LANG", "zh")
     try:
-        assert run(["plan", "pretrain-causal", "--batch", "16", "--vram", "1.5"]) == 0
+        assert run(["plan", "pretrain-causal", "--preset", "standard", "--vram", "1.5"]) == 0
     finally:
         language.use("en")
     out = capsys.readouterr().out
