@@ -153,6 +153,11 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         chosen, _ = _most_like(self._peaks(settings, config), settings)
         return [row for row in chosen if not row.is_whole_for(settings)]
 
+    def of_same(self, settings: Settings, config: Mapping[str, Any] | None = None) -> list[Measured]:
+        """The newest peaks with the same settings, whole or not."""
+        found = [row for row in self._peaks(settings, config) if _likeness(row.settings, settings) == "same"]
+        return found[-MOST_USED:]
+
     def _peaks(self, settings: Settings, config: Mapping[str, Any] | None) -> list[Measured]:
         return [row for row in self.of_model(settings, config) if not row.failed]
 

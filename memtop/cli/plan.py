@@ -280,9 +280,11 @@ class _Answers:
         return self._estimates.corrected(settings, replace(rough, reserved=max(least, round(rough.reserved * factor))), factor)
 
     def measured(self, settings: Settings) -> Measured | None:
-        """What the newest earlier run with these settings has measured."""
-        rows, likeness = self.learned.calibrating(settings)
-        return rows[-1] if rows and likeness == "same" else None
+        """What the newest earlier run with these settings has measured, if possible one that has
+        the whole peak; else the highest."""
+        rows = self.learned.of_same(settings)
+        whole = [row for row in rows if row.is_whole_for(settings)]
+        return whole[-1] if whole else max(rows, key=lambda row: row.reserved_bytes, default=None)
 
     def bound(self, settings: Settings) -> Bound | str:
         """What it needs at the least, if more is not known; or why that is not known."""
@@ -344,12 +346,12 @@ def _print_one(
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
         row = document(settings, gpu, host, None if best is None else best[0].batch, found)
-        row["measured"] = None if seen is None else measured_row(seen, alone, card)
+        row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(row | {"assumed": [] if own is None else list(own.assumed)})
         return
     print_lines(
-        *plan_text(settings, own, peak, card, best, least, found, measured_text(seen, alone, card)),
+        *plan_text(settings, own, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
     if answers.learned.problem is not None:
