@@ -1,15 +1,19 @@
-"""The preset of a run for which nobody names one, and the estimate that decides it.
+"""The preset of a run for which nobody names one, and what decides it: the forecast of its peak, or
+what the model needs at the least where no forecast is possible.
 
-On one process it is the recipe's own values (`standard`): sharding saves nothing there, and ZeRO
-switches off in-process survival and live edits. If the model does not fit, it is the first preset
-of the ladder that offloads and fits. Several processes take the ladder's preset for the free
-memory, as its guide says.
+On one process it is the recipe's own values (`standard`), if need be with a smaller micro-batch:
+sharding saves nothing there, and ZeRO switches off in-process survival and live edits. If the run
+does not fit so, it is the first preset of the ladder that offloads and fits. Several processes take
+the ladder's preset for the free memory, as its guide says, or the next smaller one that fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from memtop.presets.checks import SettingsError
 from memtop.presets.files import load_presets
@@ -23,12 +27,23 @@ COMMUNICATION_BYTES = _GIB // 2
 """What NCCL takes on each of several processes, beside torch's memory. It has buffers of 4 MiB
 (NCCL_BUFFSIZE in its documentation) for each channel and connection, and 2 to 32 channels: some ten
 MiB over PCIe, up to 1 GiB with NVLink. Not measured."""
-MOST_OF_FREE = 0.85
-"""What the estimate may take of the free memory. The rest is for activations, which a smaller
-micro-batch and checkpointing reduce."""
+MOST = 0.85
+"""What is safe stays below this part of the memory."""
+
+
+class Taken(NamedTuple):
+    """What one process of a run takes of its GPU."""
+
+    size: int
+    """Bytes."""
+    share: float
+    """With what other programs hold; or of the free memory."""
+
 
 Under = Callable[[Preset], Settings]
 """The settings of the run under a preset; SettingsError if the two do not go together."""
+Foresee = Callable[[Settings], Taken | None]
+"""The peak; None: it cannot be foreseen."""
 
 _MOMENTS = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "adafactor": 0}
 """Bytes of moments per trained parameter. Adafactor keeps sums of rows and columns."""
@@ -79,11 +94,13 @@ def need_to_read(settings: Settings) -> int | None:
 
 
 def fits(needed: int, free_bytes: int) -> bool:
-    """Whether it leaves room for activations."""
-    return needed <= MOST_OF_FREE * free_bytes
+    """Whether it leaves enough of the free memory."""
+    return needed < MOST * free_bytes
 
 
-def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Under) -> tuple[Preset, str]:
+def choose_preset(
+    free_bytes: int | None, recipe: str, processes: int, under: Under, foresee: Foresee = lambda _: None
+) -> tuple[Preset, str]:
     """The preset for this much free memory on each GPU, and the reason in one line; None: not
     known.
 
@@ -93,47 +110,115 @@ def choose_preset(free_bytes: int | None, recipe: str, processes: int, under: Un
     if free_bytes is None:
         return choose_by_memory(None)
     if processes == 1 and _rungs(recipe)[0][1].family == "ladder":
-        return _for_one_process(free_bytes, plain, under)
-    preset, reason = choose_by_memory(free_bytes, recipe)
-    wish = _not_under_zero(under, plain) if preset.zero and preset.zero.stage else None
-    if wish is None:
-        return preset, reason
-    return plain, f"preset standard: {wish} is not possible under ZeRO; {_free(free_bytes)}"
+        return _for_one_process(free_bytes, plain, under, foresee)
+    presets, where = _by_memory(free_bytes, recipe)
+    wish = _not_under_zero(under, plain) if presets[0].zero and presets[0].zero.stage else None
+    if wish is not None:
+        return plain, f"preset standard: {wish} is not possible under ZeRO; {_free(free_bytes)}"
+    return _for_several(free_bytes, presets, where, under, foresee)
 
 
-def _for_one_process(free_bytes: int, plain: Preset, under: Under) -> tuple[Preset, str]:
-    """`standard` if the model fits, otherwise the first preset of the ladder that offloads and
-    fits."""
-    settings = under(plain)
-    size = model_size(settings)
-    free = f"preset standard: {_free(free_bytes)}"
-    if size is None:
-        return plain, f"{free}; what the model needs is not known before it is loaded"
-    needed = need(settings, size)
-    what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
-    words = f"{what} need {needed / _GIB:.2f} GiB"
-    if fits(needed, free_bytes):
-        return plain, f"{free}, {words}"
+def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Foresee) -> tuple[Preset, str]:
+    """`standard` if the run fits, if need be with a smaller micro-batch; otherwise the first preset
+    of the ladder that offloads and fits."""
+    settings, smaller = under(plain), [*_with_smaller_batches(plain, under)]
+    first = foresee(settings)
+    if first is None:
+        size = model_size(settings)
+        if size is None:
+            return plain, f"preset standard: {_free(free_bytes)}; what the model needs is not known before it is loaded"
+
+        def foresee(of: Settings) -> Taken:
+            needed = need(of, size)
+            return Taken(needed, needed / max(1, free_bytes))
+
+        first, smaller = foresee(settings), []  # whatever the batch is
+        what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
+        words = f"{what} need {_gib(first)}"
+    else:
+        words = f"foreseen to peak at {_gib(first)}"
+    reason = f"{_free(free_bytes)}, {words}"
+    if first.share < MOST:
+        return plain, f"preset standard: {reason}"
     if settings.auto_batch:
+        # The search ends with one sample, if need be.
+        least = foresee(under(smaller[-1])) if smaller else None
+        if least is not None:
+            reason = f"{_free(free_bytes)}, foreseen to peak at {_gib(least)} with one sample"
+        least = least or first
+        reason = f"preset standard: {reason}{_above(least, free_bytes)}"
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
-        return plain, f"{free}, {words}: too little. {advice}"
-    possible: list[tuple[Preset, int]] = []
+        return plain, reason if fits(least.size, free_bytes) else f"{reason}. {advice}"
+    offload = [preset for _, preset in _rungs() if preset.zero is not None and preset.zero.saves_memory(1)]
+    possible, refused = _taken([plain, *smaller, *offload], under, foresee)
+    preset, found = _best(possible, free_bytes)
+    if preset in offload:
+        reason += f"; with this offload {_gib(found)}"
+    elif preset is not plain:
+        chosen = under(preset)
+        reason += f"; with batch {chosen.batch} x {chosen.accumulation} at {_gib(found)}"
+    reason = f"preset {preset.name}: {reason}{_above(found, free_bytes)}"
+    return preset, reason if fits(found.size, free_bytes) or not refused else f"{reason}, but {'; '.join(refused)}"
+
+
+def _for_several(free_bytes: int, presets: list[Preset], where: str, under: Under, foresee: Foresee) -> tuple[Preset, str]:
+    """The first of these presets, or the next one that fits; `where`: for how much memory the first
+    one is."""
+    first, free = presets[0], _free(free_bytes)
+    possible, _ = _taken(presets, under, foresee)
+    if not possible or possible[0][0] is not first or possible[0][1].share < MOST:
+        return first, f"preset {first.name}: {free}, {where}"
+    preset, found = _best(possible, free_bytes)
+    above = _above(found, free_bytes)
+    if preset is first:
+        return first, f"preset {first.name}: {free}, {where}, foreseen to peak at {_gib(found)}{above}"
+    words = f"{first.name}, {where}, is foreseen to peak at {_gib(possible[0][1])}, {preset.name} at {_gib(found)}"
+    return preset, f"preset {preset.name}: {free}; {words}{above}"
+
+
+def _with_smaller_batches(plain: Preset, under: Under) -> Iterator[Preset]:
+    """The preset with each smaller micro-batch that keeps the effective batch, the largest first;
+    none if the person gave B or A."""
+    before = under(plain)
+    while before.batch > 1:
+        preset = replace(plain, max_batch=before.batch - 1)
+        after = under(preset)
+        if after.batch >= before.batch or after.effective_batch != before.effective_batch:
+            return
+        yield preset
+        before = after
+
+
+def _taken(presets: Iterable[Preset], under: Under, foresee: Foresee) -> tuple[list[tuple[Preset, Taken]], list[str]]:
+    """What each of them takes, without those of which it is not known; and why others are not
+    possible."""
+    possible: list[tuple[Preset, Taken]] = []
     refused: list[str] = []
-    for _, preset in _rungs():
-        if preset.zero is None or not preset.zero.saves_memory(1):
-            continue
+    for preset in presets:
         try:
-            possible.append((preset, need(under(preset), size)))
+            found = foresee(under(preset))
         except SettingsError as error:
             # What to do instead is said after the semicolon: too long for a list.
             refused.append(f"{preset.name}: {str(error).partition(';')[0]}")
-    if not possible:
-        why = "; ".join(refused) or "no preset of the ladder offloads"
-        return plain, f"{free}, {words}: too little, but {why}"
-    preset, less = next((one for one in possible if fits(one[1], free_bytes)), possible[-1])
-    still = "" if fits(less, free_bytes) else f", still more than {MOST_OF_FREE:.0%} of it"
-    after = f"with this offload {less / _GIB:.2f} GiB{still}"
-    return preset, f"preset {preset.name}: {_free(free_bytes)}, {words}; {after}"
+            continue
+        if found is not None:
+            possible.append((preset, found))
+    return possible, refused
+
+
+def _best(possible: list[tuple[Preset, Taken]], free_bytes: int) -> tuple[Preset, Taken]:
+    """The first that is safe. If other programs hold so much that none is, the first that fits in
+    what they leave; otherwise the smallest."""
+    safe = (one for one in possible if one[1].share < MOST)
+    fitting = (one for one in possible if fits(one[1].size, free_bytes))
+    return next(safe, None) or next(fitting, None) or min(possible, key=lambda one: one[1].size)
+
+
+def _above(found: Taken, free_bytes: int) -> str:
+    """That it is not safe; empty if it is."""
+    if not fits(found.size, free_bytes):
+        return f": not below {100 * MOST:.0f} % of the free memory"
+    return f", with other programs {100 * found.share:.0f} % of the GPU" if found.share >= MOST else ""
 
 
 def _not_under_zero(under: Under, plain: Preset) -> str | None:
@@ -156,14 +241,20 @@ def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, 
     """
     if free_bytes is None:
         return load_presets()["standard"], "preset standard: the free GPU memory is not known"
+    presets, where = _by_memory(free_bytes, recipe)
+    return presets[0], f"preset {presets[0].name}: {_free(free_bytes)}, {where}"
+
+
+def _by_memory(free_bytes: int, recipe: str) -> tuple[list[Preset], str]:
+    """The preset for this much free memory and the smaller ones; and for how much memory it is."""
     rungs = _rungs(recipe)
     at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
-    border, preset = rungs[at]
+    border = rungs[at][0]
     where = f"from {border:g} GiB on" if border > 0 else "the smallest of them"
     if at > 0:
         above = rungs[at - 1][0]
         where = f"from {border:g} up to {above:g} GiB" if border > 0 else f"below {above:g} GiB"
-    return preset, f"preset {preset.name}: {_free(free_bytes)}, {where}"
+    return [preset for _, preset in rungs[at:]], where
 
 
 def _rungs(recipe: str = "") -> list[tuple[float, Preset]]:
@@ -177,3 +268,7 @@ def _rungs(recipe: str = "") -> list[tuple[float, Preset]]:
 def _free(size: int) -> str:
     # Rounded down: 11.999 GiB is not 12.
     return f"{math.floor(size / _GIB * 100) / 100:.2f} GiB of GPU memory free"
+
+
+def _gib(found: Taken) -> str:
+    return f"{found.size / _GIB:.2f} GiB"

@@ -332,7 +332,7 @@ def memory_shape(settings: Settings, *shapes: Memory) -> dict[str, Any]:
     """
     values = {name: value_of(settings, name) for name, field in FIELDS.items() if field.shapes in shapes}
     if "rank_splits" in values:
-        # Accumulation shapes no memory.
+        # How large the accumulation is shapes no memory.
         values["rank_splits"] = [batch for batch, _ in settings.rank_splits]
     if "eval_batch" in values and not settings.eval_every:
         values["eval_batch"] = 0

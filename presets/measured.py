@@ -75,7 +75,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             and self.gpu.is_like(other.gpu)
             and memory_shape(self.settings, "peak") == memory_shape(other.settings, "peak")
             and self.settings.world_size == other.settings.world_size
-            and _accumulates(self.settings) == _accumulates(other.settings)
+            and self.settings.accumulates == other.settings.accumulates
         )
 
     def with_peak_of(self, other: Measured) -> Measured:
@@ -153,6 +153,11 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         chosen, _ = _most_like(self._peaks(settings, config), settings)
         return [row for row in chosen if not row.is_whole_for(settings)]
 
+    def of_same(self, settings: Settings, config: Mapping[str, Any] | None = None) -> list[Measured]:
+        """The newest peaks with the same settings, whole or not."""
+        found = [row for row in self._peaks(settings, config) if _likeness(row.settings, settings) == "same"]
+        return found[-MOST_USED:]
+
     def _peaks(self, settings: Settings, config: Mapping[str, Any] | None) -> list[Measured]:
         return [row for row in self.of_model(settings, config) if not row.failed]
 
@@ -178,11 +183,6 @@ def _batches(settings: Settings) -> list[int]:
     return [batch for batch, _ in settings.splits]
 
 
-def _accumulates(settings: Settings) -> bool:
-    """Whether gradients stay between micro-batches."""
-    return any(accumulation > 1 for _, accumulation in settings.splits)
-
-
 @functools.lru_cache(maxsize=4 * KEPT)
 def _shape(encoded: bytes) -> dict[str, Any]:
     """What shapes the peak, except the micro-batch. A forecast asks for that of every row."""
@@ -190,7 +190,7 @@ def _shape(encoded: bytes) -> dict[str, Any]:
     # Evaluations have a peak of their own.
     left_out = (*SPLIT, "eval_batch")
     values = {name: value for name, value in memory_shape(settings, "peak").items() if name not in left_out}
-    return {**values, "processes": settings.world_size, "accumulates": _accumulates(settings)}
+    return {**values, "processes": settings.world_size, "accumulates": settings.accumulates}
 
 
 def learned(gpu: GpuKind | None, torch: str | None = None, *, without: str = "") -> Learned:

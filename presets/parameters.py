@@ -247,7 +247,7 @@ def _model_folder(settings: Settings) -> Path | None:
         return None
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for some texts
         return Path(path)
-    variables, home = os.environ, os.path.expanduser("~/.cache")  # noqa: PTH111 - as in memtop/cli/train.py
+    variables, home = os.environ, os.path.expanduser("~/.cache")  # noqa: PTH111 - as in memtop/cli/recipes.py
     cache = variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME') or home}/huggingface"
     repository = Path(variables.get("HF_HUB_CACHE") or f"{cache}/hub") / f"models--{path.replace('/', '--')}"
     try:

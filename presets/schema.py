@@ -215,6 +215,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.rank_splits or ((self.batch, self.accumulation),) * self.world_size
 
     @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of a micro-batch stay while the next one runs: then the peak is
+        higher. How large A is makes no difference."""
+        return any(accumulation > 1 for _, accumulation in self.splits)
+
+    @property
     def split_text(self) -> str:
         """For people: `8 x 4 x 2`; with different batches `3+1 x 8`, or `2 x 12 + 1 x 8`."""
         if not self.rank_splits:

@@ -300,7 +300,11 @@ def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     assert low.index("low") == lines[0].index("preset")
     assert low.index("plain") == lines[0].index("strategy")
     assert low.index("4096") + 4 == lines[0].index("tokens/update") + len("tokens/update")
+    speeds = [line.strip() for line in lines if line.startswith("     speed: ")]
+    assert any(line.startswith("speed: not known: whether the data still come in time is not known") for line in speeds)
+    assert {line.split(": ")[1] for line in speeds} == {"not known", "slower", "much slower"}, "the word speed is there once"
     chinese = runs.memtop("presets", "--lang", "zh").stdout.splitlines()
+    assert any(line.startswith("     速度：未知：") for line in chinese)
     low = next(line for line in chinese if line.startswith("6 "))
     translate = Catalogue(read_catalogue("zh")).translate
     assert cell_len(low[: low.index(translate("plain"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])

@@ -206,7 +206,8 @@ def test_a_plan_knows_what_earlier_runs_have_measured(
     assert found["gpu"]["calibrated"] == "dry run, corrected by 1 earlier run with these settings"
     width = [one["gpu"]["most_bytes"] - one["gpu"]["least_bytes"] for one in (before, found)]
     assert width[1] == pytest.approx(2 * width[0], rel=1e-3), "as sure as a dry run"
-    assert found["measured"] == {"run": "/runs/first", "peak_bytes": 2 * exact + 300 * MIB, "of_foreseen": 2.0}
+    seen = {"run": "/runs/first", "is_whole": True, "peak_bytes": 2 * exact + 300 * MIB, "of_foreseen": 2.0}
+    assert found["measured"] == seen
     assert run(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "in first, an earlier run with these settings: 100.0 % more than the dry run alone foresees" in said
@@ -224,6 +225,25 @@ def test_a_plan_knows_what_earlier_runs_have_measured(
     path.write_text("broken\n")
     assert run(["plan", *words]) == 0
     assert f"memtop: earlier runs: {path}: line 1 is left out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_run_that_may_not_have_seen_the_longest_samples_raises_a_plan_and_never_lowers_it(
+    capsys: pytest.CaptureFixture[str], model: Path, a4500: GpuKind, factor: float
+) -> None:
+    words = ("--model", str(model), "--method", "lora", "--preset", "standard")
+    before = document(capsys, *words)
+    settings, exact = msgspec.convert(before["settings"], Settings), before["gpu"]["peak_bytes"] - CONTEXT_BYTES
+    assert settings.task == "sft"
+    keep(a4500, settings, round(factor * exact), updates=5)
+    found = document(capsys, *words)
+    assert found["gpu"]["peak_bytes"] == pytest.approx(max(1, factor) * exact + 300 * MIB, rel=1e-4)
+    assert (found["gpu"]["calibrated"] == "dry run; raised, because an earlier run needed more") is (factor > 1)
+    row = found["measured"]
+    assert (row["run"], row["is_whole"]) == ("/runs/first", False)
+    assert row["of_foreseen"] == pytest.approx(factor, rel=1e-4)
+    assert run(["plan", *words]) == 0
+    assert " in first, an earlier run with these settings; longer samples may need more\n" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -518,12 +538,12 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "pretrain-causal", "--batch", "16", "--vram", "1.5")["alternatives"]
+    found = document(capsys, "pretrain-causal", "--preset", "standard", "--vram", "1.5")["alternatives"]
     assert {row["speed_class"] for row in found} <= {"faster", "about the same", "slower", "much slower", None}
     (checkpointed,) = [row for row in found if row["changes"] == ["gradient checkpointing on"]]
     assert checkpointed["speed_class"] == "slower"
     assert "activations are computed twice: 20 to 30 % slower" in checkpointed["speed_basis"]
-    assert run(["plan", "pretrain-causal", "--batch", "16", "--vram", "1.5"]) == 0
+    assert run(["plan", "pretrain-causal", "--preset", "standard", "--vram", "1.5"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("or  ")]
     assert any(line.endswith("; training is unchanged; slower") for line in rows), rows
 
@@ -533,7 +553,7 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
 ) -> None:
     monkeypatch.setenv("MEMTOP_LANG", "zh")
     try:
-        assert run(["plan", "pretrain-causal", "--batch", "16", "--vram", "1.5"]) == 0
+        assert run(["plan", "pretrain-causal", "--preset", "standard", "--vram", "1.5"]) == 0
     finally:
         language.use("en")
     out = capsys.readouterr().out

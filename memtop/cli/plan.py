@@ -36,7 +36,7 @@ from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.interpreters import learned_on
+from memtop.supervisor.interpreters import Interpreter, learned_on
 from memtop.supervisor.plan import (
     GENERATION,
     Bound,
@@ -111,8 +111,9 @@ def plan(
         own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram)
-    settings = _settings(recipe, model, method, preset, values, gpus or 1, card)
-    answers = _Answers(card, gpus or 1)
+    python = search().found
+    settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    answers = _Answers(card, gpus or 1, python)
     card = answers.card
     try:
         if every:
@@ -122,6 +123,8 @@ def plan(
             print_all(rows, hosts, card, as_json=as_json)
             return 0
         _print_one(settings, own, card, answers, host_ram, machine, as_json=as_json)
+        if chosen is not None and card.total_bytes is not None:
+            print_message(f"memtop: {chosen}; --preset NAME chooses another")
     finally:
         answers.close()
     return 0
@@ -151,11 +154,13 @@ def _settings(
     values: dict[str, str],
     processes: int,
     card: Card,
-) -> Settings:
-    """What `memtop train` would begin with; UsageError names the option that is wrong."""
+    python: Interpreter | None,
+) -> tuple[Settings, str | None]:
+    """What `memtop train` would begin with, and why it chooses the preset, if it does; UsageError
+    names the option that is wrong."""
     # They import what a plan does not need otherwise.
     from memtop.cli.gpus import Place
-    from memtop.cli.train import edited_recipe, own_preset, placed_model, recipe_named
+    from memtop.cli.recipes import edited_recipe, own_preset, placed_model, recipe_named
 
     place = None if model is None else _place_of(model)
     name = recipe or _recipe_for(place, method)
@@ -170,12 +175,14 @@ def _settings(
         edits = Change(assignments=values)
         if wanted is not None:
             chosen: Preset = find_preset(wanted, base.name)
-            whole = chosen.meant_for(base.name)
+            whole, reason = chosen.meant_for(base.name), None
         else:
-            free = None if card.total_bytes is None else card.total_bytes - card.others_bytes
-            (chosen, _), whole = own_preset(base, edits, gpus, Place(free_bytes=free)), False
+            there = Place()
+            if card.total_bytes is not None:
+                there = Place(free_bytes=card.total_bytes - card.others_bytes, card=card)
+            (chosen, reason), whole = own_preset(base, edits, gpus, there, "" if python is None else python.path), False
         settings = edited_recipe(base, chosen, whole, edits, gpus)
-        return replace(settings, model=placed_model(settings.model), device="cuda")
+        return replace(settings, model=placed_model(settings.model), device="cuda"), reason
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
 
@@ -211,7 +218,8 @@ class _Answers:
     scale only the estimate, as long as there is no dry run.
     """
 
-    def __init__(self, card: Card, processes: int) -> None:
+    def __init__(self, card: Card, processes: int, found: Interpreter | None) -> None:
+        """`found`: the Python that would train; None: none has torch."""
         self._known: dict[bytes, Need | None] = {}
         self._factor: float | None = None
         """How many times the estimate alone the newest dry run foresees."""
@@ -219,7 +227,6 @@ class _Answers:
         """Why there is no dry run."""
         self.is_wrong = False
         """Whether that is for the settings: no model could run with them."""
-        found = search().found
         self._runs = None if found is None else DryRuns(found.path)
         self.learned = learned(card.kind) if found is None else learned_on(card.kind, found.path)
         self.card = card.with_processes(processes, self.learned.context_bytes(processes))
@@ -273,9 +280,11 @@ class _Answers:
         return self._estimates.corrected(settings, replace(rough, reserved=max(least, round(rough.reserved * factor))), factor)
 
     def measured(self, settings: Settings) -> Measured | None:
-        """What the newest earlier run with these settings has measured."""
-        rows, likeness = self.learned.calibrating(settings)
-        return rows[-1] if rows and likeness == "same" else None
+        """What the newest earlier run with these settings has measured, if possible one that has
+        the whole peak; else the highest."""
+        rows = self.learned.of_same(settings)
+        whole = [row for row in rows if row.is_whole_for(settings)]
+        return whole[-1] if whole else max(rows, key=lambda row: row.reserved_bytes, default=None)
 
     def bound(self, settings: Settings) -> Bound | str:
         """What it needs at the least, if more is not known; or why that is not known."""
@@ -337,12 +346,12 @@ def _print_one(
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
         row = document(settings, gpu, host, None if best is None else best[0].batch, found)
-        row["measured"] = None if seen is None else measured_row(seen, alone, card)
+        row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(row | {"assumed": [] if own is None else list(own.assumed)})
         return
     print_lines(
-        *plan_text(settings, own, peak, card, best, least, found, measured_text(seen, alone, card)),
+        *plan_text(settings, own, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
     if answers.learned.problem is not None:

@@ -54,19 +54,23 @@ def peak_row(peak: Peak) -> dict[str, Any]:
     }
 
 
-def measured_row(seen: Measured, alone: Need, card: Card) -> dict[str, Any]:
+def measured_row(seen: Measured, settings: Settings, alone: Need, card: Card) -> dict[str, Any]:
     return {
         "run": seen.run,
+        "is_whole": seen.is_whole_for(settings),
         "peak_bytes": seen.reserved_bytes + card.outside_bytes,
         "of_foreseen": seen.reserved_bytes / alone.reserved,
     }
 
 
-def measured_text(seen: Measured | None, alone: Need, card: Card) -> str | None:
+def measured_text(seen: Measured | None, settings: Settings, alone: Need, card: Card) -> str | None:
     """What an earlier run with these settings has measured, and how far off the foresight is
     without it."""
     if seen is None:
         return None
+    if not seen.is_whole_for(settings):
+        size = units.size(seen.reserved_bytes + card.outside_bytes)
+        return f"{size} in {Path(seen.run).name}, an earlier run with these settings; longer samples may need more"
     size, off = units.size(seen.reserved_bytes + card.outside_bytes), seen.reserved_bytes / alone.reserved - 1
     name, much = Path(seen.run).name, units.percent(abs(off))
     if off < 0:

@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -32,20 +32,17 @@ from memtop.cli.options import (
     runs_dir_option,
 )
 from memtop.cli.output import print_message
+from memtop.cli.recipes import edited_recipe, estimates_at, own_preset, placed_data, placed_model, recipe_named
 from memtop.presets import (
-    Preset,
     PresetFileError,
-    Recipe,
     Settings,
     SettingsError,
-    choose_preset,
-    edit_settings,
     load_presets,
     load_recipes,
 )
 from memtop.presets.checks import did_you_mean
-from memtop.presets.edits import draft, find_preset
-from memtop.presets.fields import OPTIONS, SPLIT
+from memtop.presets.edits import find_preset
+from memtop.presets.fields import OPTIONS
 from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.profile.command import PYTHON, shell_text, simple
@@ -58,7 +55,7 @@ from memtop.supervisor.run.record.ownership import why_not_own
 from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:
-    from memtop.cli.gpus import Place
+    from memtop.supervisor.recovery.forecast import Estimates
     from memtop.supervisor.run.notices import Target
 
 _ENDING_SECONDS = 60.0
@@ -358,7 +355,7 @@ def new_run(
             preset = find_preset(preset_name, recipe.name)
             whole = fresh or preset.meant_for(recipe.name)
         else:
-            (preset, reason), whole = own_preset(recipe, edits, gpus, place), False
+            (preset, reason), whole = own_preset(recipe, edits, gpus, place, python.path), False
         settings = edited_recipe(recipe, preset, whole, edits, gpus)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
@@ -366,7 +363,7 @@ def new_run(
     refuse_missing_trackers(python, settings.trackers)
     settings = replace(
         settings,
-        data=_placed_data(settings.data),
+        data=placed_data(settings.data),
         model=placed_model(settings.model),
         gpus=place.pinned or ",".join(gpus or ()),
     )
@@ -375,91 +372,25 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    for words in (*told, *(foreseen := list(_foreseen(settings, place)))):
+    for words in told:
         print_message(f"memtop: {words}")
-    return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if foreseen else None)
+    is_foreseen = _say_peak(settings, estimates_at(place, python.path))
+    return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if is_foreseen else None)
 
 
-def _foreseen(settings: Settings, place: Place) -> Iterator[str]:
-    """The peak of GPU memory where the run trains. Nothing without a GPU, and with --batch auto,
-    which finds the batch by measuring."""
-    if place.card is not None and settings.device != "cpu" and not settings.auto_batch:
-        # It loads what a run on the CPU does not need.
-        from memtop.supervisor.interpreters import learned_on
-        from memtop.supervisor.recovery.forecast import words_at_launch
+def _say_peak(settings: Settings, estimates: Estimates | None) -> bool:
+    """Print the foreseen peak of GPU memory where the run trains, or why there is none; whether
+    there is one. Nothing without a GPU, and with --batch auto, which finds the batch by
+    measuring."""
+    if estimates is None or settings.device == "cpu" or settings.auto_batch:
+        return False
+    # It loads what a run on the CPU does not need.
+    from memtop.supervisor.recovery.forecast import words_at_launch
 
-        yield from words_at_launch(settings, place.card, learned_on(place.card.kind, settings.python))
-
-
-def recipe_named(name: str) -> Recipe:
-    recipes = load_recipes()
-    if name not in recipes:
-        known, hint = ", ".join(recipes), did_you_mean(name, recipes)
-        raise UsageError(f"RECIPE {name!r}: unknown; there are {known}; your own program goes after `--`{hint}")
-    return recipes[name]
-
-
-def edited_recipe(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
-    # If a split is given, the number of processes need not divide the recipe's effective batch.
-    world = len(gpus) if gpus else 1
-    given = bool(set(SPLIT) & set(edits.assignments))
-    settings = replace(draft(recipe, preset=preset, world_size=1 if given else world, whole=whole), world_size=world)
-    updates = edits.max_updates
-    if updates is None and settings.target_samples and "epochs" not in edits.assignments:
-        # Keep the recipe's number of updates, whatever the effective batch is now.
-        updates = recipe.max_updates
-    return edit_settings(settings, assignments=edits.assignments, max_updates=updates)
-
-
-def own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None, place: Place) -> tuple[Preset, str | None]:
-    """The recipe's preset; for `auto`, the one for the free GPU memory, and the reason."""
-    if recipe.preset != "auto":
-        return find_preset(recipe.preset, recipe.name), None
-    processes = len(gpus) if gpus else 1
-
-    def under(preset: Preset) -> Settings:
-        settings = edited_recipe(recipe, preset, False, edits, gpus)
-        return replace(settings, model=placed_model(settings.model))
-
-    preset, reason = choose_preset(place.free_bytes, recipe.name, processes, under)
-    return preset, f"{reason}, {place.note}" if processes > 1 and place.note else reason
-
-
-def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
-    """The data with absolute paths; UsageError if a file is missing."""
-    if not data.get("source") and not data.get("train"):
-        columns = ", ".join(data.get("columns", {}).values())
-        shape = f" with columns {columns}" if columns else ""
-        raise UsageError(f"data.train: not given; add --set data.train=FILE (parquet, jsonl or text{shape})")
-    return {key: _placed(f"data.{key}", value) if key in ("train", "eval") else value for key, value in data.items()}
-
-
-def _placed(field: str, value: str) -> str:
-    if not value:
-        return value
-    path = _absolute(value)
-    if not path.is_file():
-        problem = "is a folder; give a file" if path.is_dir() else "no such file"
-        raise UsageError(f"{field} {value}: {problem}; looked for {path}")
-    return str(path)
-
-
-def _absolute(text: str) -> Path:
-    # Without a home folder `~` stays, and the path does not exist. Path's own method would raise.
-    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
-
-
-def placed_model(model: dict[str, Any]) -> dict[str, Any]:
-    """The model with an absolute path if it is a folder; a hub name stays unchanged."""
-    name = model.get("path")
-    if not isinstance(name, str):
-        return model
-    path = _absolute(name)
-    if path.is_dir():
-        return {**model, "path": str(path)}
-    if name.startswith(("/", "~", "./", "../")):
-        raise UsageError(f"model.path {name}: no such folder; looked for {path}")
-    return model
+    for words in words_at_launch(settings, estimates.card, estimates.learned):
+        print_message(f"memtop: {words}")
+    # Where there is none, the supervisor may still foresee it.
+    return not isinstance(estimates.forecast(settings), str)
 
 
 def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) -> None:

@@ -74,6 +74,7 @@ def settings_key(settings: Settings, *, on_gpu: bool | None = None) -> str:
     # A sharded state depends on the number of processes; communication buffers only on whether
     # there are several.
     values["processes"] = settings.world_size if settings.zero.stage else min(2, settings.world_size)
+    values["accumulates"] = settings.accumulates
     words = [f"T {settings.seq_len}", settings.precision, settings.method, str(settings.zero), settings.optimizer]
     if settings.gradient_checkpointing:
         words.append("checkpointing")

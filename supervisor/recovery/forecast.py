@@ -134,9 +134,9 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     def corrected(self, settings: Settings, need: Need, factor: float | None) -> Need:
         """What a better model than the estimate foresees, with what earlier runs have measured.
 
-        A measurement of the same settings takes its place. A failure of the model only lifts it.
-        Other measurements do not count: they scale an estimate. `factor`: how many times the
-        estimate the model foresees; None: there is no estimate.
+        A measurement of the same settings takes its place, or only raises it if it is not whole. A
+        failure of the model only lifts it. Other measurements do not count: they scale an estimate.
+        `factor`: how many times the estimate the model foresees; None: there is no estimate.
         """
         rows, likeness = self.learned.calibrating(settings, self.config)
         ratios = [row.reserved_bytes / need.reserved for row in rows] if likeness == "same" else []
@@ -152,7 +152,9 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
             lifted = max([lifted, *(ratio / factor for ratio in self._failed(settings, self.config))])
         least, most = SURE["calibrated" if ratios and need.basis == _ESTIMATE else need.basis]
         scale = _Scale(middle, min(ratios, default=1.0) * least, max(ratios, default=1.0) * most, basis)
-        return _scaled(need, scale.lifted(lifted))
+        short = [row for row in self.learned.of_same(settings, self.config) if not row.is_whole_for(settings)]
+        seen = max((row.reserved_bytes / need.reserved for row in short), default=0.0)
+        return _scaled(need, scale.raised(seen).lifted(lifted))
 
     def with_phases(self, found: Forecast, settings: Settings) -> Forecast:
         """The forecast with what is allocated in each phase of an update, if that can be

@@ -2,8 +2,9 @@
 
 The peak of a training step has a part that does not depend on the batch (context, weights,
 gradients, optimizer state) and a part that every sample adds (activations, logits). It is therefore
-a line in the micro-batch B. The accumulation A does not matter, because gradients are accumulated
-in place. So two measured batches foresee a third one.
+a line in the micro-batch B. So two measured batches foresee a third one. How large the accumulation
+A is does not matter, because gradients are accumulated in place. With A = 1 they do not stay during
+the next forward pass: that is another line.
 """
 
 from __future__ import annotations

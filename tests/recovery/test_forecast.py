@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from memtop.presets import Settings
 from memtop.presets.choosing import COMMUNICATION_BYTES
+from memtop.presets.estimate import estimate
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Card, Need, estimated
@@ -69,11 +70,35 @@ def test_a_batch_that_does_not_fit_is_forecast_above_the_gpu(batch: int) -> None
         assert found.peak_bytes / GIB == pytest.approx(23.9, abs=0.1)
 
 
-@given(accumulation=st.integers(1, 512))
-def test_accumulation_never_changes_the_peak(accumulation: int) -> None:
+@given(accumulation=st.integers(2, 512))
+def test_how_much_accumulates_never_changes_the_peak(accumulation: int) -> None:
     other = replace(T5, accumulation=accumulation)
     assert settings_key(other) == settings_key(T5)
     assert forecast(other, measured(), CARD) == forecast(T5, measured(), CARD)
+
+
+def test_without_accumulation_no_gradients_stay_so_the_peak_is_another() -> None:
+    """The estimate says so, and a peak with A = 1 is not taken for one with A > 1."""
+
+    def reserved(settings: Settings) -> int:
+        return estimate(settings, settings.model["config"], generation=86).reserved
+
+    assert T5.accumulation > 1
+    once = replace(T5, accumulation=1)
+    assert reserved(once) < 0.96 * reserved(T5)
+    assert reserved(replace(T5, accumulation=T5.accumulation + 3)) == reserved(T5)
+    assert settings_key(once) != settings_key(T5)
+    assert forecast(once, measured(), CARD) == "nothing was measured with these settings yet"
+    # Of several processes with their own split, one that accumulates is enough.
+    mixed = replace(T5, world_size=2, rank_splits=((T5.batch, 1), (4, 2)))
+    assert mixed.accumulates
+    assert not replace(mixed, rank_splits=((T5.batch, 1), (4, 1))).accumulates
+    on = Card(total_bytes=24 * GIB, generation=86)
+    low = Peak(batch=T5.batch, bytes=2 * GIB, updates=9, settings_key=settings_key(once, on_gpu=True))
+    found = Estimates(card=on, known=((once, low),)).forecast(T5)
+    assert isinstance(found, Forecast)
+    assert found.peak_bytes > low.bytes
+    assert not found.basis.startswith("measured")
 
 
 def test_one_batch_needs_a_base() -> None:

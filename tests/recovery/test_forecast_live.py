@@ -125,6 +125,9 @@ def test_a_larger_batch_and_a_trial_are_judged_by_the_estimate_of_the_run() -> N
     line = forecast(brain.model, 16)
     assert line is not None
     assert line.basis.startswith("line through peaks at B 4 and B 8")
+    whole = forecast(brain.model, 128)
+    assert whole is not None
+    assert whole.basis.startswith("estimate, calibrated"), "with A = 1 no gradients stay: that is another line"
 
 
 def test_a_remedy_says_how_long_the_run_then_takes() -> None:

@@ -118,15 +118,19 @@ def forecast(model: Model, batch: int) -> Forecast | None:
     peaks, present = _like_the_present(model)
     total, taken = _capacity(model)
     others = _others_bytes(present, taken)
+    after = None
+    if settings is not None:
+        after = with_split(settings, batch, max(1, settings.effective_batch // settings.world_size // batch))
     line = line_through(peaks)
-    if isinstance(line, PeakLine):
+    # With A = 1 it would be another line.
+    same = settings is None or after is None or settings.accumulates == after.accumulates
+    if isinstance(line, PeakLine) and same:
         return line.forecast(batch, total, others)
     if present is None or total is None:
         return None
     estimates = _estimates(model)
-    if settings is not None and estimates is not None:
-        each = settings.effective_batch // settings.world_size
-        found = estimates.forecast(with_split(settings, batch, max(1, each // batch)))
+    if after is not None and estimates is not None:
+        found = estimates.forecast(after)
         if isinstance(found, Forecast):
             return found
     return upper_bound(present.bytes, present.batch, batch, total, others or 0)
