@@ -291,14 +291,16 @@ class Stage3(_Sharded):
         piece.uses += 1
         while self._queue and piece.passed < piece.uses:
             self._next()
-        together: list[Piece] = []
-        most = min(self._ahead, self._most - self._live)
-        while self._queue and most > 0:
-            one = self._next()
-            if not (one.gathered >= 0 or one in together):
-                together.append(one)
-                most -= one.count
-        self._gather(together)
+        # Modules without weights gather ahead, too. So it goes on until there are as many as may be.
+        while self._queue and self._live < self._most:
+            together: list[Piece] = []
+            most = min(self._ahead, self._most - self._live)
+            while self._queue and most > 0:
+                one = self._next()
+                if not (one.gathered >= 0 or one in together):
+                    together.append(one)
+                    most -= one.count
+            self._gather(together)
 
     def _next(self) -> Piece:
         found = self._queue.popleft()
