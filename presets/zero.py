@@ -291,7 +291,7 @@ class Stage3(_Sharded):
         piece.uses += 1
         while self._queue and piece.passed < piece.uses:
             self._next()
-        # Modules without weights gather ahead, too. So it goes on until there are as many as may be.
+        # Modules without weights gather ahead, too: it goes on until there are as many as may be.
         while self._queue and self._live < self._most:
             together: list[Piece] = []
             most = min(self._ahead, self._most - self._live)
