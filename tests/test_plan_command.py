@@ -453,6 +453,7 @@ def test_the_files_of_a_model_say_how_large_it_is(capsys: pytest.CaptureFixture[
         ),
         ({**NEW, "quantization_config": {"bits": 4}}, "there is no bound: its weights are quantized"),
         ({**NEW, "model_type": "vit"}, "model_type vit: transformers has no causal language model of this kind"),
+        ({**NEW, "model_type": "umt5"}, "model_type umt5: it has an encoder and a decoder"),
         ({**NEW, "model_type": "llava"}, "model_type llava: it reads images, too"),
         ({**LLAMA, "model_type": "distilbert"}, "model_type distilbert: transformers has no causal language model"),
     ],
@@ -570,7 +571,7 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--", "python", "train.py"], "-- COMMAND: does not say how long a sample is"),
+        (["--", "python", "train.py"], "-- COMMAND: it names no model"),
         (["first-run", "--", "python", "train.py"], "RECIPE with -- COMMAND: leave it out"),
         (["--all", "--", "python", "train.py"], "--all with -- COMMAND: leave it out"),
         (["first-run", "--method", "lora"], "--method lora: recipe first-run is for method full"),

@@ -18,7 +18,7 @@ from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
-from memtop.presets.comparison import Outlook, effective_change, outlook, speed_words
+from memtop.presets.comparison import Outlook, effective_change, outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.presets.measured import Learned, learned
@@ -218,7 +218,7 @@ def _details(look: Outlook) -> Iterator[str]:
     elif look.whole.effective_batch != look.kept.effective_batch:
         yield f"     with --fresh: effective batch {effective_change(look.kept.effective_batch, look.whole.effective_batch)}"
     if look.switch != "refused" and look.changes:
-        yield f"     speed: {speed_words(look.pace.speed)}: {'; '.join(look.pace.basis)}"
+        yield f"     speed: {look.pace.speed or 'not known'}: {'; '.join(look.pace.basis)}"
     if look.risk is not None:
         yield f"     ! {look.risk}"
 
