@@ -647,7 +647,11 @@ def test_presets_say_the_peak_on_the_gpu_that_is_here(
     assert rows["qlora-16g-safe"]["forecast"] is None
     assert "not known before it is loaded" in rows["qlora-16g-safe"]["forecast_unknown"]
     assert run(["presets"]) == 0
-    assert "of 1.0 GiB (" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of 1.0 GiB (" in out
+    why = "what the model is made of is not known before it is loaded"
+    assert f"the peak of GPU memory (sft-lora, sft-qlora) cannot be foreseen: {why}\n" in out
+    assert "speed: not known: whether" in out
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpu_note="no NVIDIA GPU: no driver"))
     assert run(["presets", "--json"]) == 0
     assert {row["forecast_unknown"] for row in json.loads(capsys.readouterr().out)} == {"no NVIDIA GPU: no driver"}
