@@ -17,8 +17,9 @@ _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_SEGMENT = 2 * MIB, 20 * MIB, 2 * MIB
 _OWN_SEGMENT = 10 * MIB
 """From this size on, a request gets a segment of its own size, rounded to _ROUND_SEGMENT."""
 _ADDRESSES = _LARGE_SEGMENT << 22
-"""Addresses that an expandable segment can grow into: more than any GPU has bytes, whole pages."""
-_ADDRESS_BITS = 56
+"""Addresses that an expandable segment can grow into: more than any GPU has bytes, whole pages. A
+larger request gets a segment as large as itself."""
+_ADDRESS_BITS = 80
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
@@ -207,9 +208,9 @@ class Allocator:
                 end += length
             else:
                 return start
-        address = self._next_address
-        self._next_address += 2 * _ADDRESSES
-        self._unmapped[address] = _ADDRESSES
+        address, room = self._next_address, max(_ADDRESSES, -(-size // pool.page) * pool.page)
+        self._next_address += room + _ADDRESSES
+        self._unmapped[address] = room
         insort(pool.unmapped, address)
         return address
 

@@ -80,6 +80,6 @@ class DryRuns:
     def _death(self) -> str:
         status = self._process.wait()
         self._errors.seek(0)
-        last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+        last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2].strip()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         return f"the dry run {how}{f': {last}' if last else ''}"

@@ -20,7 +20,8 @@ from msgspec.structs import replace
 from bench.predict import drawn
 from memtop.cli import gpus as gpus_of
 from memtop.cli import run
-from memtop.cli.plan_host import host_text, planned_host
+from memtop.cli.plan_host import host_text, planned_host, share_text
+from memtop.cli.plan_output import bound_text
 from memtop.presets import Settings, load_presets, load_recipes, parameters, resolve
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.estimate import estimate
@@ -31,7 +32,7 @@ from memtop.supervisor import dry_runs, language, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.plan import SURE, Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
+from memtop.supervisor.plan import SURE, Bound, Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
 from memtop.supervisor.recovery.forecast import words_at_launch
 from tests.forking import Program
 
@@ -472,6 +473,7 @@ def test_the_files_of_a_model_say_how_large_it_is(capsys: pytest.CaptureFixture[
         ),
         ({**NEW, "quantization_config": {"bits": 4}}, "there is no bound: its weights are quantized"),
         ({**NEW, "model_type": "vit"}, "model_type vit: transformers has no causal language model of this kind"),
+        ({**NEW, "model_type": "umt5"}, "model_type umt5: it has an encoder and a decoder"),
         ({**NEW, "model_type": "llava"}, "model_type llava: it reads images, too"),
         ({**LLAMA, "model_type": "distilbert"}, "model_type distilbert: transformers has no causal language model"),
     ],
@@ -534,7 +536,31 @@ def test_all_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert (speeds["stage2_offload"], speeds["minimal"]) == ("slower", "much slower")
     assert all(row["speed_basis"] for row in rows.values())
     assert run(["plan", "first-run", "--all", "--vram", "1"]) == 0
-    assert re.search(r"^minimal .* much slower$", capsys.readouterr().out, re.MULTILINE)
+    out = capsys.readouterr().out
+    assert re.search(r"^minimal .* much slower$", out, re.MULTILINE)
+    # The bands stand below each other, and host memory has one, too.
+    assert (
+        len({line.index("  dry run  ") if "  dry run  " in line else line.index("  estimate  ") for line in out.splitlines()})
+        == 1
+    )
+    assert all(re.search(r" %  \S+ \w+ .*  RAM [\d.]+ GiB  \S+ \w+ ", line) for line in out.splitlines()), out
+
+
+def test_the_share_names_the_memory_of_other_programs_before_the_percentage_that_has_it() -> None:
+    assert share_text(2 << 30, 8 << 30, 0, "25.0 % · safe") == "2.0 / 8.0 GiB, 25.0 % · safe"
+    with_others = share_text(2 << 30, 8 << 30, 4 << 30, "75.0 % · safe")
+    assert with_others == "2.0 / 8.0 GiB; with 4.0 GiB of other programs 75.0 % · safe"
+
+
+def test_on_a_terminal_lines_are_broken_between_words_below_their_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    bound = Bound(bytes=9 * GIB, components={f"part {number}": GIB for number in range(9)}, counted="its weights")
+    rows = [*bound_text(bound, CARD)]
+    assert all(len(row) <= 80 for row in rows), rows
+    (first, second) = (row for row in rows if "part" in row)
+    assert first.startswith("parts       part 0 1.0 GiB, ")
+    assert re.match(r" {12}\S", second)
 
 
 def test_alternatives_say_how_fast_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -565,7 +591,7 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--", "python", "train.py"], "-- COMMAND: does not say how long a sample is"),
+        (["--", "python", "train.py"], "-- COMMAND: it names no model"),
         (["first-run", "--", "python", "train.py"], "RECIPE with -- COMMAND: leave it out"),
         (["--all", "--", "python", "train.py"], "--all with -- COMMAND: leave it out"),
         (["first-run", "--method", "lora"], "--method lora: recipe first-run is for method full"),
@@ -641,7 +667,11 @@ def test_presets_say_the_peak_on_the_gpu_that_is_here(
     assert rows["qlora-16g-safe"]["forecast"] is None
     assert "not known before it is loaded" in rows["qlora-16g-safe"]["forecast_unknown"]
     assert run(["presets"]) == 0
-    assert "of 1.0 GiB (" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of 1.0 GiB (" in out
+    why = "what the model is made of is not known before it is loaded"
+    assert f"the peak of GPU memory (sft-lora, sft-qlora) cannot be foreseen: {why}\n" in out
+    assert "speed: not known: whether" in out
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpu_note="no NVIDIA GPU: no driver"))
     assert run(["presets", "--json"]) == 0
     assert {row["forecast_unknown"] for row in json.loads(capsys.readouterr().out)} == {"no NVIDIA GPU: no driver"}

@@ -20,7 +20,7 @@ from memtop.cli import gpus as gpus_of
 from memtop.cli import requests, run
 from memtop.cli.common import proposal_lines
 from memtop.cli.requests import before_spike_of, change_to, meant, planned, say_peak
-from memtop.cli.runs import _wrapped
+from memtop.cli.wrapping import wrapped
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
@@ -338,11 +338,11 @@ def test_show_has_what_the_comparison_has(dead: RunFolder, capsys: pytest.Captur
 
 def test_show_wraps_between_words_and_keeps_paths_whole() -> None:
     path = "/a" * 60
-    rows = list(_wrapped("  warning     " + "some words " * 12 + path, 80))
+    rows = list(wrapped("  warning     " + "some words " * 12 + path, 80))
     assert {len(row) <= 80 for row in rows[:-1]} == {True}
     assert rows[1].startswith(" " * 14 + "some") or rows[1].startswith(" " * 14 + "words")
     assert rows[-1] == " " * 14 + path
-    assert list(_wrapped("  folder      " + path, None)) == ["  folder      " + path]
+    assert list(wrapped("  folder      " + path, None)) == ["  folder      " + path]
 
 
 def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:

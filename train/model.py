@@ -142,6 +142,11 @@ def refuse_other_models(settings: Settings, config: Any) -> None:
         raise BadInputError(
             f"model_type {kind}: transformers has no model of this kind with an encoder and a decoder, as seq2seq needs"
         )
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise BadInputError(
+            f"model_type {kind}: it has an encoder and a decoder, and this recipe trains causal language models; "
+            "take recipe pretrain-t5"
+        )
     raise BadInputError(
         f"model_type {kind}: transformers has no causal language model of this kind, and memtop trains no other kind"
     )

@@ -30,6 +30,12 @@ from memtop.train.state_files import LossScale, SavedTensors
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 12_500_000, 50_000_000
 
 
+def width_of(config: Any) -> int:
+    """The width of the language model: a model that reads images, too, has a configuration of its
+    own for it."""
+    return int(getattr(config, "hidden_size", None) or config.get_text_config().hidden_size)
+
+
 def zero_config(settings: Settings, *, hidden_size: int, precision: str) -> dict[str, Any]:
     """DeepSpeed's JSON for these settings: integers and explicit sizes, no "auto".
 
@@ -128,8 +134,7 @@ def open_deepspeed(
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
     from transformers.integrations import unset_hf_deepspeed_config
 
-    hidden = int(getattr(config, "hidden_size", None) or config.d_model)
-    written = zero_config(settings, hidden_size=hidden, precision=precision)
+    written = zero_config(settings, hidden_size=width_of(config), precision=precision)
     # A model from a file is sharded while it is read, because it may be larger than one GPU.
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)

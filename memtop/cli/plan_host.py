@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memtop.cli.wrapping import wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.host_estimate import HostEstimate, host_estimate
 from memtop.presets.parameters import stored_config
@@ -71,6 +72,7 @@ def planned_host(settings: Settings, host: HostSample, host_ram: float | None, *
     return PlannedHost(found, reason, total, available)
 
 
+@wraps_on_terminal
 def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
     found = host.foreseen
     if found is None:
@@ -90,11 +92,17 @@ def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
 
 
 def _host_share(host: PlannedHost) -> str:
-    """`1.5 GiB of 23.5 GiB, 8.1 % · safe, with 0.4 GiB of other programs`"""
+    """`1.5 / 23.5 GiB; with 0.4 GiB of other programs 8.1 % · safe`"""
     assert host.foreseen is not None
     if host.total is None or host.available is None:
         return units.size(host.foreseen.peak)
     band, taken = band_of(host.fraction), host.total - host.available
-    share = f"{units.percent(host.fraction)} {mark(band)} {tr(band.value)}"
-    text = f"{units.used_of(host.foreseen.peak, host.total)}{separator(', ')}{share}"
-    return f"{text}, with {units.size(taken)} of other programs" if taken else text
+    return share_text(host.foreseen.peak, host.total, taken, f"{units.percent(host.fraction)} {mark(band)} {tr(band.value)}")
+
+
+def share_text(peak: int, total: int, others: int, share: str) -> str:
+    """`share`: the part that is taken together with other programs, and its band."""
+    text = units.used_of(peak, total)
+    if not others:
+        return f"{text}{separator(', ')}{share}"
+    return f"{text}{separator('; ')}{tr(f'with {units.size(others)} of other programs {share}')}"

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 
-from memtop.cli.output import print_json, print_lines
-from memtop.cli.plan_host import PlannedHost
+from memtop.cli.output import print_json, print_lines, row
+from memtop.cli.plan_host import PlannedHost, share_text
+from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
 from memtop.presets.comparison import Outlook, speed_words
 from memtop.presets.measured import Measured
@@ -108,6 +110,7 @@ def _way_row(way: Way) -> dict[str, Any]:
     }
 
 
+@wraps_on_terminal
 def plan_text(
     settings: Settings,
     own: TrainerCommand | None,
@@ -138,6 +141,7 @@ def plan_text(
         yield f"or          {_way_text(way, own)}"
 
 
+@wraps_on_terminal
 def bound_text(bound: Bound, card: Card) -> Iterator[str]:
     size, total = units.size(bound.bytes), card.total_bytes
     yield f"GPU memory  at least {size}" if total is None else f"GPU memory  at least {size} of {units.size(total)}"
@@ -156,6 +160,7 @@ def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> 
     return f"parts       {separator(', ').join(texts)}"
 
 
+@wraps_on_terminal
 def heading(settings: Settings, own: TrainerCommand | None) -> Iterator[str]:
     comma = separator(", ")
     method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
@@ -168,22 +173,25 @@ def heading(settings: Settings, own: TrainerCommand | None) -> Iterator[str]:
 
 
 def _share(peak: Peak, card: Card) -> str:
-    """`8.5 GiB of 16.0 GiB, 53.1 % · safe`"""
+    """`8.5 / 16.0 GiB, 53.1 % · safe`"""
     if card.total_bytes is None:
         return units.size(peak.bytes)
-    share = f"{units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
-    text = f"{units.used_of(peak.bytes, card.total_bytes)}{separator(', ')}{share}"
-    return f"{text}, with {units.size(card.others_bytes)} of other programs" if card.others_bytes else text
+    share = f"{units.percent(peak.fraction)} {_band(peak.band)}"
+    return share_text(peak.bytes, card.total_bytes, card.others_bytes, share)
+
+
+def _band(band: Band) -> str:
+    return f"{mark(band)} {tr(band.value)}"
 
 
 def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
     head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
     changes = separator("; ").join(map(tr, way.changes))
-    size, speed = units.size(way.peak.bytes), speed_words(way.pace.speed)
+    size, most, speed = units.size(way.peak.bytes), units.size(way.peak.most), speed_words(way.pace.speed)
     if changes:
-        return tr(f"{head} ({changes}): ~{size}; {same}; {speed}")
-    return tr(f"{head}: ~{size}; {same}; {speed}")
+        return tr(f"{head} ({changes}): ~{size}, at most {most}; {same}; {speed}")
+    return tr(f"{head}: ~{size}, at most {most}; {same}; {speed}")
 
 
 def _named(way: Way) -> str:
@@ -194,19 +202,36 @@ def print_all(rows: list[PresetRow], hosts: list[PlannedHost], card: Card, *, as
     if as_json:
         print_json([{**_preset_row(*row, card), "host": host.row} for row, host in zip(rows, hosts, strict=True)])
         return
-    for (look, need, why), host in zip(rows, hosts, strict=True):
+    known = {
+        place: _cells(look, peak_of(need, card), host)
+        for place, ((look, need, _), host) in enumerate(zip(rows, hosts, strict=True))
+        if isinstance(need, Need)
+    }
+    widths = [max(cell_len(tr(cell)) for cell in column) for column in zip(*known.values(), strict=True)]
+    for place, (look, need, why) in enumerate(rows):
         name = look.preset.name
-        if need is None:
-            print_lines(f"{name:16} {units.UNKNOWN}: {why}")
-            continue
-        if isinstance(need, Bound):
+        if place in known:
+            cells = enumerate(zip(known[place], widths, strict=True))
+            padded = ((cell, -width if at in _NUMBERS else width) for at, (cell, width) in cells)
+            print_lines(*for_terminal([row(*padded, between="  ")]))
+        elif isinstance(need, Bound):
             print_lines(f"{name:16} {look.kept.split_text:12} bound: at least {units.size(need.bytes)}: {why}")
-            continue
-        peak = peak_of(need, card)
-        fraction = "" if peak.fraction is None else f"  {units.percent(peak.fraction)} {mark(peak.band)} {tr(peak.band.value)}"
-        of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
-        size, split, speed = units.size(peak.bytes), look.kept.split_text, speed_words(look.pace.speed)
-        print_lines(f"{name:16} {split:12} {size:>10}{fraction}  {tr(peak.basis)}  RAM {of_host}  {tr(speed)}")
+        else:
+            print_lines(f"{name:16} {units.UNKNOWN}: {why}")
+
+
+_NUMBERS = (2, 3)
+"""The cells that are aligned to the right."""
+
+
+def _cells(look: Outlook, peak: Peak, host: PlannedHost) -> tuple[str, ...]:
+    size = units.size(peak.bytes)
+    share = ("", "") if peak.fraction is None else (units.percent(peak.fraction), _band(peak.band))
+    of_host = units.size(None if host.foreseen is None else host.foreseen.peak)
+    band = band_of(host.fraction)
+    seen = "" if band is Band.UNKNOWN else _band(band)
+    speed = speed_words(look.pace.speed)
+    return (look.preset.name, look.kept.split_text, size, *share, peak.basis, f"RAM {of_host}", seen, speed)
 
 
 def _preset_row(look: Outlook, need: Need | Bound | None, why: str, card: Card) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from memtop.cli.common import living_runs
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import json_option
 from memtop.cli.output import print_json, print_lines, print_message
+from memtop.cli.wrapping import for_terminal
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, effective_change, outlook
 from memtop.presets.edits import find_preset
@@ -25,7 +26,7 @@ from memtop.presets.measured import Learned, learned
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import learned_on
-from memtop.supervisor.language import tr
+from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.plan import Card, gpu_kind
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.forecast import Estimates, foreseen_text, gpu_of, outlook_of
@@ -55,7 +56,7 @@ def presets(name: str | None, as_json: bool) -> int:
         rows = [_row(look, _peak(look, foresee)) for _, looks in groups for look in looks]
         print_json(rows[0] if name else rows)
         return 0
-    print_lines(*_table(groups, foresee), own=False)
+    print_lines(*for_terminal(map(Verbatim, _table(groups, foresee))), own=False)
     if name:
         print_lines(*(line for _, looks in groups for look in looks for line in _full(look)))
     else:
@@ -190,6 +191,7 @@ def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterato
         return "  ".join(padded).rstrip()
 
     yield aligned([tr(head) for head in _HEADS])
+    reasons: dict[str, dict[str, None]] = {}  # why no peak is known, and of which recipes
     for heading, looks in groups:
         yield ""
         yield tr(heading)
@@ -199,6 +201,11 @@ def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterato
             peak = _peak(look, foresee)
             if isinstance(peak, Forecast):
                 yield tr(f"     {foreseen_text(peak)}")
+            elif look.switch != "refused":
+                reasons.setdefault(peak, {})[look.kept.recipe] = None
+    for reason, recipes in reasons.items():
+        yield ""
+        yield tr(f"the peak of GPU memory ({', '.join(recipes)}) cannot be foreseen: {reason}")
 
 
 def _cells(look: Outlook) -> tuple[str, ...]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +11,17 @@ from typing import Any
 
 import click
 import msgspec
-from rich.cells import cell_len
 
 from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_line
 from memtop.cli.configuration import default_runs_dir
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.output import print_json, print_lines, print_message
+from memtop.cli.wrapping import for_terminal
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import in_words, layers_command, outcome_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.killed import recorded_signal, state_word, status_suffix
-from memtop.supervisor.language import Verbatim, has_wide, tr, wrapped_anywhere
+from memtop.supervisor.language import tr
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run import speed, view
@@ -99,8 +97,7 @@ def show(run_name: str, as_json: bool, metrics: bool, samples: bool, runs_dir: P
     state = view.read_state(folder)  # before the ledger, which gets the end of an attempt first
     with readable_ledger(folder):
         record = view.show(folder)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print_lines(*(row for line in _lines(state, record) for row in _wrapped(line, width)))
+    print_lines(*for_terminal(_lines(state, record)))
     return 0
 
 
@@ -114,26 +111,6 @@ def document(folder: RunFolder) -> dict[str, Any]:
     for row in record["configurations"]:
         row["phases_unknown"] = why_no_phases(msgspec.convert(row, Configuration))
     return record | _measured(view.read_state(folder)) | {"then": folder.spec().then}
-
-
-def _wrapped(line: str, width: int | None) -> Iterator[str]:
-    """The line in the reader's language, wrapped at words below what follows its label. A path that
-    is too long stays whole."""
-    shown = tr(line)
-    label = re.match(r" *(?:\S+(?: \d+)?  +)?", shown)
-    start = "" if label is None else label[0]
-    indent = cell_len(start)
-    if width is None or cell_len(shown) <= width or width - indent < _LEAST_WRAPPED:
-        yield Verbatim(shown)
-        return
-    words, room = shown[len(start) :], width - indent
-    rows = wrapped_anywhere(words, room) if has_wide(words) else textwrap.wrap(words, room, **_AT_BLANKS)
-    for number, row in enumerate(rows):
-        yield Verbatim(f"{' ' * indent if number else start}{row}")
-
-
-_AT_BLANKS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-_LEAST_WRAPPED = 20
 
 
 def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:

@@ -97,9 +97,14 @@ def trainer_command(
     for name in _REFUSED:
         if options.is_on(name):
             raise _unforeseen(name, options.text(name))
+    path = model or options.text("model_name_or_path", "model_name", "model")
+    if path is None:
+        raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
     method = _method(options)
     found = _shape(options, seq_len)
     assumed = ["each sample has as many tokens as the sequence length", "the loss is the model's own"]
+    if not options.names_trainer:
+        assumed.append("the program uses Hugging Face's Trainer, which its script does not name")
     if options.text(*_BATCH) is None:
         assumed.append(f"a batch of {_DEFAULT_BATCH}, the default of TrainingArguments")
     if options.text(*_CHECKPOINTING) is None:
@@ -110,9 +115,6 @@ def trainer_command(
     found |= _optimizer(options)
     if method != "full":
         found |= _adapters(options, assumed)
-    path = model or options.text("model_name_or_path", "model_name", "model")
-    if path is None:
-        raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
     processes = processes or options.processes
     zero = _zero(options, cwd)
     if zero is None and processes > 1:
@@ -141,6 +143,8 @@ class _Options:
         self.is_trl_itself = self.defaults is _TRL or "trl/scripts/sft" in f"{script or module}".replace(".", "/")
         if self.is_trl_itself or "SFTConfig" in program.script:
             self.defaults = _TRL
+        # The scripts of TRL and LLaMA-Factory are in their packages.
+        self.names_trainer = self.defaults is not _TRAINER or "Trainer" in program.script
         self._given = _given(program.command.arguments)
         if self.defaults is _LLAMA_FACTORY:
             # After its file, it takes options without dashes.
@@ -258,7 +262,10 @@ def _method(options: _Options) -> str:
 def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
     length = seq_len or options.whole(*_LENGTH) or options.defaults.length
     if length is None:
-        raise UsageError("-- COMMAND: does not say how long a sample is (--max_length); give --seq-len T before the dashes")
+        raise UsageError(
+            "-- COMMAND: does not say how long a sample is (--block_size, --max_length, --cutoff_len); "
+            "give --seq-len T before the dashes"
+        )
     checkpointing = options.is_on("gradient_checkpointing", default=options.defaults.checkpointing)
     return {
         "batch": str(options.whole(*_BATCH) or _DEFAULT_BATCH),

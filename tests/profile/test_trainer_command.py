@@ -45,6 +45,7 @@ def test_adapters_on_a_base_in_4_bits(tmp_path: Path) -> None:
     assert found.method == "qlora"
     assert {name: found.values[name] for name in ADAPTERS} == ADAPTERS
     assert found.assumed[2:] == (
+        "the program uses Hugging Face's Trainer, which its script does not name",
         "a batch of 8, the default of TrainingArguments",
         "no gradient checkpointing, the default of TrainingArguments",
         "the base is in bf16",
@@ -54,6 +55,16 @@ def test_adapters_on_a_base_in_4_bits(tmp_path: Path) -> None:
         read("sft.py --model_name_or_path m --max_length 9 --fp16 --use_peft --lora_r 4 --dtype float16", tmp_path).method
         == "lora"
     )
+
+
+def test_a_script_that_does_not_name_the_trainer_is_an_assumption(tmp_path: Path) -> None:
+    script = tmp_path / "run_clm.py"
+    words = "the program uses Hugging Face's Trainer, which its script does not name"
+    script.write_text("import torch\n")
+    assert words in read(f"python {CLM}", tmp_path).assumed
+    script.write_text("from transformers import Trainer\n")
+    assert words not in read(f"python {CLM}", tmp_path).assumed
+    assert words not in read("trl sft --model_name_or_path m", tmp_path).assumed
 
 
 @pytest.mark.parametrize("start", ["trl sft", "python -m trl.scripts.sft", "own.py"])

@@ -134,6 +134,19 @@ def test_an_expandable_segment_grows_by_pages_and_has_no_rest() -> None:
     assert allocator.reserved == 62 * MIB
 
 
+def test_a_request_larger_than_all_addresses_of_a_segment_has_one_of_its_size() -> None:
+    """A batch of a million samples asks for hundreds of tebibytes."""
+    allocator = Allocator(expandable=True)
+    sizes = (MIB << 20, MIB << 27, MIB << 40, 40 * MIB)
+    for key, size in enumerate(sizes):
+        allocator.allocate(key, size)
+    assert allocator.allocated == sum(sizes)
+    for key in range(len(sizes)):
+        allocator.release(key)
+    allocator.give_back_unused()
+    assert allocator.allocated == allocator.reserved == 0
+
+
 def test_a_block_that_can_grow_is_taken_last() -> None:
     allocator = Allocator(expandable=True)
     for key, size in enumerate((15, 4, 15)):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.attempt import launcher
-from memtop.train.zero import zero_config
+from memtop.train.zero import width_of, zero_config
 from tests.forking import LONG
 from tests.train.launching import LAUNCHED, printed_by
 from tests.train.support import TINY, edited
@@ -131,3 +131,9 @@ def test_the_users_defaults_for_accelerate_change_nothing(tmp_path: Path) -> Non
     words = (*launcher(edited(zero=Zero(stage=2))), str(tmp_path / "rank.py"))
     found = printed_by(*words, HF_HOME=str(tmp_path), CUDA_VISIBLE_DEVICES="GPU-8c1e")
     assert found == dict(zip(names, ("GPU-8c1e", "0", "1"), strict=True))
+
+
+def test_the_width_is_that_of_the_language_model() -> None:
+    assert width_of(AutoConfig.for_model("llama", hidden_size=96)) == 96
+    assert width_of(AutoConfig.for_model("t5", d_model=48)) == 48
+    assert width_of(AutoConfig.for_model("gemma3", text_config={"model_type": "gemma3_text", "hidden_size": 80})) == 80

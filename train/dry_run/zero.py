@@ -19,7 +19,7 @@ from torch._utils import _flatten_dense_tensors as flatten
 
 from memtop.train.dry_run.build import Training, empty
 from memtop.train.dry_run.trace import Component, Trace
-from memtop.train.zero import zero_config
+from memtop.train.zero import width_of, zero_config
 
 OptimizerOf = Callable[[list[torch.Tensor]], Any]
 FP32 = torch.float32
@@ -60,8 +60,7 @@ class Memory:
 
 def configuration(training: Training, config: Any) -> dict[str, Any]:
     """What the trainer writes for DeepSpeed."""
-    width = int(getattr(config, "hidden_size", None) or config.d_model)
-    return zero_config(training.settings(config), hidden_size=width, precision=training.weights)
+    return zero_config(training.settings(config), hidden_size=width_of(config), precision=training.weights)
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
