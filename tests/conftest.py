@@ -107,6 +107,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file again: files load further modules, and the dashboard ends the freeze. Without
+    this, a collection takes up to a second in the end, and some tests collect many times."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 UNTIL_GO = """
 import os, time
 while not os.path.exists("go"):

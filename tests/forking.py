@@ -44,6 +44,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -228,7 +229,7 @@ def run(
 
 def runs_torch(code: str) -> bool:
     """Whether a program imports torch, and none that a test has made up."""
-    libraries = r"^\s*(?:import|from) [^\n]*\b(?:torch|transformers|accelerate)\b"
+    libraries = r"^\s*(?:import|from) [^\n]*\b(?:torch|transformers|accelerate|memtop\.train(?!\.agent))\b"
     return re.search(libraries, code, re.MULTILINE) is not None and "sys.modules[" not in code
 
 
@@ -243,6 +244,8 @@ def _starts_torch(argv: Sequence[str], environment: Mapping[str, str], folder: P
     if command.kind == "":
         script = folder / command.target
         return script.is_file() and runs_torch(script.read_text(errors="replace"))
+    if any(Path(place, "torch").is_dir() for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place):
+        return False  # its own torch, made up by a test
     name, *words = command.words or ("",)
     if command.target == "memtop.supervisor":
         return _trains(Path(name))
@@ -250,8 +253,10 @@ def _starts_torch(argv: Sequence[str], environment: Mapping[str, str], folder: P
         return True
     if name == "train" and "--" in words:
         return _starts_torch(words[words.index("--") + 1 :], environment, folder)
+    if name == "watch" and not {"--once", "--json", "--csv", "--prometheus"}.isdisjoint(words):
+        return False
     if name in ("restart", "rollback", "watch") and "MEMTOP_RUNS_DIR" in environment:
-        return any(map(_trains, Path(environment["MEMTOP_RUNS_DIR"]).glob("*")))
+        return any(_trains(path.parent) for path in Path(environment["MEMTOP_RUNS_DIR"]).glob("*/run.json"))
     return name not in _SMALL_COMMANDS and not name.startswith("-")
 
 
@@ -493,6 +498,9 @@ def main() -> None:
     # A library may start a thread, which a fork would lose; a kernel may lack checkpoint/restore.
     if len(list(Path("/proc/self/task").iterdir())) > 1 or not _show(sys.orig_argv, os.environ):
         sys.exit("memtop's tests: programs cannot be forked here and are started by exec, which takes longer")
+    # Each end of a program would take 30 ms for what these libraries give back then.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     connection.send(b"ready")
