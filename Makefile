@@ -49,8 +49,8 @@ ops: $(STAMP)
 unit: $(STAMP) ops
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
-long: $(STAMP) ops ## the same tests, each program started from scratch, new random examples (half an hour)
-	MEMTOP_TESTS_EXEC=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+long: $(STAMP) ops ## all tests: whole matrices, each program started from scratch, new random examples (an hour)
+	MEMTOP_TESTS_EXEC=1 $(BIN)/python -m pytest -q -m "long or not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(STAMP) ## measure; prints JSON
 	$(BIN)/python -m bench.startup

@@ -55,7 +55,8 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Those that wait most come first, so that no worker is left with one of them at the end.
+# Those that wait most come first, then those that compute most, so that no worker is left with one
+# of them at the end.
 _SLOW_FILES = (
     "tests/test_end_to_end.py",
     "tests/test_survival.py",
@@ -84,6 +85,20 @@ _SLOW_FILES = (
     "tests/tui/test_actions.py",
     "tests/tui/test_processes_screen.py",
     "tests/tui/test_screens.py",
+    "tests/run/test_notices_live.py",
+    "tests/run/test_spikes_live.py",
+    "tests/run/test_energy.py",
+    "tests/train/test_dry_run_zero.py",
+    "tests/train/test_zero.py",
+    "tests/train/test_dry_run.py",
+    "tests/train/test_estimate.py",
+    "tests/train/test_sampling.py",
+    "tests/tui/test_chinese.py",
+    "tests/tui/test_pictures.py",
+    "tests/tui/test_ascii.py",
+    "tests/tui/test_runs.py",
+    "tests/test_safe_proposals.py",
+    "tests/test_plan_command.py",
 )
 
 
@@ -105,6 +120,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave the modules of torch, transformers and others out of each garbage collection."""
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file again: files load further modules, and the dashboard ends the freeze. Without
+    this, a collection takes up to a second in the end, and some tests collect many times."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 UNTIL_GO = """

@@ -1,11 +1,13 @@
-"""Starts Python programs for tests in milliseconds: forks of one process that has imported torch,
-transformers and accelerate.
+"""Starts Python programs for tests in milliseconds: forks of a process that has imported their
+libraries.
 
-Importing these libraries takes 3 to 6 s of CPU, and most tests of whole runs start several
-programs. `Program` is a `subprocess.Popen` for `python -m MODULE`, `python -c CODE` and
-`python SCRIPT`:
+Importing torch, transformers and accelerate takes 3 to 6 s of CPU, and most tests of whole runs
+start several programs. `Program` is a `subprocess.Popen` for `python -m MODULE`, `python -c CODE`
+and `python SCRIPT`:
 
-* It has already imported the libraries of others, but none of memtop's own modules.
+* It has already imported the libraries of others, but none of memtop's own modules. Programs that
+  neither import torch nor start a program that does are forked from a process without torch: it is
+  a tenth of the size, and its fork takes a tenth of the time.
 * The kernel and the program see what they see after a real start: process ID, parent, session and
   group, signal handlers, exit status, descriptors, working directory, `/proc/PID/environ` and
   `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard streams and `sitecustomize`.
@@ -16,8 +18,9 @@ How it works: a *starter* is a child process that waits for requests. It forks t
 in the middle ends, so that the new process is an orphan. Its parent becomes the process that asked
 for it, which is a subreaper at this moment. Then the new process takes on the command (`_become`).
 
-Exec starts what a fork cannot: other programs, other interpreter options, other variables that an
-interpreter or a library reads when it starts. With MEMTOP_TESTS_EXEC=1, exec starts everything.
+Exec starts what a fork cannot: other programs, other interpreter options, and programs that change
+the variables that an interpreter or a library reads when it starts. With MEMTOP_TESTS_EXEC=1, exec
+starts everything.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import importlib.util
@@ -40,15 +44,19 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 LONG = os.environ.get("MEMTOP_TESTS_EXEC") == "1"
 """Whether this is `make long`, which starts every program by exec and repeats things more often."""
-LIBRARIES = (
+_SMALL = (
     *("asyncio", "concurrent.futures.thread", "multiprocessing.reduction", "sqlite3", "uuid", "statistics", "tomllib"),
-    *("msgspec", "psutil", "pynvml", "click", "platformdirs", "numpy", "safetensors.torch"),
+    *("msgspec", "psutil", "pynvml", "click", "platformdirs"),
+)
+_TORCH = (
+    *("numpy", "safetensors.torch"),
     *("torch", "torch.distributed.run", "torch.distributed.tensor", "torch._dynamo", "torch.utils.data"),
     *("torch.multiprocessing.spawn", "torch.nn.parallel.distributed", "torch.utils.checkpoint"),
     *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
@@ -57,6 +65,11 @@ LIBRARIES = (
 )
 # Modules that start other programs: each of their processes has a starter.
 _STARTING = ("memtop", "memtop.supervisor", "torch.distributed.run", "accelerate.commands.launch")
+# Commands of memtop that start no training.
+_SMALL_COMMANDS = (
+    *("advise", "checkpoint", "compare", "config", "diagnose", "free", "notify", "report", "runs", "sample", "show"),
+    *("stop", "strays"),
+)
 # What an interpreter or a library reads when it starts, or is imported.
 _READ_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "MALLOC_", "HF_", "TRANSFORMERS_")
 _READ_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
@@ -176,13 +189,24 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
 class Program(subprocess.Popen[Any]):
     """A `subprocess.Popen` that forks where it can.
 
-    `prepare` is Python code that the new process runs first; `imported` names further libraries
-    that it has already.
+    `prepare` is Python code that the new process runs first; `torch` says whether it has imported
+    torch already, and `imported` names further libraries.
     """
 
-    def __init__(self, args: Sequence[str], *, prepare: str = "", imported: tuple[str, ...] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        prepare: str = "",
+        torch: bool | None = None,
+        imported: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
         self.prepare = prepare
-        self.starter = _starter_with(imported, options.get("env") or os.environ)
+        environment = options.get("env") or os.environ
+        if torch is None:
+            torch = bool(imported) or _starts_torch(list(args), environment, Path(options.get("cwd") or "."))
+        self.starter = _starter_with((*_TORCH, *imported) if torch else (), environment)
         super().__init__(list(args), **options)
 
     _execute_child = _execute_child
@@ -205,10 +229,47 @@ def run(
 
 def runs_torch(code: str) -> bool:
     """Whether a program imports torch, and none that a test has made up."""
-    return re.search(r"^\s*(import [^\n]*\btorch\b|from torch)", code, re.MULTILINE) is not None and "sys.modules[" not in code
+    libraries = r"^\s*(?:import|from) [^\n]*\b(?:torch|transformers|accelerate|memtop\.train(?!\.agent))\b"
+    return re.search(libraries, code, re.MULTILINE) is not None and "sys.modules[" not in code
 
 
-_starters: dict[tuple[str, ...], Starter | None] = {}
+def _starts_torch(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bool:
+    """Whether a program imports torch, or starts one that does. Where this is wrong, the program
+    takes longer."""
+    command = parse(argv)
+    if command is None:
+        return False
+    if command.kind == "-c":
+        return runs_torch(command.target)
+    if command.kind == "":
+        script = folder / command.target
+        return script.is_file() and runs_torch(script.read_text(errors="replace"))
+    if any(Path(place, "torch").is_dir() for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place):
+        return False  # its own torch, made up by a test
+    name, *words = command.words or ("",)
+    if command.target == "memtop.supervisor":
+        return _trains(Path(name))
+    if command.target != "memtop":
+        return True
+    if name == "train" and "--" in words:
+        return _starts_torch(words[words.index("--") + 1 :], environment, folder)
+    if name == "watch" and not {"--once", "--json", "--csv", "--prometheus"}.isdisjoint(words):
+        return False
+    if name in ("restart", "rollback", "watch") and "MEMTOP_RUNS_DIR" in environment:
+        return any(_trains(path.parent) for path in Path(environment["MEMTOP_RUNS_DIR"]).glob("*/run.json"))
+    return name not in _SMALL_COMMANDS and not name.startswith("-")
+
+
+def _trains(run: Path) -> bool:
+    """Whether the program of the run in this folder imports torch."""
+    try:
+        spec = json.loads((run / "run.json").read_bytes())
+        return not spec["command"] or _starts_torch(spec["command"], {}, Path(spec["cwd"]))
+    except (OSError, ValueError, KeyError):
+        return True
+
+
+_starters: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], Starter | None] = {}
 
 
 def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) -> Starter | None:
@@ -216,15 +277,22 @@ def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) ->
     started when first wanted."""
     if LONG:
         return None
-    if libraries not in _starters:
+    further = libraries[len(_TORCH) :]
+    given = dict(environment if further else os.environ)
+    if not further and (not libraries or "LD_LIBRARY_PATH" in environment):
+        # One more with torch takes memory and seconds: only for tests with another driver.
+        given = {name: value for name, value in given.items() if name not in _early(given)} | _early(environment)
+    key = libraries, frozenset(_early(given).items())
+    if key not in _starters:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        its_own = {name: value for name, value in (environment if libraries else os.environ).items() if name != "PYTHONPATH"}
+        its_own = {name: value for name, value in given.items() if name != "PYTHONPATH"}
         with theirs:
-            command = [sys.executable, str(Path(__file__)), *libraries]
-            # Further libraries are imported by a fork of the starter that has the usual ones.
-            (Program if libraries else subprocess.Popen)(command, stdin=theirs, env=its_own, cwd="/")
-        _starters[libraries] = Starter(ours, _early(its_own)) if ours.recv(64) == b"ready" else None
-    return _starters[libraries]
+            command = [sys.executable, str(Path(__file__)), *(further or libraries)]
+            # Further libraries are imported by a fork of the starter that has torch.
+            start = functools.partial(Program, torch=True) if further else subprocess.Popen
+            start(command, stdin=theirs, env=its_own, cwd="/")
+        _starters[key] = Starter(ours, _early(its_own)) if ours.recv(64) == b"ready" else None
+    return _starters[key]
 
 
 # --- in the starter -------------------------------------------------------------------------------
@@ -424,12 +492,15 @@ def main() -> None:
     connection = socket.socket(fileno=0)
     sys.path.pop(0)
     _base_path.extend(sys.path)
-    for name in (*LIBRARIES, *sys.argv[1:]):
+    for name in (*_SMALL, *sys.argv[1:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # A library may start a thread, which a fork would lose; a kernel may lack checkpoint/restore.
     if len(list(Path("/proc/self/task").iterdir())) > 1 or not _show(sys.orig_argv, os.environ):
         sys.exit("memtop's tests: programs cannot be forked here and are started by exec, which takes longer")
+    # Each end of a program would take 30 ms for what these libraries give back then.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     connection.send(b"ready")

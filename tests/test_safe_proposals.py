@@ -119,7 +119,20 @@ WORLDS = [
     World(processes=2, outside=GIB),
     World(processes=2, ratio=1.2, knows="peak", outside=1300 * MIB),
 ]
-NAMES = [f"{world.processes} process(es), {world.knows} known, x {world.ratio}" for world in WORLDS]
+EVERY = pytest.mark.parametrize(
+    ("recipe", "world"),
+    [
+        pytest.param(
+            recipe,
+            world,
+            id=f"{recipe}-{world.processes} process(es), {world.knows} known, x {world.ratio}",
+            # Of each recipe and of each world two are in `make test`.
+            marks=[] if (column - row) % len(WORLDS) in (0, 2) else [pytest.mark.long],
+        )
+        for row, recipe in enumerate(ASKED)
+        for column, world in enumerate(WORLDS)
+    ],
+)
 
 
 def card(gib: int) -> Card:
@@ -148,8 +161,7 @@ def test_all_recipes_are_asked_for() -> None:
     assert refused == REFUSED
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=NAMES)
-@pytest.mark.parametrize("recipe", ASKED)
+@EVERY
 def test_a_plan_and_a_launch_propose_what_is_safe(recipe: str, world: World) -> None:
     settings, judged, unsafe = asked(recipe, world), 0, 0
     others = [replace(settings, gradient_checkpointing=True), replace(settings, seq_len=settings.seq_len // 2)]
@@ -182,8 +194,7 @@ def test_a_plan_and_a_launch_propose_what_is_safe(recipe: str, world: World) -> 
     assert unsafe
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=NAMES)
-@pytest.mark.parametrize("recipe", ASKED)
+@EVERY
 def test_the_restart_form_advice_and_the_search_of_a_batch_propose_what_is_safe(recipe: str, world: World) -> None:
     judged = dict.fromkeys(("form", "search", "advice"), 0)
     for _, preset in (one for one in LADDER if one[0] == recipe):
@@ -228,8 +239,7 @@ def _forecast(fraction: float | None, on: Card) -> Forecast | None:
     )
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=NAMES)
-@pytest.mark.parametrize("recipe", ASKED)
+@EVERY
 def test_what_remedies_propose_is_safe_or_labelled_and_comes_last(recipe: str, world: World) -> None:
     judged = 0
     for _, preset in (one for one in LADDER if one[0] == recipe):

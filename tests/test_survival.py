@@ -159,6 +159,7 @@ def test_an_address_space_limit_is_survived_in_the_process(runs: Runs, needs: Ne
     assert "allocation failure at update" in done.stderr
 
 
+@pytest.mark.long
 def test_what_the_documentation_lets_a_newcomer_try(runs: Runs) -> None:
     """Real processes: the limit of the shell is theirs."""
     page = (Path(__file__).resolve().parents[1] / "docs/surviving.md").read_text()

@@ -14,7 +14,6 @@ from memtop.cli import run as memtop
 from memtop.cli.report import energy_price
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.monitor.nvml.device import SENSOR_SECONDS
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.machine_watch import energy_counters
@@ -22,6 +21,7 @@ from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
 from tests.conftest import UNTIL_GO, Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
+from tests.recovery.injected import inject
 from tests.run.brain import spec
 
 NOW = 1_790_000_000.0
@@ -115,6 +115,14 @@ def test_the_report_names_a_cost_only_with_a_price(
             energy_price()
 
 
+SECONDS = 0.2
+OFTEN = f"""
+    import memtop.supervisor.monitor.nvml.device as device
+    device.SENSOR_SECONDS = {SECONDS}
+"""
+"""A supervisor that reads the counter not only every few seconds."""
+
+
 def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter(
     runs: Runs,
     tmp_path: Path,
@@ -130,6 +138,7 @@ def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter
 
     count(1, before)
     runs.environment |= script.env(nvml_library)
+    inject(runs, "    pass", supervisor=OFTEN)
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
 
     def trains(number: int, energy: int, used: int, *, before: int | None = None) -> int:
@@ -147,10 +156,9 @@ def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter
     first = trains(1, before, kwh)
     # What the card uses for others between two attempts is not the run's.
     runs.memtop("restart", "a", "--detach", "--set", "allocator=expandable_segments:True")
-    # The supervisor reads the counter every few seconds: it must know the new value before the
-    # program is on the card.
+    # The supervisor must know the new value of the counter before the program is on the card.
     count(1, before + 5 * kwh)
-    time.sleep(3 * SENSOR_SECONDS)
+    time.sleep(30 * SECONDS)
     trains(2, before + 5 * kwh, kwh // 4, before=first)
     (runs.root / "go").touch()
     runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.forking import LONG, runs_torch
 from tests.forking import run as run_forked
+from tests.forking import runs_torch
 from tests.train.test_agent import AGENT, TORCH, run
 from tests.train.test_processes import environment
 
@@ -89,7 +89,7 @@ if __name__ == "__main__":
         ("fork", {}),
         ("fork", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
         ("forkserver", {}),
-        *([("spawn", {})] if LONG else []),
+        pytest.param("spawn", {}, marks=pytest.mark.long),
         ("spawn", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
     ],
 )

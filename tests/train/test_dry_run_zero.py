@@ -81,24 +81,30 @@ def foreseen(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, precision: 
     return {"phases": series(trace), "parts": kept}
 
 
+CASES = [
+    (Zero(stage=1), "bf16", {"accumulation": 2}),
+    (Zero(stage=1, offload_optimizer=True), "bf16", {}),
+    (Zero(stage=2), "bf16", {"accumulation": 2}),
+    (Zero(stage=2), "fp16", {"gradient_checkpointing": True}),
+    (Zero(stage=2), "fp32", {"accumulation": 2}),
+    (Zero(stage=2, offload_optimizer=True), "bf16", {"accumulation": 2}),
+    (Zero(stage=3), "bf16", {"accumulation": 2}),
+    (Zero(stage=3), "fp16", {"gradient_checkpointing": True}),
+    (Zero(stage=3, offload_optimizer=True), "bf16", {"accumulation": 2}),
+    (Zero(stage=3, offload_optimizer=True, offload_parameters=True), "bf16", {"accumulation": 2}),
+    (Zero(stage=3), "bf16", {"method": "lora", "lora": Lora(r=8, alpha=16), "gradient_checkpointing": True}),
+]
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision", "changes"),
+    ("world", "stage", "precision", "changes"),
     [
-        (Zero(stage=1), "bf16", {"accumulation": 2}),
-        (Zero(stage=1, offload_optimizer=True), "bf16", {}),
-        (Zero(stage=2), "bf16", {"accumulation": 2}),
-        (Zero(stage=2), "fp16", {"gradient_checkpointing": True}),
-        (Zero(stage=2), "fp32", {"accumulation": 2}),
-        (Zero(stage=2, offload_optimizer=True), "bf16", {"accumulation": 2}),
-        (Zero(stage=3), "bf16", {"accumulation": 2}),
-        (Zero(stage=3), "fp16", {"gradient_checkpointing": True}),
-        (Zero(stage=3, offload_optimizer=True), "bf16", {"accumulation": 2}),
-        (Zero(stage=3, offload_optimizer=True, offload_parameters=True), "bf16", {"accumulation": 2}),
-        (Zero(stage=3), "bf16", {"method": "lora", "lora": Lora(r=8, alpha=16), "gradient_checkpointing": True}),
+        *((2, *case) for case in CASES),
+        (1, *CASES[-2]),
+        *(pytest.param(1, *case, marks=pytest.mark.long) for case in CASES if case is not CASES[-2]),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("world", [1, 2])
 def test_every_phase_takes_what_deepspeed_takes(
     world: int, stage: Zero, precision: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,20 @@ def run(tmp_path: Path, name: str, **changes: Any) -> Training:
 LORA = {"method": "lora", "lora": Lora(r=4, alpha=8, dropout=0.3)}
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, {"gradient_checkpointing": True}, {"packing": False}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("temperature", "changes"),
+    [
+        (0.9, {}),
+        (0.0, LORA),
+        (0.9, {"gradient_checkpointing": True}),
+        pytest.param(0.0, {}, marks=pytest.mark.long),
+        pytest.param(0.9, LORA, marks=pytest.mark.long),
+        pytest.param(0.0, {"gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param(0.0, {"packing": False}, marks=pytest.mark.long),
+        pytest.param(0.9, {"packing": False}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_weights_and_moments_are_bitwise_those_of_a_training_without_samples(
     tmp_path: Path, changes: dict[str, Any], temperature: float
 ) -> None:

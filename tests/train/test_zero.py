@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.zero import width_of, zero_config
-from tests.forking import LONG
 from tests.train.launching import LAUNCHED, printed_by
 from tests.train.support import TINY, edited
 
@@ -66,7 +65,7 @@ def test_a_model_from_files_is_read_to_the_buffers_of_the_configuration(availabl
     assert found["pinned_while_read"] is found["pinned_parameters"] is found["pinned"] is pinned
 
 
-@pytest.mark.skipif(not LONG, reason="torch takes 12 s to trace DeepSpeed's hooks: make long")
+@pytest.mark.long  # torch takes 12 s to trace the hooks of DeepSpeed
 def test_compiled_layers_learn_the_same_under_zero_3(tmp_path: Path) -> None:
     one_layer = {"config": {**TINY.model["config"], "num_hidden_layers": 1}}
     plain, compiled = (engine_of(tmp_path, Zero(stage=3), "fp32", 64.0, model=one_layer, compile=on) for on in (False, True))

@@ -43,8 +43,11 @@ def test_marks_and_signs_mean_the_same_as_before() -> None:
 
 
 @pytest.mark.parametrize("scene", [*SCENES, *STORED], ids=lambda scene: scene.name)
-async def test_every_screen_is_ascii(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At each size, and none of memtop's own characters is drawn as a question mark."""
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(slice(-1, None), id="smallest"), pytest.param(slice(-1), id="larger", marks=pytest.mark.long)]
+)
+async def test_every_screen_is_ascii(scene: Scene, sizes: slice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None of memtop's own characters is drawn as a question mark."""
     monkeypatch.setenv("MEMTOP_ASCII", "1")
     monkeypatch.chdir(tmp_path)
     unknown = set[str]()
@@ -58,7 +61,7 @@ async def test_every_screen_is_ascii(scene: Scene, monkeypatch: pytest.MonkeyPat
         assert isinstance(pilot.app, DashboardApp)
         for picture in scene.pictures:
             await opened(pilot, picture)
-            for columns, rows in picture.sizes:
+            for columns, rows in picture.sizes[sizes]:
                 await resize(pilot, columns, rows)
                 text = screen_text(pilot.app)
                 assert text.isascii(), (picture.name, sorted({c for c in text if not c.isascii()}))

@@ -323,7 +323,7 @@ async def test_the_form_that_queues_a_run_is_in_chinese(short: Path, monkeypatch
             check(app, "first-run", "runs/")
 
 
-@pytest.mark.parametrize("key", ["question_mark", "ctrl+p"])
+@pytest.mark.parametrize("key", ["question_mark", pytest.param("ctrl+p", marks=pytest.mark.long)])
 async def test_a_change_below_a_dialog_cuts_no_character_of_it(key: str) -> None:
     """What is written to the terminal, wherever the changed part of the dashboard ends."""
     async with opened(RecordingFeed(running(gpu())), key, size=(120, 35)) as (app, _):

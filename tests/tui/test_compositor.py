@@ -23,7 +23,7 @@ from tests.tui.support import RecordingFeed, dashboard, gpu, resize, running, se
 WORDS = {"en": "the checkpoint of update 24 was saved", "zh": "第 24 次更新的检查点已保存在磁盘上"}
 
 
-@pytest.fixture(params=["en", "zh"], autouse=True)
+@pytest.fixture(params=["zh", pytest.param("en", marks=pytest.mark.long)], autouse=True)
 def lang(request: pytest.FixtureRequest) -> Iterator[str]:
     language.use(request.param)
     yield request.param
@@ -102,7 +102,7 @@ async def changes(app: DashboardApp, pilot: Pilot[DashboardResult], feed: Record
         terminal.check()
 
 
-SIZES = [(120, 35), (121, 34), (80, 24)]
+SIZES = [(120, 35), pytest.param((121, 34), marks=pytest.mark.long), pytest.param((80, 24), marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -44,6 +44,8 @@ DRAW = bool(os.environ.get("MEMTOP_DRAW_PICTURES"))
 PICTURED: dict[type, list[str]] = {}
 """The names of the compared pictures, by class of screen."""
 EVERY = [(scene, theme) for scene in (*SCENES, *STORED) for theme in THEMES]
+LIGHT = ("machine", "failed", "spike")
+"""The scenes whose light pictures `make test` compares."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,18 @@ async def compare(pilot: Pilot[DashboardResult], picture: Picture, theme: str, f
             differing.append(f"{name}\n{difference(expected, found)}")
 
 
-@pytest.mark.parametrize(("scene", "theme"), EVERY, ids=[f"{scene.name}-{theme}" for scene, theme in EVERY])
+@pytest.mark.parametrize(
+    ("scene", "theme"),
+    [
+        pytest.param(
+            scene,
+            theme,
+            id=f"{scene.name}-{theme}",
+            marks=[pytest.mark.long] if theme == "light" and scene.name not in LIGHT else [],
+        )
+        for scene, theme in EVERY
+    ],
+)
 async def test_the_screens_look_as_approved(
     scene: Scene,
     theme: str,
