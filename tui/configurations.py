@@ -236,7 +236,9 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     """The configuration under the cursor: its first and last update, its full reason, and what
     returning to it changes.
     """
-    until = "now" if of.until_update is None else f"update {units.count(of.until_update)}"
+    until = f"update {units.count(of.until_update)}"
+    if of.until_update is None:
+        until = "now" if of.outcome is None else "its end"
     updates: Line = ()
     if of.peak is not None and of.peak.updates > 0:
         updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")

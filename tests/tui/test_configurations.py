@@ -155,6 +155,9 @@ def test_columns_stand_below_their_names() -> None:
 def test_a_configuration_that_failed_in_its_first_update_has_done_none() -> None:
     failed = configuration(2, 4, since_update=1, until_update=0, outcome="host_oom_alloc")
     assert plain(facts(failed, None, 100)[0]).startswith("configuration 2, no update was done")
+    # The last one of a run has no later one that says where it ended.
+    assert "to its end" in plain(facts(replace(failed, until_update=None), None, 100)[0])
+    assert "to now" in plain(facts(replace(failed, until_update=None, outcome=None), None, 100)[0])
     one = replace(failed, until_update=1)
     assert plain(facts(one, None, 100)[0]).startswith("configuration 2, from update 1  to update 1")
 
