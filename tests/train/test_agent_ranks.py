@@ -88,7 +88,7 @@ if __name__ == "__main__":
     [
         ("fork", {}),
         ("fork", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
-        ("forkserver", {}),
+        pytest.param("forkserver", {}, marks=pytest.mark.long),
         pytest.param("spawn", {}, marks=pytest.mark.long),
         ("spawn", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
     ],
