@@ -266,11 +266,14 @@ def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple
 
 
 def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak] | None:
-    """The settings with one sample in a micro-batch and the same effective batch, and what they
-    need; None if that is not known."""
-    tried = with_split(settings, *splits_of(settings)[-1])
-    need = quick(tried)
-    return None if need is None else (tried, peak_of(need, card))
+    """The split of the same effective batch that needs the least; None if that is not known. With
+    A > 1 gradients stay, so a smaller micro-batch may need more."""
+    tried = (with_split(settings, *split) for split in splits_of(settings))
+    known = [(one, need) for one in tried if (need := quick(one)) is not None]
+    if not known:
+        return None
+    found, need = min(known, key=lambda one: one[1].reserved)
+    return found, peak_of(need, card)
 
 
 def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:

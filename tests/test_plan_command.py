@@ -32,7 +32,20 @@ from memtop.supervisor import dry_runs, language, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.plan import SURE, Bound, Card, Need, bound_of, is_safe, largest_safe, peak_of, splits_of, ways
+from memtop.supervisor.plan import (
+    SURE,
+    Bound,
+    Card,
+    Need,
+    bound_of,
+    estimated,
+    is_safe,
+    largest_safe,
+    peak_of,
+    smallest,
+    splits_of,
+    ways,
+)
 from memtop.supervisor.recovery.forecast import words_at_launch
 from tests.forking import Program
 
@@ -599,7 +612,10 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
         (["--model", "/nowhere/at/all"], "no such folder"),
         (["--model", __file__], "is a file; give a folder with a config.json"),
         (["frist-run"], "did you mean first-run"),
-        (["first-run", "--vram", "0"], "--vram"),
+        (["first-run", "--vram", "0"], "'0' is not a size: give GiB as a number"),
+        (["first-run", "--vram", "24G"], "'24G' is not a size: give GiB as a number, such as 24"),
+        (["first-run", "--host-ram", "nan"], "'nan' is not a size"),
+        (["first-run", "--gpus", "0"], "--gpus 0: at least one; here it is how many GPUs, not which"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -613,10 +629,12 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
     said = capsys.readouterr().out
-    assert "no split with this effective batch is safe" in said
+    assert "no split with this effective batch and these settings is safe" in said
     assert re.search(r"^smallest    1 x \d+ x 1: ~.* !! danger$", said, re.MULTILINE)
     found = document(capsys, "pretrain-causal", "--vram", "0.6")
     assert found["max_safe_batch"] is None
+    assert found["assumed"] == ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]
+    assert f"assumed {found['assumed'][0]}" in " ".join(said.split())
     assert found["smallest_peak_bytes"] > 0.85 * found["gpu"]["total_bytes"]
 
 
@@ -675,3 +693,18 @@ def test_presets_say_the_peak_on_the_gpu_that_is_here(
     monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpu_note="no NVIDIA GPU: no driver"))
     assert run(["presets", "--json"]) == 0
     assert {row["forecast_unknown"] for row in json.loads(capsys.readouterr().out)} == {"no NVIDIA GPU: no driver"}
+
+
+def test_the_smallest_split_is_not_one_that_keeps_gradients_for_nothing() -> None:
+    """With one micro-batch there is no gradient during a forward pass."""
+    wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    settings = first_run(model={"config": wide}, batch=4, accumulation=1, seq_len=16, device="cuda", precision="bf16")
+    card = Card(total_bytes=1 << 30, generation=80)
+
+    def quick(tried: Settings) -> Need | None:
+        found = estimated(tried, card)
+        return found if isinstance(found, Need) else None
+
+    found = smallest(settings, card, quick)
+    assert found is not None
+    assert (found[0].batch, found[0].accumulation) == (4, 1)

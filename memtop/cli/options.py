@@ -5,6 +5,7 @@ A module of its own, so that `--help` and wrong usage do not load what finding r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +59,20 @@ class _Seconds(click.ParamType[float]):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
 
 
-WHOLE, SECONDS, PATH = _Whole(), _Seconds(), click.Path(path_type=Path)
+class _Gib(click.ParamType[float]):
+    name = "GiB"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            size = float(value)
+        except ValueError:
+            size = math.nan
+        if not 0 < size < math.inf:
+            self.fail(f"{value!r} is not a size: give GiB as a number, such as 24", param, ctx)
+        return size
+
+
+WHOLE, SECONDS, GIB, PATH = _Whole(), _Seconds(), _Gib(), click.Path(path_type=Path)
 
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=completion.runs)
 runs_dir_option = click.option("--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [./runs]")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from memtop.cli import completion
 from memtop.cli.configuration import configured
 from memtop.cli.interpreters import search
-from memtop.cli.options import WHOLE, assignments_of, json_option
+from memtop.cli.options import GIB, WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import host_text, planned_host
 from memtop.cli.plan_output import (
@@ -73,8 +73,8 @@ _GIB = 1 << 30
 @click.option("--accum", type=WHOLE, metavar="A", help="micro-batches per update")
 @click.option("--seq-len", type=WHOLE, metavar="T", help="tokens per sample")
 @click.option("--gpus", type=WHOLE, metavar="N", help="processes, one on each GPU [1]")
-@click.option("--vram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="of a GPU [as the one here]")
-@click.option("--host-ram", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="of the machine [as this one]")
+@click.option("--vram", type=GIB, metavar="GIB", help="of a GPU [as the one here]")
+@click.option("--host-ram", type=GIB, metavar="GIB", help="of the machine [as this one]")
 @json_option
 @click.pass_obj
 def plan(
@@ -100,6 +100,8 @@ def plan(
     """
     if every and preset is not None:
         raise UsageError(f"--all with --preset {preset}: give one of them")
+    if gpus is not None and gpus < 1:
+        raise UsageError(f"--gpus {gpus}: at least one; here it is how many GPUs, not which")
     machine = _machine()
     values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
     own = None
@@ -114,7 +116,9 @@ def plan(
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
     answers = _Answers(card, gpus or 1, python)
-    card = answers.card
+    card, assumed = answers.card, [] if own is None else list(own.assumed)
+    if _is_of_unknown_kind(machine, vram):
+        assumed.append(_USUAL_GPU)
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
@@ -122,7 +126,7 @@ def plan(
             hosts = [planned_host(look.kept, machine.host, host_ram, on_gpu=on_gpu) for look, _, _ in rows]
             print_all(rows, hosts, card, as_json=as_json)
             return 0
-        _print_one(settings, own, card, answers, host_ram, machine, as_json=as_json)
+        _print_one(settings, own, assumed, card, answers, host_ram, machine, as_json=as_json)
         if chosen is not None and card.total_bytes is not None:
             print_message(f"memtop: {chosen}; --preset NAME chooses another")
     finally:
@@ -144,6 +148,15 @@ def _card(machine: MachineSnapshot, vram: float | None) -> Card:
     if vram is not None:
         return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)
+
+
+def _is_of_unknown_kind(machine: MachineSnapshot, vram: float | None) -> bool:
+    from memtop.cli.gpus import emptiest
+
+    return vram is not None and emptiest(machine) is None
+
+
+_USUAL_GPU = "the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"
 
 
 def _settings(
@@ -310,6 +323,7 @@ def _need(found: Foreseen) -> Need:
 def _print_one(
     settings: Settings,
     own: TrainerCommand | None,
+    assumed: list[str],
     card: Card,
     answers: _Answers,
     host_ram: float | None,
@@ -332,9 +346,9 @@ def _print_one(
         if as_json:
             gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
             row = document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
-            print_json(row | {"assumed": [] if own is None else list(own.assumed)})
+            print_json(row | {"assumed": assumed})
             return
-        print_lines(*heading(settings, own), *bound_text(bound, card))
+        print_lines(*heading(settings, own, assumed), *bound_text(bound, card))
         print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
         print_message(f"memtop: this is no peak, only a bound: {answers.problem}")
         return
@@ -348,15 +362,17 @@ def _print_one(
         row = document(settings, gpu, host, None if best is None else best[0].batch, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
-        print_json(row | {"assumed": [] if own is None else list(own.assumed)})
+        print_json(row | {"assumed": assumed})
         return
     print_lines(
-        *plan_text(settings, own, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
+        *plan_text(settings, own, assumed, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
     if answers.learned.problem is not None:
         print_message(f"memtop: earlier runs: {answers.learned.problem}")
-    if answers.problem is not None:
+    if answers.problem is not None and need.basis == "dry run":
+        print_message(f"memtop: alternatives are estimated without a dry run: {answers.problem}")
+    elif answers.problem is not None:
         print_message(f"memtop: estimated without a dry run: {answers.problem}")
     if card.total_bytes is None:
         print_message("memtop: no GPU is here: --vram GIB says how large yours is")

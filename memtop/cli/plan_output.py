@@ -114,6 +114,7 @@ def _way_row(way: Way) -> dict[str, Any]:
 def plan_text(
     settings: Settings,
     own: TrainerCommand | None,
+    assumed: list[str],
     peak: Peak,
     card: Card,
     best: tuple[Settings, Need] | None,
@@ -121,7 +122,7 @@ def plan_text(
     found: list[Way],
     measured: str | None,
 ) -> Iterator[str]:
-    yield from heading(settings, own)
+    yield from heading(settings, own, assumed)
     yield f"GPU memory  {_share(peak, card)}"
     yield f"by          {peak.calibrated or peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
     if measured is not None:
@@ -131,7 +132,7 @@ def plan_text(
     if card.total_bytes is None:
         return
     if best is None:
-        yield "fits        no split with this effective batch is safe (below 85 %)"
+        yield "fits        no split with this effective batch and these settings is safe (below 85 %)"
         if least is not None:
             yield f"smallest    {least[0].split_text}: ~{_share(least[1], card)}"
     else:
@@ -161,7 +162,7 @@ def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> 
 
 
 @wraps_on_terminal
-def heading(settings: Settings, own: TrainerCommand | None) -> Iterator[str]:
+def heading(settings: Settings, own: TrainerCommand | None, assumed: list[str]) -> Iterator[str]:
     comma = separator(", ")
     method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
     what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}"
@@ -169,7 +170,8 @@ def heading(settings: Settings, own: TrainerCommand | None) -> Iterator[str]:
         yield f"recipe {settings.recipe}, preset {settings.preset}: {what}"
     else:
         yield f"your program: {what}"
-        yield f"assumed     {'; '.join(map(tr, own.assumed))}"
+    if assumed:
+        yield f"assumed     {separator('; ').join(map(tr, assumed))}"
 
 
 def _share(peak: Peak, card: Card) -> str:
