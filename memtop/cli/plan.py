@@ -15,7 +15,7 @@ from memtop.cli.configuration import configured
 from memtop.cli.interpreters import search
 from memtop.cli.options import GIB, WHOLE, assignments_of, json_option
 from memtop.cli.output import print_json, print_lines, print_message
-from memtop.cli.plan_host import host_text, planned_host
+from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.cli.plan_output import (
     PresetRow,
     bound_row,
@@ -331,7 +331,11 @@ def _print_one(
     *,
     as_json: bool,
 ) -> None:
-    host = planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+
+    def on_host(settings: Settings) -> PlannedHost:
+        return planned_host(settings, machine.host, host_ram, on_gpu=card.total_bytes is not None)
+
+    host = on_host(settings)
     if own is not None:
         host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
     need = answers.sure(settings)
@@ -355,7 +359,8 @@ def _print_one(
     peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
-    found = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
+    others = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
+    found = [(way, host if own is not None else on_host(way.settings)) for way in others]
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ PresetRow = tuple[Outlook, Need | Bound | None, str]
 """What a preset would do, what it needs, and why that is not known."""
 
 
-def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: list[Way]) -> dict[str, Any]:
+Ways = Sequence[tuple[Way, PlannedHost]]
+"""Other settings, and what they need of the host's memory."""
+
+
+def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: Ways) -> dict[str, Any]:
     size, config = model_size(settings), stored_config(settings) or {}
     return {
         "model": {
@@ -40,7 +44,7 @@ def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: i
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
         "max_safe_batch": best,
-        "alternatives": [_way_row(way) for way in found],
+        "alternatives": [_way_row(*one) for one in found],
     }
 
 
@@ -94,7 +98,7 @@ def bound_row(bound: Bound, card: Card) -> dict[str, Any]:
     }
 
 
-def _way_row(way: Way) -> dict[str, Any]:
+def _way_row(way: Way, host: PlannedHost) -> dict[str, Any]:
     settings = way.settings
     return {
         "preset": settings.preset,
@@ -107,6 +111,7 @@ def _way_row(way: Way) -> dict[str, Any]:
         "speed_class": way.pace.speed,
         "speed_basis": way.pace.basis,
         **peak_row(way.peak),
+        "host": host.row,
     }
 
 
@@ -119,7 +124,7 @@ def plan_text(
     card: Card,
     best: tuple[Settings, Need] | None,
     least: tuple[Settings, Peak] | None,
-    found: list[Way],
+    found: Ways,
     measured: str | None,
 ) -> Iterator[str]:
     yield from heading(settings, own, assumed)
@@ -138,8 +143,8 @@ def plan_text(
     else:
         size = units.size(peak_of(best[1], card).bytes)
         yield f"largest     {best[0].split_text}: {size}, safe, and keeps the effective batch"
-    for way in found:
-        yield f"or          {_way_text(way, own)}"
+    for way, of_host in found:
+        yield f"or          {_way_text(way, own)}{_host_words(of_host)}"
 
 
 @wraps_on_terminal
@@ -194,6 +199,14 @@ def _way_text(way: Way, own: TrainerCommand | None) -> str:
     if changes:
         return tr(f"{head} ({changes}): ~{size}, at most {most}; {same}; {speed}")
     return tr(f"{head}: ~{size}, at most {most}; {same}; {speed}")
+
+
+def _host_words(host: PlannedHost) -> str:
+    """Of the host's memory, if it is too little for this; else empty."""
+    band = band_of(host.fraction)
+    if host.foreseen is None or band in (Band.SAFE, Band.UNKNOWN):
+        return ""
+    return separator("; ") + tr(f"needs {units.size(host.foreseen.peak)} of host memory {_band(band)}")
 
 
 def _named(way: Way) -> str:
