@@ -229,7 +229,7 @@ def run(
 
 def runs_torch(code: str) -> bool:
     """Whether a program imports torch, and none that a test has made up."""
-    libraries = r"^\s*(?:import|from) [^\n]*\b(?:torch|transformers|accelerate|memtop\.train(?!\.agent))\b"
+    libraries = r"^\s*(?:import|from) [^\n]*\b(?:torch|transformers|accelerate|(?:memtop|tests)\.train(?!\.agent))\b"
     return re.search(libraries, code, re.MULTILINE) is not None and "sys.modules[" not in code
 
 
