@@ -117,9 +117,14 @@ def config_at(path: str) -> Any:
     except (OSError, ValueError) as error:
         with contextlib.suppress(OSError):
             values = PretrainedConfig.get_config_dict(path)[0]
+            if not isinstance(values, dict):
+                raise BadInputError(f"model.path {path}: its config.json is not a JSON object") from None
             if "auto_map" not in values:  # else its code is what is missing, and the error says so
                 refuse_unknown_type(f"model.path {path}", values.get("model_type"))
         raise BadInputError(_no_model(path, error)) from None
+    # Each model's configuration checks its values in its own way.
+    except Exception as error:  # noqa: BLE001
+        raise BadInputError(f"model.path {path}: its config.json has wrong values: {brief(error)}") from None
 
 
 def refuse_unknown_type(where: str, kind: Any) -> None:

@@ -280,6 +280,14 @@ def test_a_path_without_a_model_is_named(llama: Path, tmp_path: Path, recipe: st
     assert refused(empty).startswith(f"model.path {empty}: cannot read a model there (found nothing): ")
     tokenizer = build_tokenizer(tmp_path / "tokenizer")
     assert refused(tokenizer).startswith(f"model.path {tokenizer}: cannot read a model there (found tokenizer.json, ")
+    for values, words in (
+        ("[1]", "is not a JSON object"),
+        ('{"model_type": "llama", "hidden_size": "x"}', "has wrong values: "),
+    ):
+        wrong = tmp_path / words.partition(":")[0].replace(" ", "-")
+        wrong.mkdir()
+        (wrong / "config.json").write_text(values)
+        assert refused(wrong).startswith(f"model.path {wrong}: its config.json {words}")
     weights = llama / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
