@@ -240,8 +240,7 @@ class Performer:
         """What was in use when the attempt began is of other programs. It reads files, and
         estimates."""
         gpu, settings, evidence = effect.gpu, effect.settings, self._sensors.evidence
-        used = {} if evidence is None else evidence.baseline.gpu_used_bytes
-        others = used.get(gpu.uuid or "", 0)
+        others = 0 if evidence is None else evidence.others_bytes(gpu)
 
         def found() -> Forecast | str:
             learned = interpreters.learned_on(gpu_kind(gpu), settings.python, without=str(self._folder.path))

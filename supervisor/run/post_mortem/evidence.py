@@ -123,6 +123,12 @@ class AttemptEvidence:
             self._kills.follow(counts[0].path, tuple(counts), time.time())
             self._write()
 
+    def others_bytes(self, gpu: GpuSample) -> int:
+        """What other programs hold of a GPU: all that was in use when the attempt began. If nothing
+        had been measured then, what is in use now, without the run's own."""
+        known = self.baseline.gpu_used_bytes.get(gpu.uuid or "")
+        return max(0, (gpu.taken_bytes or 0) - _held(gpu, self.pids)) if known is None else known
+
     @property
     def address_space_bytes(self) -> int | None:
         """The address-space limit of the run.
