@@ -375,11 +375,17 @@ class Supervisor:
     @property
     def _more_seconds(self) -> float:
         """How much longer to stay, because something is not written or sent yet."""
-        return _UNWRITTEN_SECONDS if self._outbox.waits or self._notifier.busy else 0.0
+        return _UNWRITTEN_SECONDS if self._waits or self._notifier.busy else 0.0
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the ledger lacks something."""
+        intake = self._performer.intake
+        return self._outbox.waits or (intake is not None and intake.waits)
 
     @property
     def _is_over(self) -> bool:
-        return self.model.phase.final and self.model.launching is None and not self._outbox.waits
+        return self.model.phase.final and self.model.launching is None and not self._waits
 
     def _notify(self) -> None:
         """Tell the user of events. The sender reads them in the ledger."""

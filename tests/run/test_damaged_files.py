@@ -32,6 +32,7 @@ from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Saved, SaveFailed
 from memtop.supervisor.run.view import known_runs
 from tests.conftest import UNTIL_GO, Runs, make_runs, wait_for_file
+from tests.recovery.injected import inject
 
 REPORTING = """
 import json, os
@@ -215,6 +216,28 @@ def test_attempts_that_a_ledger_lacks_are_added_all_or_none(
     assert numbers() == [1, 2, 3]
     assert words is not None
     assert "lacked attempts (2, 3): added from" in words
+
+
+FULL_AT_FIRST = """
+    import sqlite3
+    from memtop.supervisor.run.record.ledger import Ledger
+    add, calls = Ledger.add_reports, []
+    def add_reports(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        return add(*given)
+    Ledger.add_reports = add_reports
+"""
+
+
+def test_a_supervisor_does_not_end_before_the_ledger_has_every_update(runs: Runs) -> None:
+    """The disk was full when the program reported, and it ends before the next attempt to write."""
+    inject(runs, "    pass", supervisor=FULL_AT_FIRST)
+    runs.memtop("train", "--name", "a", "--headless", "--", sys.executable, "-c", REPORTING)
+    runs.wait("a", lambda document: not document["alive"])
+    document = runs.show("a", metrics=True)
+    assert [row["update"] for row in document["metrics"]] == [1, 2]
 
 
 def test_a_restart_and_a_stop_work_without_the_ledger(runs: Runs) -> None:

@@ -123,6 +123,8 @@ class Intake:
         for journal in self._known():
             while self._read_on(journal, act) and to_the_end:
                 pass
+        if to_the_end:
+            self.store()
 
     def replay(self, act: Act) -> None:
         """Repeat what an earlier supervisor had read: the ledger has it already, and what was not
@@ -143,6 +145,12 @@ class Intake:
     def problem(self) -> str | None:
         """Why the first journal that cannot be read cannot be read."""
         return next((journal.problem for journal in self._journals.values() if journal.problem is not None), None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the ledger lacks something that was read, and is not damaged."""
+        behind = any(journal.stored < journal.offset for journal in self._journals.values())
+        return behind and not self._outbox.damaged
 
     def store(self) -> None:
         """Give the ledger what it could not take when it was read, if it can be written."""
