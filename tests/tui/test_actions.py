@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -17,6 +18,7 @@ from memtop.tui import screen
 from memtop.tui.dashboard import footer
 from memtop.tui.dashboard.footer import ActionButton
 from memtop.tui.dashboard.result import DashboardResult
+from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
 from memtop.tui.line import plain
@@ -31,11 +33,13 @@ from tests.tui.support import (
     RecordingFeed,
     RecordingProcessActions,
     click,
+    dashboard,
     gpu,
     opened,
     press,
     process,
     resize,
+    run_state,
     running,
     screen_text,
     settle,
@@ -117,6 +121,21 @@ async def test_two_quick_presses_open_one_dialog() -> None:
         app.dashboard.action_do("restart", "r")
         await settle(pilot)
         assert len(app.screen_stack) == 2
+
+
+async def test_a_key_that_is_pressed_while_the_run_is_read_takes_effect_after_that() -> None:
+    feed = training_feed()
+    arriving = [feed._queue.get_nowait() for _ in range(2)]
+    app = dashboard(feed)
+    app.dashboard.set_reactive(DashboardScreen.store, dataclasses.replace(app.dashboard.store, run=run_state()))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await press(pilot, "s")
+        assert app.screen is app.dashboard
+        feed.send(*arriving)
+        await settle(pilot)
+        assert isinstance(app.screen, ConfirmDialog)
+        await press(pilot, "escape")
+        assert app.screen is app.dashboard
 
 
 async def type_in(pilot: Pilot[DashboardResult], **values: str) -> None:

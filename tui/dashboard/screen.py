@@ -115,7 +115,7 @@ class DashboardScreen(Dashboard):
         """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
         self._chosen: tuple[str, str] | None = None
-        """An action and its key that wait until the screens above are closed."""
+        """An action and its key that wait until the run is read and the screens above are closed."""
         self._presets: dict[str, Preset] | None = None
         """None until there is a run."""
 
@@ -231,6 +231,7 @@ class DashboardScreen(Dashboard):
     def _hand_down(self) -> None:
         self._hand_down_due = False
         self._open_card(self.store)
+        self._do_chosen()
         if self._is_covered():
             return
         store = self.store
@@ -277,7 +278,6 @@ class DashboardScreen(Dashboard):
 
     def on_screen_resume(self) -> None:
         self._hand_down()
-        self._do_chosen()
 
     def _arrange(self, store: Store) -> None:
         """Lay out the panels for the store, only if the layout has changed."""
@@ -368,10 +368,11 @@ class DashboardScreen(Dashboard):
         """Do the action of a key or a button, or show why it cannot be done now."""
         action = BY_ID[action_id]
         problem = obstacle(action, self.store)
-        if problem is not None:
+        if problem is not None and self.store.is_being_read:
+            self._chosen = (action_id, key)
+        elif problem is not None:
             self.say(f"{tr(action.label).rstrip('…')}{separator(': ')}{tr(problem)}")
-            return
-        if action_id == "detach":
+        elif action_id == "detach":
             self.leave()
         elif action.group == "view":
             self._view(action_id)
@@ -394,7 +395,8 @@ class DashboardScreen(Dashboard):
             screen.dismiss()
 
     def _do_chosen(self) -> None:
-        if self._chosen is not None and self.app.screen is self and not self._dialog_open:
+        possible = self.app.screen is self and not self._dialog_open and not self.store.is_being_read
+        if self._chosen is not None and possible:
             chosen, self._chosen = self._chosen, None
             self.action_do(*chosen)
 
