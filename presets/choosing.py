@@ -1,10 +1,13 @@
-"""The preset of a run for which nobody names one, and what decides it: the forecast of its peak, or
-what the model needs at the least where no forecast is possible.
+"""Chooses the preset of a run if the user has not named one.
 
-On one process it is the recipe's own values (`standard`), if need be with a smaller micro-batch:
-sharding saves nothing there, and ZeRO switches off in-process survival and live edits. If the run
-does not fit so, it is the first preset of the ladder that offloads and fits. Several processes take
-the ladder's preset for the free memory, as its guide says, or the next smaller one that fits.
+The forecast of the peak decides. If the peak cannot be foreseen, the least that the model needs
+decides.
+
+One process takes the recipe's own values (`standard`), if necessary with a smaller micro-batch.
+ZeRO would not help: on one process it shards nothing, and it switches off in-process survival and
+live edits. If no micro-batch fits, the run takes the first preset of the ladder that offloads and
+fits. Several processes take the preset that the ladder's guide names for the free memory, or the
+next smaller one that fits.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class _Sharded:
         ]
 
     def _flatten(self, *, leaves: bool) -> None:
-        """The trained ones become views of one tensor. `leaves`: if there is no room for it beside
-        them, they leave the GPU meanwhile."""
+        """Load the weights and copy the trained ones into one tensor. `leaves`: if the GPU has no
+        room for both, the trained weights are moved to the host before."""
         sequence, size = self._sequence, self._item * self._count
         trained = [key for is_trained, key in self._load() if is_trained]
         leave = leaves and self._capacity is not None and sequence.live_bytes() + size > self._capacity

@@ -1,5 +1,5 @@
-"""The settings that a new run of a recipe begins with: its values under a preset, which memtop
-chooses if nobody else has, and the paths of its data and its model."""
+"""The settings of a new run: the values of its recipe, its preset, and the paths of its data and
+its model. memtop chooses the preset if the user has not named one."""
 
 from __future__ import annotations
 

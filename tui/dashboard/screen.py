@@ -115,7 +115,7 @@ class DashboardScreen(Dashboard):
         """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
         self._chosen: tuple[str, str] | None = None
-        """An action and its key that wait until the run is read and the screens above are closed."""
+        """An action and its key: they wait until the run is read and the screens above close."""
         self._presets: dict[str, Preset] | None = None
         """None until there is a run."""
 
