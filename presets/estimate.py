@@ -391,6 +391,8 @@ class _Run:
                 gradient, of_head = loss.backward(0 if update else workspace)
                 if places.head is not None:
                     engine.after_backward(head)
+                else:
+                    engine.release(head)
                 engine.before_backward(places.tail)
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)
@@ -484,7 +486,7 @@ class _Run:
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
-        start += [tail.saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
+        start += [*tail.thin.saved_sizes(), tail.small_saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
         made = [bias] if numbers.full else []
         if not checkpointed:
             return start, [bias, zeros], made, held

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from memtop.presets.states import OWN_SEGMENT, Numbers, Parameter, block_bytes
+from memtop.presets.allocator import MIB
+from memtop.presets.states import Numbers, Parameter
 
 Kernel = Literal["flash", "efficient", "math", "eager"]
 
@@ -105,7 +106,7 @@ class Layer:
 
     def began(self, size: int, use: str) -> int:
         """The place in `large` of what begins now; -1 if it is small."""
-        if size <= self.least:
+        if size <= (MIB if use == "gradients" else self.least):
             return -1
         self.large.append((size, use))
         self.events.append(len(self.large) - 1)
@@ -113,13 +114,11 @@ class Layer:
 
     def new(self, count: int, item: int, node: int | None = None) -> Tensor:
         size = count * item
-        size = block_bytes(size, self.numbers.expandable) if size >= OWN_SEGMENT else size
         self.live += size
         return Tensor(self, count, item, size, node)
 
     def _make(self, size: int, item: int = 0) -> _Gradient:
         """Allocate what no forward pass makes."""
-        size = block_bytes(size, self.numbers.expandable) if size >= OWN_SEGMENT else size
         self.live += size
         number = self.began(size, "temporary")
         return _Gradient(size, () if number < 0 else (number,), item)
@@ -209,7 +208,6 @@ class Layer:
             if self.numbers.resident:
                 self._drop(self._make(size))
             else:
-                size = block_bytes(size, self.numbers.expandable)
                 self.kept += size
                 self.live += size
                 self.began(size, "gradients")

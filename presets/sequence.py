@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from memtop.presets.allocator import MIB, Allocator, CannotFit
+from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 NOWHERE = -1
@@ -110,8 +110,12 @@ class Passes(msgspec.Struct):
         forward, made = self.made_forward, self.made_backward or self.made_forward
         gradients = sum(size for size, use in zip(made.sizes, made.uses, strict=True) if use == "gradients")
         copies = sum(forward.sizes[~event] for event in self.ends)
-        kept = sum(size for size, use in zip(forward.sizes, forward.uses, strict=True) if use != "gradients")
-        return kept - copies, copies, gradients
+        return sum(self.saved_sizes()), copies, gradients
+
+    def saved_sizes(self) -> list[int]:
+        """Of the same layer, the sizes of what is kept until the backward pass."""
+        ends, made = {~event for event in self.ends}, zip(self.made_forward.sizes, self.made_forward.uses, strict=True)
+        return [size for number, (size, use) in enumerate(made) if use != "gradients" and number not in ends]
 
 
 def _outliving(events: Events) -> list[int]:
@@ -170,7 +174,7 @@ class Sequence:
             if size > MIB:
                 large.append(self.begin(size, use))
             else:
-                small += size
+                small += rounded(size)
         return [*large, *self.begin_small(small, use)]
 
     def begin_small(self, size: int, use: str) -> list[int]:

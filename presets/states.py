@@ -20,18 +20,6 @@ class UnknownMemoryError(ValueError):
     """The memory cannot be estimated; the text says why, as one line."""
 
 
-OWN_SEGMENT, _ROUND_SEGMENT = 10 << 20, 2 << 20
-
-
-def block_bytes(size: int, expandable: bool) -> int:
-    """What torch's allocator takes for a request: at most 1 MiB is left at the end of a segment of
-    its own, of which the size is rounded. Expandable segments are cut. See presets/allocator.py."""
-    if size >= OWN_SEGMENT and not expandable:
-        left = -size % _ROUND_SEGMENT
-        return size + left if left <= 1 << 20 else size
-    return -(-size // 512) * 512
-
-
 class Parameter(NamedTuple):
     """A matrix, or with 0 columns a vector. `item`: bytes of a number; 0: it is in 4 bits."""
 
@@ -98,8 +86,8 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
     stream = 2 if narrow_norms or (weights == vectors == 2 and (half == "bf16" or sharded)) else 4
     return Numbers(
         weights=weights,
-        # Of T5: transformers keeps it in fp32 rather than in fp16.
-        kept=4 if quantized and half == "fp16" else weights,
+        # Of T5: transformers keeps it in fp32 rather than in fp16; DeepSpeed converts it.
+        kept=4 if quantized and half == "fp16" and not sharded else weights,
         vectors=vectors,
         compute=2 if half else 4,
         half=half,
@@ -118,24 +106,33 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
     )
 
 
-def ring_bytes(settings: Settings, trained: Sequence[Parameter], gradients: int) -> int:
-    """The buckets through which several processes sum their gradients."""
+def ring_bytes(settings: Settings, trained: Sequence[Parameter]) -> int:
+    """The buckets through which several processes sum their gradients: see `plan_buckets` in
+    train/exchange.py."""
     if settings.world_size == 1:
         return 0
-    return _BUCKETS * min(_BUCKET, max(max(one.numbers * one.item for one in trained), gradients))
+    sizes: list[int] = []
+    filling: dict[int, int] = {}
+    for one in reversed(trained):
+        size = one.numbers * one.item
+        if 4 * size >= _BUCKET:
+            sizes += [min(size - start, _BUCKET) for start in range(0, size, _BUCKET)]
+        elif filling.get(one.item, 0) + size > _BUCKET:
+            sizes.append(filling[one.item])
+            filling[one.item] = size
+        else:
+            filling[one.item] = filling.get(one.item, 0) + size
+    sizes += filling.values()
+    return min(_BUCKETS, len(sizes)) * max(sizes)
 
 
-def weight_bytes(one: Parameter, expandable: bool) -> int:
+def weight_sizes(one: Parameter) -> list[int]:
+    """Bytes of each tensor of a weight."""
     if one.item:
-        return block_bytes(one.numbers * one.item, expandable)
+        return [one.numbers * one.item]
     # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
     blocks = -(-one.numbers // 64)
-    return (
-        block_bytes(-(-one.numbers // 2), expandable)
-        + block_bytes(blocks, expandable)
-        + block_bytes(-(-blocks // 256) * 4, expandable)
-        + 2048
-    )
+    return [-(-one.numbers // 2), blocks, -(-blocks // 256) * 4, 2048]
 
 
 def least_bytes(settings: Settings, size: LeastSize, half: str | None) -> dict[str, int]:
@@ -162,16 +159,16 @@ def least_bytes(settings: Settings, size: LeastSize, half: str | None) -> dict[s
     return found
 
 
-def optimizer_bytes(kind: str, one: Parameter, expandable: bool) -> int:
+def optimizer_sizes(kind: str, one: Parameter) -> list[int]:
+    """Bytes of each tensor that the optimizer keeps of a parameter, in the order in which they are
+    made."""
     count = one.numbers
     if kind == "adafactor":
-        if not one.columns:
-            return block_bytes(4 * count, expandable) + 512
-        return block_bytes(4 * one.rows, expandable) + block_bytes(4 * one.columns, expandable) + 512
+        return [512, *([4 * one.rows, 4 * one.columns] if one.columns else [4 * count])]
     if kind in ("adamw_8bit", "paged_adamw_8bit"):
         # bitsandbytes keeps small moments in 32 bits. What it pages is not in torch's memory.
         if count < 4096:
-            return 2 * block_bytes(4 * count, expandable)
-        scales = 2 * block_bytes(-(-count // 256) * 4, expandable)
-        return scales + (0 if kind == "paged_adamw_8bit" and count >= 100_000 else 2 * block_bytes(count, expandable))
-    return 2 * block_bytes(count * one.item, expandable) + 512
+            return [4 * count] * 2
+        moments = [] if kind == "paged_adamw_8bit" and count >= 100_000 else [count] * 2
+        return [*moments, *[-(-count // 256) * 4] * 2]
+    return [512, *[count * one.item] * 2]

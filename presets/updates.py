@@ -9,7 +9,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import Sequence
-from memtop.presets.states import Numbers, Parameter, block_bytes, optimizer_bytes, ring_bytes, weight_bytes
+from memtop.presets.states import Numbers, Parameter, optimizer_sizes, ring_bytes, weight_sizes
 
 
 class Piece(msgspec.Struct, eq=False):
@@ -40,6 +40,11 @@ class Unit(msgspec.Struct, eq=False):
         """Numbers that are trained."""
         return sum(one.numbers for one in self.parameters if one.trained)
 
+    @property
+    def put_into_4_bits(self) -> int:
+        """Numbers of the largest such weight, which comes whole."""
+        return max((one.numbers for one in self.parameters if not one.item), default=0)
+
 
 class Plain:
     """One process, or several with a whole model each."""
@@ -50,20 +55,17 @@ class Plain:
         self._gradients: list[int] = []
 
     def load(self) -> None:
-        sequence, expandable = self._sequence, self._numbers.expandable
+        sequence = self._sequence
         for unit in self._units:
-            if self._numbers.quantized:
-                # Each comes whole, to be put into 4 bits.
-                sequence.pass_through(max(0 if one.item else one.numbers * self._numbers.weights for one in unit.parameters))
-            sequence.begin_all((weight_bytes(one, expandable) for one in unit.parameters), "weights")
+            sequence.pass_through(self._numbers.weights * unit.put_into_4_bits)
+            sequence.begin_all((size for one in unit.parameters for size in weight_sizes(one)), "weights")
         trained = [one for unit in self._units for one in unit.trained]
-        gradients = sum(block_bytes(one.numbers * one.item, expandable) for one in trained)
-        sequence.begin(ring_bytes(self._settings, trained, gradients), "workspace")
+        sequence.begin(ring_bytes(self._settings, trained), "workspace")
 
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
 
-    after_forward = before_backward = before_forward
+    after_forward = before_backward = release = before_forward
 
     def begin_forward(self) -> None:
         """Do nothing."""
@@ -98,10 +100,7 @@ class Plain:
         if not self._has_moments:
             self._has_moments = True
             for unit in self._units:
-                sizes = [optimizer_bytes(kind, one, self._numbers.expandable) for one in unit.trained]
-                # Of Adam two moments each, one after the other.
-                halves = sizes if kind == "adafactor" else [size // 2 for size in sizes for _ in range(2)]
-                sequence.begin_all(halves, "optimizer")
+                sequence.begin_all((size for one in unit.trained for size in optimizer_sizes(kind, one)), "optimizer")
         sequence.end(*self._gradients, *sequence.kept)
         self._gradients.clear()
         sequence.kept.clear()

@@ -11,7 +11,7 @@ from collections import deque
 from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
-from memtop.presets.states import Numbers, weight_bytes
+from memtop.presets.states import Numbers, weight_sizes
 from memtop.presets.updates import Piece, Plain, Unit
 
 _GATHERING, _REDUCING = 1, 2
@@ -45,11 +45,12 @@ class _Sharded:
 
     def _load(self) -> list[tuple[bool, int]]:
         """The weights come to the GPU; of each one, whether it is trained, and its key."""
-        return [
-            (one.trained, self._sequence.begin(weight_bytes(one, self._numbers.expandable), "weights"))
-            for unit in self._units
-            for one in unit.parameters
-        ]
+        found = []
+        for unit in self._units:
+            self._sequence.pass_through(self._item * unit.put_into_4_bits)
+            for one in unit.parameters:
+                found += [(one.trained, key) for key in self._sequence.begin_all(weight_sizes(one), "weights")]
+        return found
 
     def _flatten(self, *, leaves: bool) -> None:
         """Load the weights and copy the trained ones into one tensor. `leaves`: if the GPU has no
@@ -77,7 +78,7 @@ class _Sharded:
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
 
-    after_forward = before_backward = before_forward
+    after_forward = before_backward = release = before_forward
 
     def begin_forward(self) -> None:
         """Do nothing."""
@@ -345,13 +346,15 @@ class Stage3(_Sharded):
 
     def _release_after_forward(self, unit: Unit, piece: Piece) -> None:
         """Unless the backward pass uses it soon."""
-        later, unused = piece.after, False
+        later, unused = 2 * piece.after, False
         if unit is self._units[0]:
-            # The head uses tied ones. The backward pass uses frozen ones only for checkpoints.
-            later = 0 if self._is_tied else later
+            if self._is_tied:
+                # The head uses them, too.
+                later = piece.after if piece.uses == 1 else 0
+            # The backward pass uses frozen ones only for checkpoints.
             unused = not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing)
         # What it found when looking ahead, it keeps until then.
-        soon = piece.passed > piece.uses or 2 * later <= self._most
+        soon = piece.passed > piece.uses or later <= self._most
         if not self._is_known or unused or not soon:
             self._release(piece)
 
@@ -380,6 +383,10 @@ class Stage3(_Sharded):
                 sequence.end(on_gpu)
             sequence.end(whole, own)
             sequence.end(*first)
+        self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Release its weights: the backward pass of the modules that use them has ended."""
         for piece in self._pieces[unit]:
             self._release(piece)
 
