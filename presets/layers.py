@@ -474,21 +474,20 @@ class Layer:
     def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float) -> Tensor:
         """It computes in fp32; under autocast only its products are in 16 bits."""
         item, kind = query.item, self.numbers.compute if self.numbers.autocast else 4
-        query, key, value = (self.cast(one, 4) for one in (query, key, value))
-        query = self.changed(query)
+        # What has a name of its own here is held until the end.
+        wide_query, wide_key, wide_value = (self.cast(one, 4) for one in (query, key, value))
+        scaled = self.changed(wide_query)
+        key, value = wide_key, wide_value
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
-        key = self.changed(key)
-        raw = self._product(self.cast(query, kind), self.cast(key, kind), scores)
-        masked = self.cast(self.changed(raw), 4)
+        raw = self._product(self.cast(scaled, kind), self.cast(self.changed(key), kind), scores)
+        masked = self._result(scores, 4, ((raw, 0, raw.item),))
         del raw
         shares = self._softmax(masked)
         del masked
         shares = self.dropout(shares, rate)
         own = self.new(scores, item) if item != 4 else None  # it also gives the shares
-        narrow, values = self.cast(shares, kind), self.cast(value, kind)
-        del shares
-        found = self.cast(self._product(narrow, values, query.count), item)
+        found = self.cast(self._product(self.cast(shares, kind), self.cast(value, kind), query.count), item)
         del own
         return found
 
