@@ -303,9 +303,10 @@ class Layer:
             return self._layer_norm(x, width)
         wide = self.cast(x, 4)
         rows = x.count // width
-        # The square, its mean and the root. The power's gradient takes three matrices.
+        # The square, its mean and the root. The gradients of the mean and of the power take three
+        # more matrices.
         square = self.new(x.count, 4)
-        root = self._result(rows, 4, ((wide, (4 * x.count,) * 4, 4),), (wide, self.new(2 * rows, 4)))
+        root = self._result(rows, 4, ((wide, (4 * x.count,) * 3, 4),), (wide, self.new(2 * rows, 4)))
         del square
         base = x if kind == "t5" else wide
         # The root's gradient is a sum over a product of the whole size.
@@ -345,10 +346,10 @@ class Layer:
             del passing, narrow
             found = self.cast(found, x.item)
         else:
-            narrow = self.cast(x, compute)
             copy = self.new(size, compute) if compute != item else None
             if copy is not None and numbers.full:
                 self.copies.append(copy)
+            narrow = self.cast(x, compute)
             if numbers.full:
                 weights.append((size * compute if compute != item else 0, size * item))
             found = self._result(
@@ -374,17 +375,17 @@ class Layer:
         kind = numbers.compute if numbers.autocast else own
 
         def product(x: Tensor, count: int, size: int) -> Tensor:
-            narrow = self.cast(x, kind)
             copy = self.new(size, kind) if kind != own else None
             if copy is not None:
                 self.copies.append(copy)
+            narrow = self.cast(x, kind)
             weights = ((size * kind if kind != own else 0, size * own),)
             return self._result(count, kind, ((narrow, 0, kind),), (narrow, copy), weights)
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
-        high = product(low, found.count, rank * outputs)
+        scaled = self.changed(product(low, found.count, rank * outputs))
         del low
-        return self.cast(self.add(found, self.changed(high)), found.item)
+        return self.cast(self.add(found, scaled), found.item)
 
     def rotated(self, x: Tensor, item: int) -> Tensor:
         """By its position; `item` is that of the cosines and sines."""
