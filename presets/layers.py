@@ -147,21 +147,25 @@ class Layer:
         hidden: tuple[int, ...] = (),
         passes: bool = False,
         saves_itself: bool = False,
+        beside: int = 0,
     ) -> Tensor:
         """`operands`: each with the bytes that exist only while its gradient is computed, and the
-        item of that gradient."""
-        if not self.saves:
-            return self.new(count, item)
+        item of that gradient. `beside`: bytes of what else the operation gives and saves."""
         parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
-        if not (parents or weights):
-            return self.new(count, item)
+        if not self.saves or not (parents or weights):
+            found = self.new(count, item)
+            self.new(beside, 1)
+            return found
         node = _Node(parents, saved, weights, hidden, passes)
         self._nodes.append(node)
         if saved:
             self.last_saved = len(self.events)  # before there is a result
         found = self.new(count, item, len(self._nodes) - 1)
+        if beside:
+            node.saved = (*node.saved, self.new(beside, 1))
         if saves_itself:
-            node.saved = (*saved, found)
+            node.saved = (*node.saved, found)
+        if beside or saves_itself:
             self.last_saved = len(self.events)
         return found
 
@@ -196,13 +200,15 @@ class Layer:
         return found
 
     def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
-        hidden = [self._make(size) for size in step.hidden]
         found = []
         for parent, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
             found.append((parent, self._make(count * item, item)))
             for one in passing:
                 self._drop(one)
+        hidden = [self._make(size) for size in step.hidden]
+        for one in hidden:
+            self._drop(one)
         for extra, size in step.weights:
             copy = self._make(extra)
             if self.numbers.resident:
@@ -212,8 +218,6 @@ class Layer:
                 self.live += size
                 self.began(size, "gradients")
             self._drop(copy)
-        for one in hidden:
-            self._drop(one)
         return found
 
     def _release(self, gradient: _Gradient) -> None:
@@ -260,7 +264,7 @@ class Layer:
     def dropout(self, x: Tensor, rate: float) -> Tensor:
         if not rate:
             return x
-        return self._result(x.count, x.item, ((x, 0, x.item),), (self.new(x.count, 1),))
+        return self._result(x.count, x.item, ((x, 0, x.item),), beside=x.count)
 
     def clamped(self, x: Tensor) -> Tensor:
         """In fp16, what T5 adds up is kept finite."""
@@ -273,13 +277,16 @@ class Layer:
     def activation(self, x: Tensor, name: str) -> Tensor:
         if name == "gelu_new":
             wide = self.cast(x, 4) if self.numbers.autocast else x
-            cube = self.changed(self._result(x.count, wide.item, ((wide, (x.count * wide.item,) * 3, wide.item),), (wide,)))
+            half = self.changed(x)
+            cube = self.changed(self._result(x.count, wide.item, ((wide, (x.count * wide.item,) * 2, wide.item),), (wide,)))
             del wide
             inner = self.changed(self.add(x, cube))
             del cube
             hyperbolic = self._result(inner.count, inner.item, ((inner, 0, inner.item),), saves_itself=True)
             del inner
-            return self.multiply(self.changed(x), self.changed(hyperbolic))
+            more = self._result(x.count, hyperbolic.item, ((hyperbolic, 0, hyperbolic.item),), passes=True)
+            del hyperbolic
+            return self.multiply(half, more)
         if name == "relu":
             return self._result(x.count, x.item, ((x, 0, x.item),), saves_itself=True)
         return self._result(x.count, x.item, ((x, 0, x.item),), (x,))
@@ -316,7 +323,8 @@ class Layer:
         del wide, base, root
         vectors = self.numbers.vectors
         if kind == "gemma":
-            found = self.cast(self._scaled(scaled, width, 4), x.item)
+            scaled = self._scaled(scaled, width, 4)
+            found = self.cast(scaled, x.item)
         else:
             item = x.item if kind == "llama" else 2 if vectors == 2 else 4
             narrow = self.cast(scaled, item)
@@ -432,41 +440,44 @@ class Layer:
             padded = self.batch * heads * -(-self.length // 128) * 128
             hidden = (4 * padded, 4 * padded * -(-(count // rows) // 32) * 32, *([count * item] * 2 if times > 1 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value))
-            sums = self.new(rows, 4)
-            return self._result(count, item, operands, (query, key, value, sums), hidden=hidden, saves_itself=True)
+            saved = (query, key, value)
+            return self._result(count, item, operands, saved, hidden=hidden, saves_itself=True, beside=4 * rows)
         if kernel == "math":
             return self._math(query, key, value, scores, times, rate)
         if key_heads not in (1, heads):  # a single one is repeated without a copy
             key, value = (self._repeated(one, times) for one in (key, value))
         if kernel == "efficient":
-            sums = self.new(self.batch * heads * -(-self.length // 32) * 32, 4)
+            sums = 4 * self.batch * heads * -(-self.length // 32) * 32
             mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
             hidden = (4 * rows, *([4 * count] if item == 2 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
-            return self._result(count, item, operands, (query, key, value, sums, mask), hidden=hidden, saves_itself=True)
+            return self._result(
+                count, item, operands, (query, key, value, mask), hidden=hidden, saves_itself=True, beside=sums
+            )
         return self._eager(query, key, value, scores, cap, rate)
 
     def _repeated(self, x: Tensor, times: int) -> Tensor:
         """Keys or values for every query head; the gradient is a sum over them."""
         return self._result(x.count * times, x.item, ((x, 0, x.item),))
 
+    def _copied(self, x: Tensor) -> Tensor:
+        """In another order of its dimensions."""
+        return self._result(x.count, x.item, ((x, 0, x.item),), passes=True)
+
     def _product(self, a: Tensor, b: Tensor, count: int) -> Tensor:
         return self._result(count, a.item, ((a, 0, a.item), (b, 0, b.item)), (a, b))
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor, scores: int, cap: bool, rate: float) -> Tensor:
-        raw = self.changed(self._product(query, key, scores))
+        raw = self.changed(self._product(self._copied(query), key, scores))
         if cap:
-            divided = self.changed(raw)
-            hyperbolic = self._result(scores, divided.item, ((divided, 0, divided.item),), saves_itself=True)
-            del divided
-            raw = self.changed(hyperbolic)
-            del hyperbolic
-        masked = self.changed(raw)
+            raw = self.changed(raw)
+            raw = self._result(scores, raw.item, ((raw, 0, raw.item),), saves_itself=True)
+            raw = self.changed(raw)
+        raw = self.changed(raw)
+        raw = self.cast(self._softmax(raw), query.item)
+        shares = self.dropout(raw, rate)
         del raw
-        shares = self._softmax(masked)
-        del masked
-        shares = self.dropout(self.cast(shares, query.item), rate)
-        return self._product(shares, value, query.count)
+        return self._copied(self._product(shares, value, query.count))
 
     def _softmax(self, x: Tensor) -> Tensor:
         wide = self.cast(x, 4)
@@ -481,7 +492,7 @@ class Layer:
         key, value = wide_key, wide_value
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
-        raw = self._product(self.cast(scaled, kind), self.cast(self.changed(key), kind), scores)
+        raw = self._product(self._copied(self.cast(scaled, kind)), self.cast(self.changed(key), kind), scores)
         masked = self._result(scores, 4, ((raw, 0, raw.item),))
         del raw
         shares = self._softmax(masked)
@@ -490,7 +501,7 @@ class Layer:
         own = self.new(scores, item) if item != 4 else None  # it also gives the shares
         found = self.cast(self._product(self.cast(shares, kind), self.cast(value, kind), query.count), item)
         del own
-        return found
+        return self._copied(found)
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
         """What is added to unmasked scores; `bias` gets a sum. `mask_bytes`: of a mask for it."""

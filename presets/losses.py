@@ -57,7 +57,7 @@ class Loss:
             first = self._new(size, "logits")
         wide = self._new(wide_size if self._compute != 4 else 0, "logits")
         self._of_states = self._new(wide_size, "logits")
-        sequence.end(first, wide)
+        sequence.end(wide, first)
 
     def _tokens_of_piece(self) -> int:
         chunk = self._chunk
