@@ -367,13 +367,15 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         query, key, value = layer.parts(whole, (queries, keys, keys))
         del whole
     else:
-        query = layer.linear(x, hidden, queries, "q_proj", bias=shape.query_bias)
+        query = layer.headed(layer.linear(x, hidden, queries, "q_proj", bias=shape.query_bias))
         if shape.head_norms:
             query = layer.norm(query, shape.width, shape.norm)
-        key = layer.linear(x, hidden, keys, "k_proj", bias=shape.query_bias)
+        key = layer.headed(layer.linear(x, hidden, keys, "k_proj", bias=shape.query_bias))
         if shape.head_norms:
             key = layer.norm(key, shape.width, shape.norm)
         value = layer.linear(x, hidden, keys, "v_proj", bias=shape.query_bias)
+        if kernel in ("eager", "math"):
+            value = layer.headed(value)
     if not shape.positions:
         query, key = (layer.rotated(one, stream) for one in (query, key))
     found = layer.attention(

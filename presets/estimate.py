@@ -260,6 +260,7 @@ class _Run:
         """`run` gives what was live before the layer, and its result."""
         layer = self._layer()
         before, found = run(layer)
+        layer.shares = None
         ran, with_copies = len(layer.events), layer.live - before
         copied = sum(copy.size for copy in layer.copies)
         layer.copies.clear()
@@ -286,6 +287,7 @@ class _Run:
             saved, copies = size * item, copied
             only = self._layer(saves=False)
             found = run(only)[1]
+            only.shares = None
             forward, made, result = only.events[:], Tensors.of(only.large), found.number
             ends = [~copy.number for copy in only.copies if copy.number >= 0]
             source = only.inputs[-1]

@@ -54,6 +54,8 @@ class _Gradient(msgspec.Struct):
     """In `Layer.large`, if it is not small."""
     item: int = 0
     holders: int = 1
+    is_view: bool = False
+    """Of a matrix that autograd holds as well."""
 
 
 class _Node(msgspec.Struct):
@@ -71,6 +73,8 @@ class _Node(msgspec.Struct):
     """Whether the operands' gradient is the result's own."""
     joins: bool = False
     """Whether the results are parts of the operand."""
+    gives_views: bool = False
+    """Whether the gradients are views."""
 
 
 class Layer:
@@ -82,6 +86,8 @@ class Layer:
         self.least = least
         self.numbers, self.batch, self.length, self.saves = numbers, batch, length, saves
         self.tokens = batch * length
+        self.shares: Tensor | None = None
+        """What the attention gives beside its result; the layer holds it until its end."""
         self.live = self.kept = 0
         """Bytes; kept: of new gradients of weights."""
         self.parameters: list[Parameter] = []
@@ -148,6 +154,7 @@ class Layer:
         passes: bool = False,
         saves_itself: bool = False,
         beside: int = 0,
+        gives_views: bool = False,
     ) -> Tensor:
         """`operands`: each with the bytes that exist only while its gradient is computed, and the
         item of that gradient. `beside`: bytes of what else the operation gives and saves."""
@@ -156,7 +163,7 @@ class Layer:
             found = self.new(count, item)
             self.new(beside, 1)
             return found
-        node = _Node(parents, saved, weights, hidden, passes)
+        node = _Node(parents, saved, weights, hidden, passes, gives_views=gives_views)
         self._nodes.append(node)
         if saved:
             self.last_saved = len(self.events)  # before there is a result
@@ -204,6 +211,7 @@ class Layer:
         for parent, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
             found.append((parent, self._make(count * item, item)))
+            found[-1][1].is_view = step.gives_views
             for one in passing:
                 self._drop(one)
         hidden = [self._make(size) for size in step.hidden]
@@ -237,8 +245,8 @@ class Layer:
         elif before is None:
             gradients[parent] = own
         else:
-            if before.holders > 1:
-                # Somebody else needs it: the sum is new.
+            if before.holders > 1 or before.is_view:
+                # Somebody else has it: the sum is new.
                 gradients[parent] = self._make(before.size, before.item)
                 self._release(before)
             self._release(own)
@@ -360,9 +368,8 @@ class Layer:
             narrow = self.cast(x, compute)
             if numbers.full:
                 weights.append((size * compute if compute != item else 0, size * item))
-            found = self._result(
-                count, compute, ((narrow, 0, compute),), (narrow if numbers.keeps_inputs else None, copy), weights
-            )
+            saved = (narrow if numbers.keeps_inputs else None, copy)
+            found = self._result(count, compute, ((narrow, 0, compute),), saved, weights, gives_views=True)
             del narrow, copy
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
@@ -388,12 +395,14 @@ class Layer:
                 self.copies.append(copy)
             narrow = self.cast(x, kind)
             weights = ((size * kind if kind != own else 0, size * own),)
-            return self._result(count, kind, ((narrow, 0, kind),), (narrow, copy), weights)
+            return self._result(count, kind, ((narrow, 0, kind),), (narrow, copy), weights, gives_views=True)
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
         scaled = self.changed(product(low, found.count, rank * outputs))
         del low
-        return self.cast(self.add(found, scaled), found.item)
+        found, item = self.add(found, scaled), found.item
+        del scaled
+        return self.cast(found, item)
 
     def rotated(self, x: Tensor, item: int) -> Tensor:
         """By its position; `item` is that of the cosines and sines."""
@@ -402,7 +411,8 @@ class Layer:
         one = self._result(x.count, wide, ((x, extra, x.item),))
         half = self.new(x.count // 2, x.item)
         # The gradients of both halves fill matrices of the whole size.
-        turned = self._result(x.count, x.item, ((x, (x.count * x.item,) * 2, x.item),))
+        halves = ((x, x.count // 2 * x.item, x.item), (x, 0, x.item))
+        turned = self._result(x.count, x.item, halves)
         del half
         two = self._result(x.count, wide, ((turned, extra, x.item),))
         del turned
@@ -414,6 +424,13 @@ class Layer:
             self._nodes.append(_Node([(x.node, 0, x.count, x.item)], (), joins=True))
         node, rows = None if x.node is None else len(self._nodes) - 1, x.count // sum(sizes)
         return [_View(x, rows * size, node) for size in sizes]
+
+    def headed(self, x: Tensor) -> Tensor:
+        """A view of it by head. Its gradient is in another order, so it is copied."""
+        if x.node is None:
+            return x
+        self._nodes.append(_Node([(x.node, 0, x.count, x.item)], ()))
+        return _View(x, x.count, len(self._nodes) - 1)
 
     def attention(
         self,
@@ -462,10 +479,14 @@ class Layer:
 
     def _copied(self, x: Tensor) -> Tensor:
         """In another order of its dimensions."""
-        return self._result(x.count, x.item, ((x, 0, x.item),), passes=True)
+        return self._masked(x, x.item)
+
+    def _masked(self, x: Tensor, item: int) -> Tensor:
+        """A sum with what has no gradient."""
+        return self._result(x.count, item, ((x, 0, x.item),), passes=True)
 
     def _product(self, a: Tensor, b: Tensor, count: int) -> Tensor:
-        return self._result(count, a.item, ((a, 0, a.item), (b, 0, b.item)), (a, b))
+        return self._result(count, a.item, ((b, 0, b.item), (a, 0, a.item)), (a, b))
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor, scores: int, cap: bool, rate: float) -> Tensor:
         raw = self.changed(self._product(self._copied(query), key, scores))
@@ -473,11 +494,12 @@ class Layer:
             raw = self.changed(raw)
             raw = self._result(scores, raw.item, ((raw, 0, raw.item),), saves_itself=True)
             raw = self.changed(raw)
-        raw = self.changed(raw)
+        raw = self._masked(raw, raw.item)
         raw = self.cast(self._softmax(raw), query.item)
-        shares = self.dropout(raw, rate)
+        self.shares = self.dropout(raw, rate)
         del raw
-        return self._copied(self._product(shares, value, query.count))
+        found = self._product(self.shares, value, query.count)
+        return self._result(found.count, found.item, ((found, 0, found.item),))
 
     def _softmax(self, x: Tensor) -> Tensor:
         wide = self.cast(x, 4)
@@ -493,7 +515,7 @@ class Layer:
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
         raw = self._product(self._copied(self.cast(scaled, kind)), self.cast(self.changed(key), kind), scores)
-        masked = self._result(scores, 4, ((raw, 0, raw.item),))
+        masked = self._masked(raw, 4)
         del raw
         shares = self._softmax(masked)
         del masked
@@ -501,7 +523,7 @@ class Layer:
         own = self.new(scores, item) if item != 4 else None  # it also gives the shares
         found = self.cast(self._product(self.cast(shares, kind), self.cast(value, kind), query.count), item)
         del own
-        return self._copied(found)
+        return self._result(found.count, found.item, ((found, 0, found.item),))
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
         """What is added to unmasked scores; `bias` gets a sum. `mask_bytes`: of a mask for it."""

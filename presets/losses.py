@@ -139,7 +139,7 @@ class Loss:
             multiplied = self._new(size, "logits")
             sequence.end(found)
             of_cap = self._new(size, "logits")
-            sequence.end(self._cap)
+            sequence.end(multiplied, self._cap)
             found = self._new(size, "logits")
-            sequence.end(multiplied, of_cap)
+            sequence.end(of_cap)
         return found
