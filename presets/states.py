@@ -127,10 +127,8 @@ def ring_bytes(settings: Settings, trained: Sequence[Parameter]) -> int:
 
 
 def weight_sizes(one: Parameter) -> list[int]:
-    """Bytes of each tensor of a weight."""
-    if one.item:
-        return [one.numbers * one.item]
-    # In 4 bits: a scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
+    """Bytes of each tensor of a weight in 4 bits."""
+    # A scale of 8 bits for 64 weights, one of 32 bits for 256 scales, and two tables.
     blocks = -(-one.numbers // 64)
     return [-(-one.numbers // 2), blocks, -(-blocks // 256) * 4, 2048]
 

@@ -40,10 +40,17 @@ class Unit(msgspec.Struct, eq=False):
         """Numbers that are trained."""
         return sum(one.numbers for one in self.parameters if one.trained)
 
-    @property
-    def put_into_4_bits(self) -> int:
-        """Numbers of the largest such weight, which comes whole."""
-        return max((one.numbers for one in self.parameters if not one.item), default=0)
+    def load(self, sequence: Sequence, whole_item: int) -> list[int]:
+        """Its weights come; those of 4 bits come whole, with `whole_item` bytes for each number.
+        Returns those that are trained."""
+        for one in self.parameters:
+            if not one.item:
+                whole = sequence.begin(whole_item * one.numbers, "temporary")
+                sequence.begin_all(weight_sizes(one), "weights")
+                sequence.end(whole)
+        others = [one for one in self.parameters if one.item]
+        sequence.begin_all((one.numbers * one.item for one in others if not one.trained), "weights")
+        return sequence.begin_all((one.numbers * one.item for one in others if one.trained), "weights")
 
 
 class Plain:
@@ -57,8 +64,7 @@ class Plain:
     def load(self) -> None:
         sequence = self._sequence
         for unit in self._units:
-            sequence.pass_through(self._numbers.weights * unit.put_into_4_bits)
-            sequence.begin_all((size for one in unit.parameters for size in weight_sizes(one)), "weights")
+            unit.load(sequence, self._numbers.weights)
         trained = [one for unit in self._units for one in unit.trained]
         sequence.begin(ring_bytes(self._settings, trained), "workspace")
 

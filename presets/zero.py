@@ -11,7 +11,7 @@ from collections import deque
 from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
-from memtop.presets.states import Numbers, weight_sizes
+from memtop.presets.states import Numbers
 from memtop.presets.updates import Piece, Plain, Unit
 
 _GATHERING, _REDUCING = 1, 2
@@ -43,20 +43,11 @@ class _Sharded:
         self._has_moments = False
         self._last = False
 
-    def _load(self) -> list[tuple[bool, int]]:
-        """The weights come to the GPU; of each one, whether it is trained, and its key."""
-        found = []
-        for unit in self._units:
-            self._sequence.pass_through(self._item * unit.put_into_4_bits)
-            for one in unit.parameters:
-                found += [(one.trained, key) for key in self._sequence.begin_all(weight_sizes(one), "weights")]
-        return found
-
     def _flatten(self, *, leaves: bool) -> None:
         """Load the weights and copy the trained ones into one tensor. `leaves`: if the GPU has no
         room for both, the trained weights are moved to the host before."""
         sequence, size = self._sequence, self._item * self._count
-        trained = [key for is_trained, key in self._load() if is_trained]
+        trained = [key for unit in self._units for key in unit.load(sequence, self._item)]
         leave = leaves and self._capacity is not None and sequence.live_bytes() + size > self._capacity
         if leave:
             sequence.end(*trained)
@@ -254,7 +245,7 @@ class Stage3(_Sharded):
         if not self._offloads:
             converted = NOWHERE
             for size in self._groups:
-                before, converted = converted, sequence.begin(4 * size, "temporary")
+                before, converted = converted, sequence.begin(4 * size if self._item != 4 else 0, "temporary")
                 sequence.end(before)
                 sequence.begin(4 * size, "master weights")
             sequence.end(converted)
@@ -267,12 +258,14 @@ class Stage3(_Sharded):
 
     def _partition(self) -> None:
         """The weights come whole, and each one makes room for this process's part."""
-        own = []
-        for trained, key in self._load():
-            part = self._sequence.begin(self._sequence.sizes[key] // self._world if self._keeps else 0, "weights")
-            self._sequence.end(key)
-            own += [part] if trained else []
-        self._sequence.end(*own)
+        sequence, own = self._sequence, list[int]()
+        all_of_them = [one for unit in self._units for one in unit.parameters]
+        wholes = [sequence.begin(self._item * one.numbers, "weights") for one in all_of_them]
+        for one, whole in zip(all_of_them, wholes, strict=True):
+            part = sequence.begin(self._item * one.numbers // self._world if self._keeps else 0, "weights")
+            sequence.end(whole)
+            own += [part] if one.trained else []
+        sequence.end(*own)
 
     # --- gathering
 
