@@ -449,6 +449,11 @@ def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kern
     square = layer.length * layer.length
     # Without a mask, a decoder makes its own in each layer; for all samples it is the same.
     times, mask = (layer.batch, 0) if batched else (1, square)
-    added = layer.cast(layer.shares_with(bias, heads * square * times, mask), layer.numbers.compute)
-    found = layer.attention(query, key, value, kernel, heads, heads, bias=added, rate=shape.attention_dropout)
+    added = layer.shares_with(bias, heads * square * times, mask)
+    if seen is x:
+        # The distances are in another order than the kernel's.
+        added = layer.copied(added)
+    cast = layer.cast(added, layer.numbers.compute)
+    found = layer.attention(query, key, value, kernel, heads, heads, bias=cast, rate=shape.attention_dropout)
+    del cast, added
     return layer.linear(found, inner, shape.hidden, "o")

@@ -284,12 +284,14 @@ class Layer:
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         if name == "gelu_new":
-            wide = self.cast(x, 4) if self.numbers.autocast else x
             half = self.changed(x)
-            cube = self.changed(self._result(x.count, wide.item, ((wide, (x.count * wide.item,) * 2, wide.item),), (wide,)))
+            wide = self.cast(x, 4) if self.numbers.autocast else x
+            cube = self._result(x.count, wide.item, ((wide, (x.count * wide.item,) * 2, wide.item),), (wide,))
             del wide
-            inner = self.changed(self.add(x, cube))
+            cube = self.changed(cube)
+            inner = self.add(x, cube)
             del cube
+            inner = self.changed(inner)
             hyperbolic = self._result(inner.count, inner.item, ((inner, 0, inner.item),), saves_itself=True)
             del inner
             more = self._result(x.count, hyperbolic.item, ((hyperbolic, 0, hyperbolic.item),), passes=True)
@@ -362,15 +364,18 @@ class Layer:
             del passing, narrow
             found = self.cast(found, x.item)
         else:
-            copy = self.new(size, compute) if compute != item else None
-            if copy is not None and numbers.full:
-                self.copies.append(copy)
+            own = ((0, size * item),) if numbers.full else ()
+            copy = self._result(size, compute, (), weights=own) if compute != item else None
             narrow = self.cast(x, compute)
-            if numbers.full:
-                weights.append((size * compute if compute != item else 0, size * item))
+            operands = [(narrow, 0, compute)]
+            if copy is None:
+                weights += own
+            elif numbers.full:
+                self.copies.append(copy)
+                operands.append((copy, 0, compute))
             saved = (narrow if numbers.keeps_inputs else None, copy)
-            found = self._result(count, compute, ((narrow, 0, compute),), saved, weights, gives_views=True)
-            del narrow, copy
+            found = self._result(count, compute, operands, saved, weights, gives_views=True)
+            del narrow, copy, operands
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
         held = [found]
@@ -390,12 +395,15 @@ class Layer:
         kind = numbers.compute if numbers.autocast else own
 
         def product(x: Tensor, count: int, size: int) -> Tensor:
-            copy = self.new(size, kind) if kind != own else None
-            if copy is not None:
+            weights: Sequence[tuple[int, int]] = ((0, size * own),)
+            copy = None
+            if kind != own:
+                copy = self._result(size, kind, (), weights=weights)
                 self.copies.append(copy)
+                weights = ()
             narrow = self.cast(x, kind)
-            weights = ((size * kind if kind != own else 0, size * own),)
-            return self._result(count, kind, ((narrow, 0, kind),), (narrow, copy), weights, gives_views=True)
+            operands = [(narrow, 0, kind), *([] if copy is None else [(copy, 0, kind)])]
+            return self._result(count, kind, operands, (narrow, copy), weights, gives_views=True)
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
         scaled = self.changed(product(low, found.count, rank * outputs))
@@ -477,7 +485,7 @@ class Layer:
         """Keys or values for every query head; the gradient is a sum over them."""
         return self._result(x.count * times, x.item, ((x, 0, x.item),))
 
-    def _copied(self, x: Tensor) -> Tensor:
+    def copied(self, x: Tensor) -> Tensor:
         """In another order of its dimensions."""
         return self._masked(x, x.item)
 
@@ -489,7 +497,7 @@ class Layer:
         return self._result(count, a.item, ((b, 0, b.item), (a, 0, a.item)), (a, b))
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor, scores: int, cap: bool, rate: float) -> Tensor:
-        raw = self.changed(self._product(self._copied(query), key, scores))
+        raw = self.changed(self._product(self.copied(query), key, scores))
         if cap:
             raw = self.changed(raw)
             raw = self._result(scores, raw.item, ((raw, 0, raw.item),), saves_itself=True)
@@ -514,7 +522,7 @@ class Layer:
         key, value = wide_key, wide_value
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
-        raw = self._product(self._copied(self.cast(scaled, kind)), self.cast(self.changed(key), kind), scores)
+        raw = self._product(self.copied(self.cast(scaled, kind)), self.cast(self.changed(key), kind), scores)
         masked = self._masked(raw, 4)
         del raw
         shares = self._softmax(masked)
