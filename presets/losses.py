@@ -107,12 +107,12 @@ class Loss:
             sequence.begin(workspace, "workspace")
         else:
             logits = self._backward_of_logits()
-            found = self._new(self._states * compute)
-            sequence.begin(workspace, "workspace")
             of_head = self._new(self._head * compute if numbers.full else 0, "gradients")
+            sequence.begin(workspace, "workspace")
+            found = self._new(self._states * compute)
             sequence.end(logits, *self._kept)
-            of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)
             found = self._converted(found, self._states * self._item, self._item != compute)
+            of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)
         if not numbers.full or self._is_tied:
             return found, of_head
         if numbers.resident:
