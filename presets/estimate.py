@@ -388,6 +388,7 @@ class _Run:
                 sequence.end_forward(normed)
                 sequence.end(*added, holds, normed.result)
                 sequence.phase("backward")
+                sequence.keeps = engine.keeps_gradients and not number
                 engine.begin_backward(last=number + 1 == micro_batches)
                 engine.before_backward(head)
                 gradient, of_head = loss.backward(0 if update else workspace)
@@ -432,7 +433,8 @@ class _Run:
         gradient = sequence.backward(part.running, gradient)
         if not part.is_whole:
             sequence.end(part.saved)
-            sequence.kept += sequence.begin_small(part.stack.small_gradients, "gradients")
+            for gradient in sequence.begin_small(part.stack.small_gradients, "gradients"):
+                sequence.keep(gradient)
         sequence.end(part.before)
         return gradient
 
@@ -461,11 +463,8 @@ class _Run:
         if shape.tied:
             sequence.end(embedded)
             embedded = of_head
-        if numbers.resident:
-            sequence.end(embedded)
-        else:
-            sequence.uses[embedded] = "gradients"
-            sequence.kept.append(embedded)
+        sequence.uses[embedded] = "gradients"
+        sequence.keep(embedded)
 
     def _start(self, tail: _Stack) -> tuple[list[int], list[int], list[int], int]:
         """What is live before the first layer; what else is during the layers' forward passes;

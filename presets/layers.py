@@ -219,12 +219,9 @@ class Layer:
             self._drop(one)
         for extra, size in step.weights:
             copy = self._make(extra)
-            if self.numbers.resident:
-                self._drop(self._make(size))
-            else:
-                self.kept += size
-                self.live += size
-                self.began(size, "gradients")
+            self.kept += size
+            self.live += size
+            self.began(size, "gradients")
             self._drop(copy)
         return found
 

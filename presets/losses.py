@@ -115,10 +115,7 @@ class Loss:
             of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)
         if not numbers.full or self._is_tied:
             return found, of_head
-        if numbers.resident:
-            sequence.end(of_head)
-        else:
-            sequence.kept.append(of_head)
+        sequence.keep(of_head)
         return found, NOWHERE
 
     def _converted(self, key: int, size: int, differs: bool) -> int:

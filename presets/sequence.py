@@ -79,12 +79,18 @@ class Passes(msgspec.Struct):
     rest: list[int]
     """Gradients of these."""
 
+    @property
+    def gradients(self) -> list[int]:
+        """Of weights, which the backward pass makes."""
+        made = self.made_forward if self.made_backward is None else self.made_backward
+        return [number for number, use in enumerate(made.uses) if use == "gradients"]
+
     def thin(self) -> Passes:
         """The same without what begins and ends within one pass."""
         made = self.made_forward if self.made_backward is None else self.made_backward
         ends = {~event for event in self.ends}
         begun = _outliving(self.forward)
-        gradients = [n for n, use in enumerate(made.uses) if use == "gradients"]
+        gradients = self.gradients
         if self.made_backward is None:
             numbers = again = {old: new for new, old in enumerate([*begun, *gradients])}
         else:
@@ -151,8 +157,10 @@ class Sequence:
         self.events: list[int] = []
         """n where block n begins, ~n where it ends."""
         self.phases: list[tuple[int, Phase]] = [(0, "load")]
+        self.keeps = True
+        """Whether gradients of weights stay; otherwise they are added to older ones, or moved."""
         self.kept: list[int] = []
-        """Gradients that a layer's backward pass has made."""
+        """Those that stay."""
 
     def phase(self, name: Phase) -> None:
         self.phases.append((len(self.events), name))
@@ -184,6 +192,13 @@ class Sequence:
     def end(self, *keys: int) -> None:
         self.events += [~key for key in keys if key >= 0]
 
+    def keep(self, gradient: int) -> None:
+        """The gradient of a weight stays, or is added to an older one."""
+        if self.keeps and gradient >= 0:
+            self.kept.append(gradient)
+        else:
+            self.end(gradient)
+
     def pass_through(self, size: int, use: str = "temporary", stream: int = 0) -> None:
         self.end(self.begin(size, use, stream))
 
@@ -210,22 +225,27 @@ class Sequence:
         keys[passes.given] = given
         if passes.made_backward is None:
             keys[passes.source] = running.source
-            made = passes.made_forward
         else:
             keys[passes.source] = NOWHERE
-            base, made = self._made(passes.made_backward), passes.made_backward
+            base = self._made(passes.made_backward)
+        gradients = {base + number for number in passes.gradients}
+        began = len(self.events)
         self._play(passes.backward, base, keys)
+        if self.keeps:
+            self.kept += gradients
+        elif gradients:
+            part = self.events[began:]
+            ended = ((event, ~event) if event in gradients else (event,) for event in part)
+            self.events[began:] = [event for both in ended for event in both]
         if passes.given == _KEPT:
             if passes.made_backward is not None or passes.source < 0:
                 self.end(running.source)
-            self.kept += [base + number for number, use in enumerate(made.uses) if use == "gradients"]
             return given
         if passes.given < 0:
             self.end(given)
         if passes.made_backward is not None or passes.source < 0:
             self.end(running.source)
         self.end(*(base + number for number in passes.rest))
-        self.kept += [base + number for number, use in enumerate(made.uses) if use == "gradients"]
         if passes.passed_on < 0:
             return NOWHERE
         return keys.get(passes.passed_on, base + passes.passed_on)

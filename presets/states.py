@@ -66,8 +66,6 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The layers with adapters, with ("all-linear",) all."""
     expandable: bool = False
     """Whether torch's allocator has expandable segments."""
-    resident: bool = False
-    """Whether gradients of an earlier micro-batch exist, to which new ones are added."""
 
 
 def numbers_of(settings: Settings, half: str | None) -> Numbers:
@@ -102,7 +100,6 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
         targets=lora.targets if lora else (),
         adapters=2 if sharded else 4,
         expandable="expandable_segments:True" in settings.allocator,
-        resident=settings.accumulation > 1 or bool(settings.zero.stage),
     )
 
 

@@ -56,10 +56,11 @@ class Unit(msgspec.Struct, eq=False):
 class Plain:
     """One process, or several with a whole model each."""
 
+    keeps_gradients = True
+
     def __init__(self, settings: Settings, numbers: Numbers, units: list[Unit], sequence: Sequence) -> None:
         self._settings, self._numbers, self._units, self._sequence = settings, numbers, units, sequence
         self._has_moments = False
-        self._gradients: list[int] = []
 
     def load(self) -> None:
         sequence = self._sequence
@@ -71,7 +72,7 @@ class Plain:
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
 
-    after_forward = before_backward = release = before_forward
+    after_forward = before_backward = after_backward = release = before_forward
 
     def begin_forward(self) -> None:
         """Do nothing."""
@@ -79,16 +80,8 @@ class Plain:
     def begin_backward(self, *, last: bool) -> None:
         """Do nothing."""
 
-    def after_backward(self, unit: Unit) -> None:
-        """The gradients of a unit are there, if they have not been made by its layer."""
-        if self._numbers.resident and unit not in self._done:
-            self._done.add(unit)
-            self._gradients += self._sequence.begin_all((one.numbers * one.item for one in unit.trained), "gradients")
-
-    _done: set[Unit]
-
     def begin_update(self) -> None:
-        self._done = set()
+        """Do nothing."""
 
     def end_backward(self) -> None:
         """Do nothing."""
@@ -107,6 +100,5 @@ class Plain:
             self._has_moments = True
             for unit in self._units:
                 sequence.begin_all((size for one in unit.trained for size in optimizer_sizes(kind, one)), "optimizer")
-        sequence.end(*self._gradients, *sequence.kept)
-        self._gradients.clear()
+        sequence.end(*sequence.kept)
         sequence.kept.clear()

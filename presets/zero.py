@@ -21,6 +21,9 @@ _GATHERING, _REDUCING = 1, 2
 class _Sharded:
     """What the stages of ZeRO have in common. Sizes in numbers, not bytes, have no unit here."""
 
+    keeps_gradients = False
+    """Whether those of a layer stay where its backward pass has made them."""
+
     def __init__(
         self,
         settings: Settings,
@@ -69,7 +72,7 @@ class _Sharded:
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
 
-    after_forward = before_backward = release = before_forward
+    after_forward = before_backward = after_backward = release = before_forward
 
     def begin_forward(self) -> None:
         """Do nothing."""
@@ -79,6 +82,8 @@ class _Sharded:
 
 
 class Stage1InBf16(_Sharded):
+    keeps_gradients = True
+
     def load(self) -> None:
         sequence = self._sequence
         self._flatten(leaves=False)
@@ -86,13 +91,6 @@ class Stage1InBf16(_Sharded):
         sequence.begin(4 * self._part, "master weights")
         sequence.end(part)
         sequence.begin(4 * self._count, "gradients")
-        self._gradients: list[int] = []
-        self._done: set[Unit] = set()
-
-    def after_backward(self, unit: Unit) -> None:
-        if unit not in self._done:
-            self._done.add(unit)
-            self._gradients += self._gradients_of(unit, self._item)
 
     def end_backward(self) -> None:
         self._sequence.pass_through(4 * self._largest)
@@ -102,9 +100,8 @@ class Stage1InBf16(_Sharded):
     def step(self) -> None:
         self._make_moments(self._part)
         self._has_moments = True
-        self._sequence.end(*self._gradients)
-        self._gradients.clear()
-        self._done.clear()
+        self._sequence.end(*self._sequence.kept)
+        self._sequence.kept.clear()
 
 
 class Stages1And2(_Sharded):
