@@ -159,9 +159,9 @@ class _Run:
         if shape.buckets and self.numbers.quantized and self.half == "bf16":
             # What T5's layers add has the precision of its weights, not that of its norms.
             self.numbers = replace(self.numbers, stream=self.numbers.weights)
-        if shape.kind == "gpt2" and not self.numbers.full:
+        if shape.kind == "gpt2":
             # Its layers are no linear ones, so DeepSpeed's do not replace them.
-            self.numbers = replace(self.numbers, keeps_inputs=False)
+            self.numbers = replace(self.numbers, replaces_linear=False)
         if (settings.task == "seq2seq") != bool(shape.decoder_layers):
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
         self.tokens = settings.batch * settings.seq_len

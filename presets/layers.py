@@ -67,6 +67,8 @@ class _Node(msgspec.Struct):
     saved: tuple[Tensor | None, ...]
     weights: Sequence[tuple[int, int]] = ()
     """Of each trained weight: bytes only while its gradient is computed, and the gradient's."""
+    weights_first: bool = False
+    """Whether their gradients come before those of the operands."""
     hidden: tuple[int, ...] = ()
     """Bytes that exist while all gradients do."""
     passes: bool = False
@@ -155,6 +157,7 @@ class Layer:
         saves_itself: bool = False,
         beside: int = 0,
         gives_views: bool = False,
+        weights_first: bool = False,
     ) -> Tensor:
         """`operands`: each with the bytes that exist only while its gradient is computed, and the
         item of that gradient. `beside`: bytes of what else the operation gives and saves."""
@@ -163,7 +166,7 @@ class Layer:
             found = self.new(count, item)
             self.new(beside, 1)
             return found
-        node = _Node(parents, saved, weights, hidden, passes, gives_views=gives_views)
+        node = _Node(parents, saved, weights, weights_first, hidden, passes, gives_views=gives_views)
         self._nodes.append(node)
         if saved:
             self.last_saved = len(self.events)  # before there is a result
@@ -208,6 +211,8 @@ class Layer:
 
     def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
         found = []
+        if step.weights_first:
+            self._gradients_of(step.weights)
         for parent, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
             found.append((parent, self._make(count * item, item)))
@@ -217,13 +222,17 @@ class Layer:
         hidden = [self._make(size) for size in step.hidden]
         for one in hidden:
             self._drop(one)
-        for extra, size in step.weights:
+        if not step.weights_first:
+            self._gradients_of(step.weights)
+        return found
+
+    def _gradients_of(self, weights: Sequence[tuple[int, int]]) -> None:
+        for extra, size in weights:
             copy = self._make(extra)
             self.kept += size
             self.live += size
             self.began(size, "gradients")
             self._drop(copy)
-        return found
 
     def _release(self, gradient: _Gradient) -> None:
         gradient.holders -= 1
@@ -276,7 +285,7 @@ class Layer:
         if x.item == 4 or self.numbers.half != "fp16":
             return x
         infinite, absolute = self.new(x.count, 1), self.new(x.count, x.item)
-        del infinite, absolute
+        del absolute, infinite
         return self._result(x.count, x.item, ((x, (x.count, x.count), x.item),), (x,))
 
     def activation(self, x: Tensor, name: str) -> Tensor:
@@ -321,13 +330,13 @@ class Layer:
         # more matrices.
         square = self.new(x.count, 4)
         root = self._result(rows, 4, ((wide, (4 * x.count,) * 3, 4),), (wide, self.new(2 * rows, 4)))
-        del square
         base = x if kind == "t5" else wide
+        del wide, square
         # The root's gradient is a sum over a product of the whole size.
         scaled = self._result(
             x.count, 4, ((base, 4 * x.count if base.item != 4 else 0, base.item), (root, 4 * x.count, 4)), (base, root)
         )
-        del wide, base, root
+        del base, root
         vectors = self.numbers.vectors
         if kind == "gemma":
             scaled = self._scaled(scaled, width, 4)
@@ -365,13 +374,15 @@ class Layer:
             copy = self._result(size, compute, (), weights=own) if compute != item else None
             narrow = self.cast(x, compute)
             operands = [(narrow, 0, compute)]
+            # That of the weights comes first, but not from DeepSpeed's layers or with a bias.
+            first = not (bias or numbers.replaces_linear)
             if copy is None:
                 weights += own
             elif numbers.full:
                 self.copies.append(copy)
-                operands.append((copy, 0, compute))
-            saved = (narrow if numbers.keeps_inputs else None, copy)
-            found = self._result(count, compute, operands, saved, weights, gives_views=True)
+                operands.insert(0 if first else 1, (copy, 0, compute))
+            saved = (narrow if numbers.full or numbers.replaces_linear else None, copy)
+            found = self._result(count, compute, operands, saved, weights, gives_views=True, weights_first=first)
             del narrow, copy, operands
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
@@ -465,7 +476,7 @@ class Layer:
             saved = (query, key, value)
             return self._result(count, item, operands, saved, hidden=hidden, saves_itself=True, beside=4 * rows)
         if kernel == "math":
-            return self._math(query, key, value, scores, times, rate)
+            return self._math(query, key, value, scores, times, rate, masks=bias is None)
         if key_heads not in (1, heads):  # a single one is repeated without a copy
             key, value = (self._repeated(one, times) for one in (key, value))
         if kernel == "efficient":
@@ -510,12 +521,16 @@ class Layer:
         wide = self.cast(x, 4)
         return self._result(x.count, 4, ((wide, 4 * x.count, 4),), saves_itself=True)
 
-    def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float) -> Tensor:
-        """It computes in fp32; under autocast only its products are in 16 bits."""
+    def _math(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float, *, masks: bool
+    ) -> Tensor:
+        """It computes in fp32; under autocast only its products are in 16 bits. `masks`: it makes a
+        mask of its own."""
         item, kind = query.item, self.numbers.compute if self.numbers.autocast else 4
         # What has a name of its own here is held until the end.
         wide_query, wide_key, wide_value = (self.cast(one, 4) for one in (query, key, value))
         scaled = self.changed(wide_query)
+        mask = self.new(self.length * self.length, 4) if masks else None
         key, value = wide_key, wide_value
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
@@ -527,7 +542,7 @@ class Layer:
         shares = self.dropout(shares, rate)
         own = self.new(scores, item) if item != 4 else None  # it also gives the shares
         found = self.cast(self._product(self.cast(shares, kind), self.cast(value, kind), query.count), item)
-        del own
+        del own, mask
         return self._result(found.count, found.item, ((found, 0, found.item),))
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:

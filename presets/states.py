@@ -52,9 +52,9 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """Whether products get copies of their operands in 16 bits."""
     narrow_norms: bool = False
     """Whether norms give what they compute in fp32 in 16 bits."""
-    keeps_inputs: bool = True
-    """Whether a linear layer keeps its input: for the gradient of its weight, or because it is
-    DeepSpeed's own."""
+    replaces_linear: bool = False
+    """Whether linear layers are DeepSpeed's own, which keep their input also if their weight gets
+    no gradient."""
     full: bool = True
     """Whether everything is trained; otherwise only the adapters are."""
     quantized: bool = False
@@ -92,7 +92,7 @@ def numbers_of(settings: Settings, half: str | None) -> Numbers:
         stream=stream,
         autocast=autocast,
         narrow_norms=narrow_norms,
-        keeps_inputs=full or settings.zero.stage == 3,
+        replaces_linear=settings.zero.stage == 3,
         full=full,
         quantized=quantized,
         rank=lora.r if lora else 0,

@@ -63,9 +63,6 @@ class _Sharded:
             for _ in range(2):
                 self._sequence.begin(4 * size, "optimizer")
 
-    def _gradients_of(self, unit: Unit, item: int) -> list[int]:
-        return self._sequence.begin_all((item * one.numbers for one in unit.trained), "gradients")
-
     def begin_update(self) -> None:
         """Do nothing."""
 
@@ -123,6 +120,7 @@ class Stages1And2(_Sharded):
         self._partitions = self._settings.zero.stage == 2
         self._compact = self._item == 2 and not self._offloads
         self._separate = self._compact and not self._partitions
+        self.keeps_gradients = not (self._separate or self._partitions)
         self._flat = self._in_bucket = -1
         self._own: list[int] = []
         self._sums: list[int] = []
@@ -141,9 +139,9 @@ class Stages1And2(_Sharded):
             self._starts_bucket = False
             self._in_bucket = sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
         if not self._partitions:
-            if unit not in self._done:
+            if self._separate and unit not in self._done:
                 self._done.add(unit)
-                self._sums += self._gradients_of(unit, 4 if self._separate else self._item)
+                self._sums += self._sequence.begin_all((4 * one.numbers for one in unit.trained), "gradients")
             return
         # A gradient that is larger than the bucket is kept by the process that updates it.
         start, end = self._starts[unit], self._starts[unit] + unit.count
@@ -192,9 +190,10 @@ class Stages1And2(_Sharded):
         sequence.end(*self._own)
         self._own.clear()
         if self._last:
-            sequence.end(*self._sums)
+            sequence.end(*self._sums, *sequence.kept)
             self._sums.clear()
             self._done.clear()
+            sequence.kept.clear()
 
     def step(self) -> None:
         sequence = self._sequence
