@@ -407,7 +407,8 @@ class _Run:
                 sequence.end(*summed)
                 if numbers.full or settings.gradient_checkpointing:
                     engine.before_backward(places.embeddings)
-                self._embedded(sequence, of_head, gradient)
+                is_view = not loss.in_pieces and numbers.weights == numbers.compute
+                self._embedded(sequence, of_head, gradient, is_view=is_view)
                 engine.after_backward(places.embeddings)
                 engine.end_backward()
                 sequence.end(*started)
@@ -451,8 +452,9 @@ class _Run:
             return _parts_of(self.stacks * self.shape.layers)
         return _parts_of([self.stacks[0 < window <= self.settings.seq_len] for window in self.shape.windows])
 
-    def _embedded(self, sequence: Sequence, of_head: int, gradient: int) -> None:
-        """The gradient of the embeddings. If they are tied, it is added to the head's."""
+    def _embedded(self, sequence: Sequence, of_head: int, gradient: int, *, is_view: bool) -> None:
+        """The gradient of the embeddings. If they are tied, it is added to the head's: to a new
+        tensor if that one is a view, which autograd holds as well."""
         shape, numbers = self.shape, self.numbers
         if not numbers.full:
             sequence.end(of_head, gradient)
@@ -461,8 +463,9 @@ class _Run:
         embedded = sequence.begin(size, "temporary")
         sequence.end(gradient)
         if shape.tied:
-            sequence.end(embedded)
-            embedded = of_head
+            total = sequence.begin(size, "gradients") if is_view else of_head
+            sequence.end(*([of_head] if is_view else []), embedded)
+            embedded = total
         sequence.uses[embedded] = "gradients"
         sequence.keep(embedded)
 
