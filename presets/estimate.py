@@ -38,7 +38,7 @@ _MIB = 1 << 20
 _MOST_SAMPLES = 1 << 20
 _ABOVE = 1.045
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
-_WHOLE = 3
+_WHOLE = 18
 """A model with at most so many layers has whole ones only."""
 
 
@@ -490,7 +490,12 @@ class _Run:
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
-        start += [*tail.thin.saved_sizes(), tail.small_saved, 2 * settings.batch * self.square, *[8 * self.square] * (2 if numbers.full else 0)]
+        start += [
+            *tail.thin.saved_sizes(),
+            tail.small_saved,
+            2 * settings.batch * self.square,
+            *[8 * self.square] * (2 if numbers.full else 0),
+        ]
         made = [bias] if numbers.full else []
         if not checkpointed:
             return start, [bias, zeros], made, held

@@ -484,9 +484,7 @@ class Layer:
             mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
             hidden = (4 * rows, *([4 * count] if item == 2 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
-            return self._result(
-                count, item, operands, (query, key, value, mask), hidden=hidden, saves_itself=True, beside=sums
-            )
+            return self._result(count, item, operands, (query, key, value, mask), hidden=hidden, saves_itself=True, beside=sums)
         return self._eager(query, key, value, scores, cap, rate)
 
     def _repeated(self, x: Tensor, times: int) -> Tensor:
@@ -521,9 +519,7 @@ class Layer:
         wide = self.cast(x, 4)
         return self._result(x.count, 4, ((wide, 4 * x.count, 4),), saves_itself=True)
 
-    def _math(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float, *, masks: bool
-    ) -> Tensor:
+    def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float, *, masks: bool) -> Tensor:
         """It computes in fp32; under autocast only its products are in 16 bits. `masks`: it makes a
         mask of its own."""
         item, kind = query.item, self.numbers.compute if self.numbers.autocast else 4
