@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.layers import Kernel, Layer, Tensor
+from memtop.presets.autograd import Tensor
+from memtop.presets.layers import Kernel, Layer
 from memtop.presets.states import UnknownMemoryError
 
 BF16_FROM = 80

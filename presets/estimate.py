@@ -14,10 +14,11 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, kernel_of, shape_of, t5_layer
-from memtop.presets.layers import Kernel, Layer, Tensor
+from memtop.presets.autograd import Tensor
+from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Passes, Phase, Running, Sequence, Tensors, split
+from memtop.presets.sequence import Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
 from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
 from memtop.presets.updates import Unit
 from memtop.presets.zero import engine_of
@@ -89,25 +90,6 @@ def largest_batch(
     return low
 
 
-class _Stack(msgspec.Struct):
-    """Equal layers, one of which was run."""
-
-    count: int
-    passes: Passes
-    thin: Passes
-    """Without what begins and ends in one pass."""
-    small_saved: int
-    """Bytes of small tensors that live until the backward pass."""
-    small_copies: int
-    """The same until the forward pass ends: autocast's copies of weights."""
-    small_gradients: int
-    """Of weights; 0 if they are added to older ones."""
-    saved: int
-    """All that a layer adds to what is live until the backward pass has run it."""
-    parameters: list[Parameter]
-    names: set[str]
-
-
 _NONE = Tensors([], [])
 _NOT_RUNNING = Running(Passes([], _NONE, [], [], None, -1, -1, -1, -1, [], []), 0, -1, -1)
 
@@ -116,7 +98,7 @@ class _Part(msgspec.Struct):
     """A layer, in the order of the model."""
 
     unit: Unit
-    stack: _Stack
+    stack: Stack
     is_whole: bool
     """Whether all its large tensors are there."""
     is_first: bool = False
@@ -193,7 +175,7 @@ class _Run:
 
     # --- the model's parts
 
-    def _stacks(self) -> list[_Stack]:
+    def _stacks(self) -> list[Stack]:
         shape = self.shape
         if shape.decoder_layers:
             kernel = kernel_of(shape, self.generation, half=self.half, masked=True)
@@ -210,14 +192,14 @@ class _Run:
                 found.append(self._causal_stack(kernel, count, mask))
         return found
 
-    def _causal_stack(self, kernel: Kernel, count: int, mask: int) -> _Stack:
+    def _causal_stack(self, kernel: Kernel, count: int, mask: int) -> Stack:
         def run(layer: Layer) -> tuple[int, Tensor]:
             x = layer.input(self.tokens * self.shape.hidden, self.numbers.stream)
             return layer.live, causal_layer(layer, self.shape, x, kernel, mask)
 
         return self._ran(run, count)
 
-    def _t5_stack(self, kernel: Kernel, count: int, *, decodes: bool) -> _Stack:
+    def _t5_stack(self, kernel: Kernel, count: int, *, decodes: bool) -> Stack:
         numbers, shape, scores = self.numbers, self.shape, self.shape.heads * self.square
         given: list[Tensor] = []  # from outside the layer: it lives longer
 
@@ -240,7 +222,7 @@ class _Run:
         numbers = self.numbers
         return numbers.vectors if numbers.quantized and not numbers.narrow_norms else numbers.compute
 
-    def _tail(self) -> _Stack:
+    def _tail(self) -> Stack:
         """The norm after the last layer."""
         shape = self.shape
 
@@ -256,68 +238,9 @@ class _Run:
 
         return self._ran(run, 1, may_checkpoint=False)
 
-    def _ran(self, run: Callable[[Layer], tuple[int, Tensor]], count: int, *, may_checkpoint: bool = True) -> _Stack:
-        """`run` gives what was live before the layer, and its result."""
-        layer = self._layer()
-        before, found = run(layer)
-        layer.shares = None
-        ran, with_copies = len(layer.events), layer.live - before
-        copied = sum(copy.size for copy in layer.copies)
-        layer.copies.clear()
-        saved, ended = layer.live - before, len(layer.events)
-        result, node, size, item = found.number, found.node, found.count, found.item
-        del found
-        began = len(layer.events)
-        if node is not None:
-            layer.backward(node, size, item)
-        events, source = layer.events, layer.inputs[-1]
-        forward, ends, backward = events[:ran], events[ran:ended], events[began:]
-        made = Tensors.of(layer.large)
-        again = None
-        copies = with_copies - saved
-        if may_checkpoint and self.settings.gradient_checkpointing:
-            # Forward, a layer keeps only its result. Backward, it is run again up to what was saved
-            # last.
-            last = layer.last_saved
-            late = {event for event in events[last:ran] if event >= 0}
-            gone = [event for event in events[last:ended] if event < 0 and ~event not in late]
-            backward = [*events[:last], *gone, *(event for event in backward if event >= 0 or ~event not in late)]
-            backward = [event for event in backward if event >= 0 or ~event != source]
-            again = made
-            saved, copies = size * item, copied
-            only = self._layer(saves=False)
-            found = run(only)[1]
-            only.shares = None
-            forward, made, result = only.events[:], Tensors.of(only.large), found.number
-            ends = [~copy.number for copy in only.copies if copy.number >= 0]
-            source = only.inputs[-1]
-            forward = [event for event in forward if event >= 0 or ~event != source]
-        passes = Passes(
-            forward=split(forward, {source, *layer.inputs[:-1]}),
-            made_forward=made,
-            ends=ends,
-            backward=split(backward, {source, *layer.inputs[:-1], *layer.given[:1]}),
-            made_backward=again,
-            source=source,
-            result=result,
-            given=layer.given[0] if layer.given else -1,
-            passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
-            others=layer.inputs[:-1],
-            rest=[number for numbers in layer.passed_on[1:] for number in numbers],
-        )
-        thin = passes.thin()
-        large_saved, large_copies, large_gradients = thin.outliving_bytes()
-        return _Stack(
-            count=count,
-            passes=passes,
-            thin=thin,
-            small_saved=saved - large_saved,
-            small_copies=copies - large_copies,
-            small_gradients=layer.kept - large_gradients,
-            saved=saved,
-            parameters=layer.parameters,
-            names=layer.names,
-        )
+    def _ran(self, run: Callable[[Layer], tuple[int, Tensor]], count: int, *, may_checkpoint: bool = True) -> Stack:
+        checkpoints = may_checkpoint and self.settings.gradient_checkpointing
+        return stack_of(run, self._layer(), self._layer(saves=False) if checkpoints else None, count)
 
     def _layer(self, *, saves: bool = True) -> Layer:
         # In a large model, what is small hardly counts.
@@ -469,7 +392,7 @@ class _Run:
         sequence.uses[embedded] = "gradients"
         sequence.keep(embedded)
 
-    def _start(self, tail: _Stack) -> tuple[list[int], list[int], list[int], int]:
+    def _start(self, tail: Stack) -> tuple[list[int], list[int], list[int], int]:
         """What is live before the first layer; what else is during the layers' forward passes;
         what their backward passes have made for what was before them; and what the loss of an
         earlier micro-batch still holds."""
@@ -502,7 +425,7 @@ class _Run:
         return [*start, bias, bias, zeros], [], [*made, zeros], held + 2 * zeros
 
 
-def _parts_of(layers: list[_Stack]) -> list[_Part]:
+def _parts_of(layers: list[Stack]) -> list[_Part]:
     """Whole are the first and the last layer, and before that one of another kind: in its backward
     pass, nearly all that was saved is still there."""
     last = len(layers) - 1

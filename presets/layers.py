@@ -1,8 +1,7 @@
 """What a layer of a known architecture allocates when it is trained: its operations in the order in
 which transformers and peft run them, with sizes only.
 
-A `Layer` runs them like autograd. Each result takes its bytes until nothing refers to it, and what
-an operation saves for its gradient stays until the backward pass has run that operation.
+`autograd.py` has what is allocated for each of them.
 """
 
 from __future__ import annotations
@@ -10,254 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
-from memtop.presets.allocator import MIB
+from memtop.presets.autograd import Tape, Tensor
 from memtop.presets.states import Numbers, Parameter
 
 Kernel = Literal["flash", "efficient", "math", "eager"]
 
 
-class Tensor:
-    """A result: `count` numbers of `item` bytes. `node` computes its gradient, if it has one."""
-
-    __slots__ = ("count", "item", "layer", "node", "number", "size")
-
-    def __init__(self, layer: Layer, count: int, item: int, size: int, node: int | None) -> None:
-        self.layer, self.count, self.item, self.size, self.node = layer, count, item, size, node
-        self.number = layer.began(size, "activations")
-
-    def __del__(self) -> None:
-        self.layer.live -= self.size
-        if self.number >= 0:
-            self.layer.events.append(~self.number)
-
-
-class _View(Tensor):
-    """A part of another result, without memory of its own."""
-
-    __slots__ = ("whole",)
-
-    def __init__(self, whole: Tensor, count: int, node: int | None) -> None:
-        super().__init__(whole.layer, count, whole.item, 0, node)
-        self.whole = whole
-
-    def __del__(self) -> None:
-        pass
-
-
-class _Gradient(msgspec.Struct):
-    """What the backward pass computes; `holders`: how many operations hold it."""
-
-    size: int
-    numbers: tuple[int, ...]
-    """In `Layer.large`, if it is not small."""
-    item: int = 0
-    holders: int = 1
-    is_view: bool = False
-    """Of a matrix that autograd holds as well."""
-
-
-class _Node(msgspec.Struct):
-    """An operation whose result has a gradient."""
-
-    parents: list[tuple[int, int | tuple[int, ...], int, int]]
-    """Of each operand with a gradient: its node, bytes that exist only while the gradient is
-    computed, and the gradient's count and item."""
-    saved: tuple[Tensor | None, ...]
-    weights: Sequence[tuple[int, int]] = ()
-    """Of each trained weight: bytes only while its gradient is computed, and the gradient's."""
-    weights_first: bool = False
-    """Whether their gradients come before those of the operands."""
-    hidden: tuple[int, ...] = ()
-    """Bytes that exist while all gradients do."""
-    passes: bool = False
-    """Whether the operands' gradient is the result's own."""
-    joins: bool = False
-    """Whether the results are parts of the operand."""
-    gives_views: bool = False
-    """Whether the gradients are views."""
-
-
-class Layer:
-    """Runs operations forward, then backward, and knows which large tensors were live when."""
+class Layer(Tape):
+    """The operations of a layer."""
 
     def __init__(self, numbers: Numbers, batch: int, length: int, *, least: int, saves: bool = True) -> None:
-        """`least`: what takes no more bytes is small. `saves`: whether there will be a backward
-        pass; a checkpoint runs a layer without it first."""
-        self.least = least
-        self.numbers, self.batch, self.length, self.saves = numbers, batch, length, saves
+        """`least` and `saves`: see `Tape`. A checkpoint runs a layer without a backward pass
+        first."""
+        super().__init__(least=least, saves=saves)
+        self.numbers, self.batch, self.length = numbers, batch, length
         self.tokens = batch * length
         self.shares: Tensor | None = None
         """What the attention gives beside its result; the layer holds it until its end."""
-        self.live = self.kept = 0
-        """Bytes; kept: of new gradients of weights."""
         self.parameters: list[Parameter] = []
         self.copies: list[Tensor] = []
         """Weights in 16 bits, which autocast keeps until the forward pass ends."""
         self.names: set[str] = set()
-        self._nodes: list[_Node | None] = []
-        self.large: list[tuple[int, str]] = []
-        """What is not small: bytes, and what it is for."""
-        self.events: list[int] = []
-        """In their order: n where `large[n]` begins, ~n where it ends."""
-        self.last_saved = 0
-        """How many events there were when something was saved last. A second run ends there."""
-        self.inputs: list[int] = []
-        """In `large`, what was there before the layer."""
-        self.given: tuple[int, ...] = ()
-        """In `large`, the gradient of the result."""
-        self.passed_on: list[tuple[int, ...]] = []
-        """The gradients of the inputs, from the last input to the first."""
-
-    # --- what operations consist of
-
-    def began(self, size: int, use: str) -> int:
-        """The place in `large` of what begins now; -1 if it is small."""
-        if size <= (MIB if use == "gradients" else self.least):
-            return -1
-        self.large.append((size, use))
-        self.events.append(len(self.large) - 1)
-        return len(self.large) - 1
-
-    def new(self, count: int, item: int, node: int | None = None) -> Tensor:
-        size = count * item
-        self.live += size
-        return Tensor(self, count, item, size, node)
-
-    def _make(self, size: int, item: int = 0) -> _Gradient:
-        """Allocate what no forward pass makes."""
-        self.live += size
-        number = self.began(size, "temporary")
-        return _Gradient(size, () if number < 0 else (number,), item)
-
-    def _drop(self, gone: _Gradient) -> None:
-        self.live -= gone.size
-        self.events += [~number for number in gone.numbers]
-
-    def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
-        """What the layer gets from the one before it."""
-        node = None
-        if trained and self.saves:
-            self._nodes.append(None)
-            node = len(self._nodes) - 1
-        found = self.new(count, item, node)
-        self.inputs.append(found.number)
-        return found
-
-    def _result(
-        self,
-        count: int,
-        item: int,
-        operands: Sequence[tuple[Tensor, int | tuple[int, ...], int]],
-        saved: tuple[Tensor | None, ...] = (),
-        weights: Sequence[tuple[int, int]] = (),
-        hidden: tuple[int, ...] = (),
-        passes: bool = False,
-        saves_itself: bool = False,
-        beside: int = 0,
-        gives_views: bool = False,
-        weights_first: bool = False,
-    ) -> Tensor:
-        """`operands`: each with the bytes that exist only while its gradient is computed, and the
-        item of that gradient. `beside`: bytes of what else the operation gives and saves."""
-        parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
-        if not self.saves or not (parents or weights):
-            found = self.new(count, item)
-            self.new(beside, 1)
-            return found
-        node = _Node(parents, saved, weights, weights_first, hidden, passes, gives_views=gives_views)
-        self._nodes.append(node)
-        if saved:
-            self.last_saved = len(self.events)  # before there is a result
-        found = self.new(count, item, len(self._nodes) - 1)
-        if beside:
-            node.saved = (*node.saved, self.new(beside, 1))
-        if saves_itself:
-            node.saved = (*node.saved, found)
-        if beside or saves_itself:
-            self.last_saved = len(self.events)
-        return found
-
-    def backward(self, node: int, count: int, item: int) -> None:
-        """From the gradient of the result of this node."""
-        gradients = {node: self._make(count * item, item)}
-        self.given = gradients[node].numbers
-        nodes = self._nodes
-        for number in range(len(nodes) - 1, -1, -1):
-            step, nodes[number] = nodes[number], None
-            gradient = gradients.pop(number, None)
-            if gradient is None:
-                continue
-            if step is None:
-                self.passed_on.append(gradient.numbers)
-                continue
-            found = self._passed_on(step, gradient) if step.passes else self._computed(step)
-            step = None  # with what it has saved
-            self._release(gradient)
-            for parent, own in found:
-                self._accumulate(gradients, parent, own)
-
-    def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[int, _Gradient]]:
-        found = []
-        for parent, _, count, item in step.parents:
-            own = gradient
-            if gradient.item == item:
-                gradient.holders += 1
-            else:
-                own = self._make(count * item, item)
-            found.append((parent, own))
-        return found
-
-    def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
-        found = []
-        if step.weights_first:
-            self._gradients_of(step.weights)
-        for parent, extra, count, item in step.parents:
-            passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
-            found.append((parent, self._make(count * item, item)))
-            found[-1][1].is_view = step.gives_views
-            for one in passing:
-                self._drop(one)
-        hidden = [self._make(size) for size in step.hidden]
-        for one in hidden:
-            self._drop(one)
-        if not step.weights_first:
-            self._gradients_of(step.weights)
-        return found
-
-    def _gradients_of(self, weights: Sequence[tuple[int, int]]) -> None:
-        for extra, size in weights:
-            copy = self._make(extra)
-            self.kept += size
-            self.live += size
-            self.began(size, "gradients")
-            self._drop(copy)
-
-    def _release(self, gradient: _Gradient) -> None:
-        gradient.holders -= 1
-        if not gradient.holders:
-            self._drop(gradient)
-
-    def _accumulate(self, gradients: dict[int, _Gradient], parent: int, own: _Gradient) -> None:
-        before = gradients.get(parent)
-        node = self._nodes[parent]
-        if node is not None and node.joins:
-            if own.holders > 1:
-                own = self._make(own.size, own.item)
-            if before is not None:
-                own.size, own.numbers = own.size + before.size, own.numbers + before.numbers
-            gradients[parent] = own
-        elif before is None:
-            gradients[parent] = own
-        else:
-            if before.holders > 1 or before.is_view:
-                # Somebody else has it: the sum is new.
-                gradients[parent] = self._make(before.size, before.item)
-                self._release(before)
-            self._release(own)
-
-    # --- operations
 
     def cast(self, x: Tensor, item: int) -> Tensor:
         return x if x.item == item else self._result(x.count, item, ((x, 0, x.item),))
@@ -433,20 +205,6 @@ class Layer:
         two = self._result(x.count, wide, ((turned, extra, x.item),))
         del turned
         return self.add(one, two)
-
-    def parts(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Views of a matrix's columns. They keep it, and their gradients become one of its size."""
-        if x.node is not None:
-            self._nodes.append(_Node([(x.node, 0, x.count, x.item)], (), joins=True))
-        node, rows = None if x.node is None else len(self._nodes) - 1, x.count // sum(sizes)
-        return [_View(x, rows * size, node) for size in sizes]
-
-    def headed(self, x: Tensor) -> Tensor:
-        """A view of it by head. Its gradient is in another order, so it is copied."""
-        if x.node is None:
-            return x
-        self._nodes.append(_Node([(x.node, 0, x.count, x.item)], ()))
-        return _View(x, x.count, len(self._nodes) - 1)
 
     def attention(
         self,

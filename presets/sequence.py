@@ -6,12 +6,15 @@ pass: what is saved for the backward pass, and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
+from memtop.presets.autograd import Tensor
+from memtop.presets.layers import Layer
+from memtop.presets.states import Parameter
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 NOWHERE = -1
@@ -138,6 +141,88 @@ def _only(events: Events, numbers: dict[int, int], chosen: set[int]) -> Events:
         kept = [numbers[old] if event >= 0 else ~numbers[old] for event, old in begins if old in chosen]
         found.append((kept, outside))
     return found
+
+
+class Stack(msgspec.Struct):
+    """Equal layers, one of which was run."""
+
+    count: int
+    passes: Passes
+    thin: Passes
+    """Without what begins and ends in one pass."""
+    small_saved: int
+    """Bytes of small tensors that live until the backward pass."""
+    small_copies: int
+    """The same until the forward pass ends: autocast's copies of weights."""
+    small_gradients: int
+    """Of weights."""
+    saved: int
+    """All that a layer adds to what is live until the backward pass has run it."""
+    parameters: list[Parameter]
+    names: set[str]
+
+
+def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: Layer | None, count: int) -> Stack:
+    """`run` runs a layer; it gives what was live before, and the result. `unsaved`: with a
+    checkpoint, the layer that the forward pass runs, without a backward pass."""
+    before, found = run(layer)
+    layer.shares = None
+    ran, with_copies = len(layer.events), layer.live - before
+    copied = sum(copy.size for copy in layer.copies)
+    layer.copies.clear()
+    saved, ended = layer.live - before, len(layer.events)
+    result, node, size, item = found.number, found.node, found.count, found.item
+    del found
+    began = len(layer.events)
+    if node is not None:
+        layer.backward(node, size, item)
+    events, source = layer.events, layer.inputs[-1]
+    forward, ends, backward = events[:ran], events[ran:ended], events[began:]
+    made = Tensors.of(layer.large)
+    again = None
+    copies = with_copies - saved
+    if unsaved is not None:
+        # Forward, a layer keeps only its result. Backward, it is run again up to what was saved
+        # last.
+        last = layer.last_saved
+        late = {event for event in events[last:ran] if event >= 0}
+        gone = [event for event in events[last:ended] if event < 0 and ~event not in late]
+        backward = [*events[:last], *gone, *(event for event in backward if event >= 0 or ~event not in late)]
+        backward = [event for event in backward if event >= 0 or ~event != source]
+        again = made
+        saved, copies = size * item, copied
+        found = run(unsaved)[1]
+        unsaved.shares = None
+        forward, made, result = unsaved.events[:], Tensors.of(unsaved.large), found.number
+        ends = [~copy.number for copy in unsaved.copies if copy.number >= 0]
+        source = unsaved.inputs[-1]
+        forward = [event for event in forward if event >= 0 or ~event != source]
+    passes = Passes(
+        forward=split(forward, {source, *layer.inputs[:-1]}),
+        made_forward=made,
+        ends=ends,
+        backward=split(backward, {source, *layer.inputs[:-1], *layer.given[:1]}),
+        made_backward=again,
+        source=source,
+        result=result,
+        given=layer.given[0] if layer.given else -1,
+        passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
+        others=layer.inputs[:-1],
+        rest=[number for numbers in layer.passed_on[1:] for number in numbers],
+    )
+    thin = passes.thin()
+    large_saved, large_copies, large_gradients = thin.outliving_bytes()
+    return Stack(
+        count=count,
+        passes=passes,
+        thin=thin,
+        small_saved=saved - large_saved,
+        small_copies=copies - large_copies,
+        small_gradients=layer.kept - large_gradients,
+        saved=saved,
+        parameters=layer.parameters,
+        names=layer.names,
+    )
 
 
 class Running(msgspec.Struct, frozen=True):
