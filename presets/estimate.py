@@ -357,8 +357,8 @@ class _Run:
         gradient = sequence.backward(part.running, gradient)
         if not part.is_whole:
             sequence.end(part.saved)
-            for gradient in sequence.begin_small(part.stack.small_gradients, "gradients"):
-                sequence.keep(gradient)
+            for small in sequence.begin_small(part.stack.small_gradients, "gradients"):
+                sequence.keep(small)
         sequence.end(part.before)
         return gradient
 
