@@ -121,7 +121,9 @@ class Stages1And2(_Sharded):
         self._compact = self._item == 2 and not self._offloads
         self._separate = self._compact and not self._partitions
         self.keeps_gradients = not (self._separate or self._partitions)
-        self._flat = self._in_bucket = -1
+        self._flat = self._in_bucket = self._oversized = NOWHERE
+        self._filled = self._filled_own = 0
+        """Numbers in the bucket, and those of them that this process updates."""
         self._own: list[int] = []
         self._sums: list[int] = []
         self._done: set[Unit] = set()
@@ -143,19 +145,27 @@ class Stages1And2(_Sharded):
                 self._done.add(unit)
                 self._sums += self._sequence.begin_all((4 * one.numbers for one in unit.trained), "gradients")
             return
-        # A gradient that is larger than the bucket is kept by the process that updates it.
-        start, end = self._starts[unit], self._starts[unit] + unit.count
-        own = max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
-        oversized = sum(one.numbers for one in unit.trained if one.numbers > self._bucket)
-        kept = 0 if self._offloads else min(own, oversized)
-        largest = max((one.numbers for one in unit.trained), default=0)
-        if kept:
-            kept = max(kept, largest)
-            self._own.append(sequence.begin(self._item * kept, "gradients"))
-        # Through the bucket, or as they are.
-        as_it_is = self._sequence.begin(self._item * largest if largest > self._bucket and not kept else 0, "gradients")
-        self._reduce(max(largest, min(self._bucket, unit.count)), own)
-        sequence.end(as_it_is)
+        end = self._starts[unit] + unit.count
+        for one in reversed(unit.trained):
+            start = end - one.numbers
+            if self._filled + one.numbers > self._bucket:
+                self._reduce_bucket()
+            if one.numbers > self._bucket:
+                # It does not go through the bucket.
+                self._oversized = sequence.begin(self._item * one.numbers, "gradients")
+            self._filled += one.numbers
+            self._filled_own += max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
+            end = start
+
+    def _reduce_bucket(self) -> None:
+        self._reduce(self._filled, self._filled_own)
+        if self._filled_own and not self._offloads:
+            # The process that updates it keeps it.
+            self._own.append(self._oversized)
+        else:
+            self._sequence.end(self._oversized)
+        self._filled = self._filled_own = 0
+        self._oversized = NOWHERE
 
     def _reduce(self, size: int, own: int) -> None:
         sequence = self._sequence
@@ -173,7 +183,9 @@ class Stages1And2(_Sharded):
 
     def end_backward(self) -> None:
         sequence = self._sequence
-        if not self._partitions and self._last:
+        if self._partitions:
+            self._reduce_bucket()
+        elif self._last:
             self._reduce(max(self._bucket, self._largest), self._part)
         if self._compact and self._last:
             self._sum()
