@@ -153,9 +153,29 @@ class Stages1And2(_Sharded):
             if one.numbers > self._bucket:
                 # It does not go through the bucket.
                 self._oversized = sequence.begin(self._item * one.numbers, "gradients")
-            self._filled += one.numbers
-            self._filled_own += max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
+            self._fill(start, end)
             end = start
+
+    def _fill(self, start: int, end: int) -> None:
+        """These numbers are put into the bucket."""
+        self._filled += end - start
+        self._filled_own += max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
+
+    def _reduce_kept(self) -> None:
+        """All gradients go through the bucket, and to the host, in the order of the model."""
+        sequence, start, waiting = self._sequence, 0, list[int]()
+        for key in reversed(sequence.kept):
+            end = start + sequence.sizes[key] // self._item
+            if self._filled + end - start > self._bucket:
+                self._reduce_bucket()
+                sequence.end(*waiting)
+                waiting.clear()
+            waiting.append(key)
+            self._fill(start, end)
+            start = end
+        self._reduce_bucket()
+        sequence.end(*waiting)
+        sequence.kept.clear()
 
     def _reduce_bucket(self) -> None:
         self._reduce(self._filled, self._filled_own)
@@ -185,6 +205,8 @@ class Stages1And2(_Sharded):
         sequence = self._sequence
         if self._partitions:
             self._reduce_bucket()
+        elif self._last and self._offloads:
+            self._reduce_kept()
         elif self._last:
             self._reduce(max(self._bucket, self._largest), self._part)
         if self._compact and self._last:
