@@ -326,7 +326,7 @@ def _divides(name: str, value: int, of: str, whole: int) -> None:
 
 def kernel_of(shape: Shape, generation: int, *, half: str | None, masked: bool) -> Kernel:
     """What computes attention on a GPU of this compute capability; `half`: bf16, fp16 or None."""
-    if shape.score_cap or shape.kind == "gemma2":
+    if shape.kind == "gemma2":
         return "eager"
     if generation == CPU:
         # It takes shared keys and masks, but neither dropout nor a bias that is trained.

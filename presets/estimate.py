@@ -409,7 +409,9 @@ class _Run:
         held = 2 * count * item * stacks if checkpointed and not numbers.full else 0
         if not shape.decoder_layers:
             angles = 0 if shape.positions else settings.seq_len * shape.width * numbers.stream
-            return [*start, angles, angles], [], [], held
+            # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
+            masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
+            return [*start, *(masks if checkpointed else []), angles, angles], [] if checkpointed else masks, [], held
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
