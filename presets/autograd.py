@@ -72,6 +72,8 @@ class _Node(msgspec.Struct):
     """Whether the results are parts of the operand."""
     gives_views: bool = False
     """Whether the gradients are views."""
+    computed: int = 0
+    """The item in which the gradients are computed, if autograd converts them then."""
 
 
 class Tape:
@@ -143,6 +145,7 @@ class Tape:
         beside: int = 0,
         gives_views: bool = False,
         weights_first: bool = False,
+        computed: int = 0,
     ) -> Tensor:
         """`operands`: each with the bytes that exist only while its gradient is computed, and the
         item of that gradient. `beside`: bytes of what else the operation gives and saves."""
@@ -151,7 +154,7 @@ class Tape:
             found = self.new(count, item)
             self.new(beside, 1)
             return found
-        node = _Node(parents, saved, weights, weights_first, hidden, passes, gives_views=gives_views)
+        node = _Node(parents, saved, weights, weights_first, hidden, passes, gives_views=gives_views, computed=computed)
         self._nodes.append(node)
         if saved:
             self.last_saved = len(self.events)  # before there is a result
@@ -178,7 +181,9 @@ class Tape:
                 self.passed_on.append(gradient.numbers)
                 continue
             found = self._passed_on(step, gradient) if step.passes else self._computed(step)
+            items = [item for _, _, _, item in step.parents]
             step = None  # with what it has saved
+            found = [(parent, self._converted(own, item)) for (parent, own), item in zip(found, items, strict=True)]
             self._release(gradient)
             for parent, own in found:
                 self._accumulate(gradients, parent, own)
@@ -200,6 +205,7 @@ class Tape:
             self._gradients_of(step.weights)
         for parent, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
+            item = step.computed or item
             found.append((parent, self._make(count * item, item)))
             found[-1][1].is_view = step.gives_views
             for one in passing:
@@ -209,6 +215,13 @@ class Tape:
             self._drop(one)
         if not step.weights_first:
             self._gradients_of(step.weights)
+        return found
+
+    def _converted(self, gradient: _Gradient, item: int) -> _Gradient:
+        if gradient.item == item:
+            return gradient
+        found = self._make(gradient.size // gradient.item * item, item)
+        self._release(gradient)
         return found
 
     def _gradients_of(self, weights: Sequence[tuple[int, int]]) -> None:

@@ -43,9 +43,8 @@ class Layer(Tape):
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         item = max(a.item, b.item)
-        extra = a.count * item
-        operands = ((a, extra if a.item != item else 0, a.item), (b, extra if b.item != item else 0, b.item))
-        return self._result(a.count, item, operands, (a if b.node is not None else None, b if a.node is not None else None))
+        saved = (a if b.node is not None else None, b if a.node is not None else None)
+        return self._result(a.count, item, ((a, 0, a.item), (b, 0, b.item)), saved, computed=item)
 
     def dropout(self, x: Tensor, rate: float) -> Tensor:
         if not rate:
@@ -90,7 +89,7 @@ class Layer(Tape):
         extra = x.count * item
         # The gradient of the weights is a sum over a product of the whole size.
         weights = [(extra, size) for _, size in self._vector(width)]
-        return self._result(x.count, item, ((x, extra if x.item != item else 0, x.item),), (x,) if weights else (), weights)
+        return self._result(x.count, item, ((x, 0, x.item),), (x,) if weights else (), weights, computed=item)
 
     def norm(self, x: Tensor, width: int, kind: str) -> Tensor:
         """`llama`, `t5` and `gemma` differ in where they go back to 16 bits."""
@@ -105,9 +104,7 @@ class Layer(Tape):
         base = x if kind == "t5" else wide
         del wide, square
         # The root's gradient is a sum over a product of the whole size.
-        scaled = self._result(
-            x.count, 4, ((base, 4 * x.count if base.item != 4 else 0, base.item), (root, 4 * x.count, 4)), (base, root)
-        )
+        scaled = self._result(x.count, 4, ((base, 0, base.item), (root, 4 * x.count, 4)), (base, root), computed=4)
         del base, root
         vectors = self.numbers.vectors
         if kind == "gemma":
@@ -195,14 +192,13 @@ class Layer(Tape):
     def rotated(self, x: Tensor, item: int) -> Tensor:
         """By its position; `item` is that of the cosines and sines."""
         wide = max(x.item, item)
-        extra = x.count * wide if wide != x.item else 0
-        one = self._result(x.count, wide, ((x, extra, x.item),))
+        one = self._result(x.count, wide, ((x, 0, x.item),), computed=wide)
         half = self.new(x.count // 2, x.item)
         # The gradients of both halves fill matrices of the whole size.
         halves = ((x, x.count // 2 * x.item, x.item), (x, 0, x.item))
         turned = self._result(x.count, x.item, halves)
         del half
-        two = self._result(x.count, wide, ((turned, extra, x.item),))
+        two = self._result(x.count, wide, ((turned, 0, x.item),), computed=wide)
         del turned
         return self.add(one, two)
 

@@ -259,14 +259,8 @@ class Stage3(_Sharded):
             for piece in reversed(self._pieces[unit]):
                 piece.after = after
                 after += piece.count
-        self._frozen = sum(one.numbers for unit in self._units for one in unit.parameters if not one.trained)
         self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
-        # Weights that are read from files are sharded at once.
-        if settings.model.get("path"):
-            sequence.pass_through(self._item * max(one.numbers for unit in self._units for one in unit.parameters))
-            sequence.begin(self._item * self._frozen // self._world if self._keeps else 0, "weights")
-        else:
-            self._partition()
+        self._partition(arrive=bool(settings.model.get("path")))
         if self._keeps:
             sequence.begin(self._item * self._part, "weights")
         # In so many numbers at a time they are updated.
@@ -284,15 +278,19 @@ class Stage3(_Sharded):
         if not self._offloads:
             sequence.begin(4 * self._part, "gradients")
         # Each weight is gathered once, to get its hooks.
-        sequence.pass_through(self._item * self._largest)
+        whole = sequence.begin(self._item * self._largest, "temporary")
+        sequence.pass_through(self._sent(self._largest))
+        sequence.end(whole)
 
-    def _partition(self) -> None:
-        """The weights come whole, and each one makes room for this process's part."""
+    def _partition(self, *, arrive: bool) -> None:
+        """Each whole weight makes room for this process's part. `arrive`: they are read from files,
+        so they come one after the other."""
         sequence, own = self._sequence, list[int]()
-        all_of_them = [one for unit in self._units for one in unit.parameters]
-        wholes = [sequence.begin(self._item * one.numbers, "weights") for one in all_of_them]
-        for one, whole in zip(all_of_them, wholes, strict=True):
-            part = sequence.begin(self._item * one.numbers // self._world if self._keeps else 0, "weights")
+        weights = [one for unit in self._units for one in unit.parameters]
+        wholes = [] if arrive else [sequence.begin(self._item * one.numbers, "weights") for one in weights]
+        for number, one in enumerate(weights):
+            whole = sequence.begin(self._item * one.numbers, "weights") if arrive else wholes[number]
+            part = sequence.begin(self._item * -(-one.numbers // self._world) if self._keeps else 0, "weights")
             sequence.end(whole)
             own += [part] if one.trained else []
         sequence.end(*own)
@@ -337,7 +335,7 @@ class Stage3(_Sharded):
             return
         sequence, count = self._sequence, sum(one.count for one in missing)
         self._live += count
-        sent = 0 if self._keeps or self._world == 1 else self._item * count // self._world
+        sent = self._sent(count)
         if self._world > 1 and len(missing) > 1:
             # What arrives together is there until it is split up.
             arrived = sequence.begin(self._item * count, "gathered weights", _GATHERING)
@@ -349,6 +347,10 @@ class Stage3(_Sharded):
         if arrived < 0:
             sequence.pass_through(sent, "gathered weights", _GATHERING)
         sequence.end(arrived)
+
+    def _sent(self, count: int) -> int:
+        """Bytes of this process's part of these numbers, if it is not on the GPU."""
+        return 0 if self._keeps or self._world == 1 else self._item * count // self._world
 
     def _release(self, piece: Piece) -> None:
         if piece.gathered >= 0:
