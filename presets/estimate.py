@@ -39,7 +39,7 @@ _MIB = 1 << 20
 _MOST_SAMPLES = 1 << 20
 _ABOVE = 1.045
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
-_WHOLE = 18
+_WHOLE = 12
 """A model with at most so many layers has whole ones only."""
 
 
