@@ -219,7 +219,7 @@ def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild |
     devices = _devices(machine, gpus)
     if gpus is not None and len(gpus) > 1:
         least = min(devices, key=_room, default=None)
-        note = f"on {least.name}, the fullest of {len(devices)}" if least and len(devices) > 1 else ""
+        note = f"{least.name} is the fullest of {len(devices)}" if least and len(devices) > 1 else ""
         problem = next(filter(None, (why_unusable(machine, device.gpu, build) for device in devices)), None)
         card = None if least is None else least.card
         return Place(free_bytes=least.free_bytes if least else None, card=card, note=note, problem=problem)
