@@ -350,6 +350,17 @@ def test_a_plan_for_two_gpus_names_the_memory_of_nccl(capsys: pytest.CaptureFixt
     assert "communication" not in one
 
 
+def test_a_plan_for_several_gpus_is_for_the_fullest_of_those_that_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = (20, 6, 21)
+    cards = tuple(GpuSample(index=at, total_bytes=24 * GIB, free_bytes=size * GIB) for at, size in enumerate(free))
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpus=cards))
+    for gpus, others in (("1", 3), ("2", 4), ("4", 18)):
+        found = document(capsys, "first-run", "--gpus", gpus)["gpu"]
+        assert found["fraction"] == pytest.approx((found["peak_bytes"] + others * GIB) / (24 * GIB))
+
+
 def test_a_plan_for_a_model_and_a_method(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     found = document(capsys, "--model", str(model), "--method", "lora", "--batch", "2", "--accum", "3", "--vram", "0.6")
     assert found["settings"]["recipe"] == "sft-lora"

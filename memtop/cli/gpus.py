@@ -39,10 +39,12 @@ def sample() -> MachineSnapshot:
         sampler.close()
 
 
-def emptiest(machine: MachineSnapshot) -> GpuSample | None:
-    """The GPU with the most free memory; None if there is none that can be read."""
+def emptiest(machine: MachineSnapshot, count: int = 1) -> GpuSample | None:
+    """The GPU with the most free memory, or the fullest of so many of them; None if there is none
+    that can be read."""
     known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
-    return max(known, key=lambda one: one.free_bytes or 0, default=None)
+    chosen = sorted(known, key=lambda one: one.free_bytes or 0, reverse=True)[:count]
+    return chosen[-1] if chosen else None
 
 
 def _sample_without(run: str | None) -> MachineSnapshot:

@@ -120,7 +120,7 @@ def plan(
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
         own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
-    card = _card(machine, vram)
+    card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
     answers = _Answers(card, gpus or 1, python)
@@ -148,11 +148,12 @@ def _machine() -> MachineSnapshot:
     return sample()
 
 
-def _card(machine: MachineSnapshot, vram: float | None) -> Card:
-    """The GPU with --vram; else the emptiest one here, if there is one."""
+def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
+    """The GPU with --vram; else the emptiest one here, if there is one. Of several, which train
+    together, the fullest counts."""
     from memtop.cli.gpus import emptiest
 
-    gpu = emptiest(machine)
+    gpu = emptiest(machine, processes)
     if vram is not None:
         return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)
