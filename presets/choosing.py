@@ -129,7 +129,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
     if first is None:
         size = model_size(settings)
         if size is None:
-            return plain, f"preset standard: {_free(free_bytes)}; what the model needs is not known before it is loaded"
+            return plain, f"preset standard: {_free(free_bytes)}; what the model needs cannot be estimated"
 
         def foresee(of: Settings) -> Taken:
             needed = need(of, size)
@@ -161,7 +161,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
         chosen = under(preset)
         reason += f"; with batch {chosen.batch} x {chosen.accumulation} at {_gib(found)}"
     reason = f"preset {preset.name}: {reason}{_above(found, free_bytes)}"
-    return preset, reason if fits(found.size, free_bytes) or not refused else f"{reason}, but {'; '.join(refused)}"
+    return preset, reason if fits(found.size, free_bytes) or not refused else f"{reason}; not possible: {'; '.join(refused)}"
 
 
 def _for_several(free_bytes: int, presets: list[Preset], where: str, under: Under, foresee: Foresee) -> tuple[Preset, str]:
@@ -221,7 +221,7 @@ def _above(found: Taken, free_bytes: int) -> str:
     """That it is not safe; empty if it is."""
     if not fits(found.size, free_bytes):
         return f": not below {100 * MOST:.0f} % of the free memory"
-    return f", with other programs {100 * found.share:.0f} % of the GPU" if found.share >= MOST else ""
+    return f": with other programs {100 * found.share:.0f} % of the GPU" if found.share >= MOST else ""
 
 
 def _not_under_zero(under: Under, plain: Preset) -> str | None:
@@ -274,4 +274,5 @@ def _free(size: int) -> str:
 
 
 def _gib(found: Taken) -> str:
-    return f"{found.size / _GIB:.2f} GiB"
+    # It is foreseen by an estimate, also where a dry run follows.
+    return f"~{found.size / _GIB:.2f} GiB"

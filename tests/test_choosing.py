@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from memtop.presets.gpu_support import Gpu, TorchBuild, why_no_kernels
 from memtop.presets.parameters import ModelSize, model_size
 from memtop.presets.schema import Lora, Preset, Zero
 from memtop.presets.torch_build import installed_build, read_build
+from memtop.supervisor import language
 from tests.train.support import TINY, Training
 
 GIB = 1 << 30
@@ -94,11 +96,21 @@ def test_a_rung_that_cannot_work_is_passed_over() -> None:
     assert preset.name == "standard"
     why = "optimizer adafactor: its state cannot be sharded by"
     ends = f"stage2_offload: {why} ZeRO-2 + optimizer offload; minimal: {why} ZeRO-3 + optimizer and parameters offload"
-    assert reason.endswith(f": not below 85 % of the free memory, but {ends}")
+    assert reason.endswith(f": not below 85 % of the free memory; not possible: {ends}")
+    assert english_in_chinese(reason) == []
     preset, _ = choose_preset(4 * GIB, "pretrain-t5", 1, under("pretrain-t5", **T5_3B))
     assert (preset.name, preset.zero and preset.zero.saves_memory(1)) == ("stage2_offload", True)
     with pytest.raises(SettingsError, match="batch 0"):
         choose_preset(4 * GIB, "pretrain-t5", 1, under("pretrain-t5", batch="0"))
+
+
+def english_in_chinese(reason: str) -> list[str]:
+    """Phrases of the reason that stay English on a Chinese screen."""
+    language.use("zh")
+    try:
+        return re.findall(r"[a-z]+(?: [a-z]+){2,}", language.tr(f"memtop: {reason}; --preset NAME chooses another"))
+    finally:
+        language.use("en")
 
 
 def peaks(each: float, *, base: float = 1.0, offloaded: float = 0.5, total: float = 8.0, others: float = 0.0) -> Foresee:
@@ -115,16 +127,16 @@ def peaks(each: float, *, base: float = 1.0, offloaded: float = 0.5, total: floa
 @pytest.mark.parametrize(
     ("gib", "foresee", "name", "batch", "words"),
     [
-        (8.0, peaks(0.3), "standard", 16, ", foreseen to peak at 5.80 GiB"),
-        (8.0, peaks(0.4), "standard", 8, ", foreseen to peak at 7.40 GiB; with batch 8 x 8 at 4.20 GiB"),
-        (8.0, peaks(1.0, base=6.0), "stage2_offload", 2, "at 22.00 GiB; with this offload 2.50 GiB"),
-        (8.0, peaks(4.0, base=6.0), "minimal", 1, "at 70.00 GiB; with this offload 4.50 GiB"),
-        (8.0, peaks(9.0, offloaded=2.0), "standard", 1, "with batch 1 x 64 at 10.00 GiB: not below 85 % of the free memory"),
+        (8.0, peaks(0.3), "standard", 16, ", foreseen to peak at ~5.80 GiB"),
+        (8.0, peaks(0.4), "standard", 8, ", foreseen to peak at ~7.40 GiB; with batch 8 x 8 at ~4.20 GiB"),
+        (8.0, peaks(1.0, base=6.0), "stage2_offload", 2, "at ~22.00 GiB; with this offload ~2.50 GiB"),
+        (8.0, peaks(4.0, base=6.0), "minimal", 1, "at ~70.00 GiB; with this offload ~4.50 GiB"),
+        (8.0, peaks(9.0, offloaded=2.0), "standard", 1, "with batch 1 x 64 at ~10.00 GiB: not below 85 % of the free memory"),
         # What it needs without activations is more than there is, but the forecast knows better.
-        (0.5, peaks(0.01, base=0.2, total=0.5), "standard", 16, ", foreseen to peak at 0.36 GiB"),
+        (0.5, peaks(0.01, base=0.2, total=0.5), "standard", 16, ", foreseen to peak at ~0.36 GiB"),
         # Other programs hold the rest: no preset could keep the GPU below 85 %.
-        (1.0, peaks(0.11, base=0.05, others=7.0), "standard", 4, "at 0.49 GiB, with other programs 94 % of the GPU"),
-        (2.0, peaks(0.1, base=0.05, others=6.0), "standard", 4, "with batch 4 x 16 at 0.45 GiB"),
+        (1.0, peaks(0.11, base=0.05, others=7.0), "standard", 4, "at ~0.49 GiB: with other programs 94 % of the GPU"),
+        (2.0, peaks(0.1, base=0.05, others=6.0), "standard", 4, "with batch 4 x 16 at ~0.45 GiB"),
     ],
 )
 def test_the_forecast_decides_where_there_is_one(gib: float, foresee: Foresee, name: str, batch: int, words: str) -> None:
@@ -136,6 +148,7 @@ def test_the_forecast_decides_where_there_is_one(gib: float, foresee: Foresee, n
     assert reason.startswith(f"preset {name}: {gib:.2f} GiB of GPU memory free, ")
     assert reason.endswith(words)
     assert "\n" not in reason
+    assert english_in_chinese(reason) == []
 
 
 def test_a_batch_that_the_person_gave_stays() -> None:
@@ -150,10 +163,10 @@ def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
     of = under("pretrain-causal", auto_batch="true")
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(0.4))
     assert (preset.name, preset.max_batch) == ("standard", None)
-    assert reason.endswith("foreseen to peak at 1.40 GiB with one sample")
+    assert reason.endswith("foreseen to peak at ~1.40 GiB with one sample")
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0))
     assert preset.name == "standard"
-    assert "at 9.00 GiB with one sample: not below 85 % of the free memory. memtop cannot offload" in reason
+    assert "at ~9.00 GiB with one sample: not below 85 % of the free memory. memtop cannot offload" in reason
 
 
 @pytest.mark.parametrize(
@@ -164,21 +177,21 @@ def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
             12,
             {"deepspeed": 11, "stage2_offload": 10.3},
             "stage3",
-            "12.00 GiB of GPU memory free; deepspeed, from 12 GiB on, is foreseen to peak at 11.00 GiB, stage3 at 1.00 GiB",
+            "12.00 GiB of GPU memory free; deepspeed, from 12 GiB on, is foreseen to peak at ~11.00 GiB, stage3 at ~1.00 GiB",
         ),
         # A larger preset than that of the guide is never taken, whatever is foreseen.
         (
             5,
             {"stage3": 7, "minimal": 6},
             "minimal",
-            "5.00 GiB of GPU memory free; stage3, from 4 up to 6 GiB, is foreseen to peak at 7.00 GiB, minimal at 6.00 GiB: "
+            "5.00 GiB of GPU memory free; stage3, from 4 up to 6 GiB, is foreseen to peak at ~7.00 GiB, minimal at ~6.00 GiB: "
             "not below 85 % of the free memory",
         ),
         (
             3,
             {"minimal": 4},
             "minimal",
-            "3.00 GiB of GPU memory free, below 4 GiB, foreseen to peak at 4.00 GiB: not below 85 % of the free memory",
+            "3.00 GiB of GPU memory free, below 4 GiB, foreseen to peak at ~4.00 GiB: not below 85 % of the free memory",
         ),
     ],
 )
@@ -191,6 +204,17 @@ def test_of_several_processes_the_guides_preset_stays_unless_it_does_not_fit(
 
     preset, why = choose_preset(int(gib * GIB), "pretrain-causal", 2, under("pretrain-causal"), foresee)
     assert (preset.name, why) == (name, f"preset {name}: {reason}")
+    assert english_in_chinese(why) == []
+
+
+def test_a_preset_that_other_programs_push_above_the_limit_is_named_in_both_languages() -> None:
+    def foresee(settings: Settings) -> Taken:
+        size = 7 if settings.preset == "stage3" else 4
+        return Taken(size * GIB, 0.94 if size == 4 else 1.2)
+
+    _, reason = choose_preset(5 * GIB, "pretrain-causal", 2, under("pretrain-causal"), foresee)
+    assert reason.endswith("minimal at ~4.00 GiB: with other programs 94 % of the GPU")
+    assert english_in_chinese(reason) == []
 
 
 @pytest.mark.parametrize(("gib", "name"), [(3.0, "qlora-16g-min"), (11.9, "qlora-16g-min"), (80.0, "qlora-16g-safe")])

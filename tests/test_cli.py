@@ -57,7 +57,7 @@ CONTRACT = {
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
     "plan": {
-        *("recipe", "--model", "--method", "--preset", "--all", "--batch", "--accum", "--seq-len", "--gpus"),
+        *("recipe", "--model", "--method", "--preset", "--all", "--batch", "--accum", "--seq-len", "--set", "--gpus"),
         *("--vram", "--host-ram", "--json"),
     },
     "doctor": {"--json", "--runs-dir"},

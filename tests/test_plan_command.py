@@ -350,6 +350,17 @@ def test_a_plan_for_two_gpus_names_the_memory_of_nccl(capsys: pytest.CaptureFixt
     assert "communication" not in one
 
 
+def test_a_plan_for_several_gpus_is_for_the_fullest_of_those_that_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = (20, 6, 21)
+    cards = tuple(GpuSample(index=at, total_bytes=24 * GIB, free_bytes=size * GIB) for at, size in enumerate(free))
+    monkeypatch.setattr(gpus_of, "sample", lambda: MachineSnapshot(time=0, gpus=cards))
+    for gpus, others in (("1", 3), ("2", 4), ("4", 18)):
+        found = document(capsys, "first-run", "--gpus", gpus)["gpu"]
+        assert found["fraction"] == pytest.approx((found["peak_bytes"] + others * GIB) / (24 * GIB))
+
+
 def test_a_plan_for_a_model_and_a_method(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     found = document(capsys, "--model", str(model), "--method", "lora", "--batch", "2", "--accum", "3", "--vram", "0.6")
     assert found["settings"]["recipe"] == "sft-lora"
@@ -615,6 +626,8 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
         (["first-run", "--vram", "0"], "'0' is not a size: give GiB as a number"),
         (["first-run", "--vram", "24G"], "'24G' is not a size: give GiB as a number, such as 24"),
         (["first-run", "--host-ram", "nan"], "'nan' is not a size"),
+        (["--set", "lora.r=8", "--", "python", "train.py"], "--set with -- COMMAND: leave it out"),
+        (["first-run", "--set", "lora.x=3"], "--set lora.x: unknown key"),
         (["first-run", "--gpus", "0"], "--gpus 0: at least one; here it is how many GPUs, not which"),
     ],
 )
@@ -636,6 +649,16 @@ def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["assumed"] == ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]
     assert f"assumed {found['assumed'][0]}" in " ".join(said.split())
     assert found["smallest_peak_bytes"] > 0.85 * found["gpu"]["total_bytes"]
+
+
+def test_a_plan_takes_every_setting_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = document(capsys, "first-run", "--vram", "4")
+    found = document(
+        capsys, "first-run", "--vram", "4", "--set", "gradient_checkpointing=true", "--set", "batch=2", "--batch", "4"
+    )
+    assert found["settings"]["gradient_checkpointing"]
+    assert found["settings"]["batch"] == 4, "its own option comes first"
+    assert found["gpu"]["components"]["activations"] < plain["gpu"]["components"]["activations"]
 
 
 def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from memtop.presets import Settings, load_recipes
 from memtop.presets.gpu_support import TorchBuild
 from memtop.presets.measured import GpuKind, Measured, model_key, remember
 from memtop.presets.schema import Zero
+from memtop.supervisor import language
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Search
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample, MachineSnapshot, MigInstance
@@ -84,10 +85,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
         (
             (80.0,),
             "standard",
-            "preset standard: 80.00 GiB of GPU memory free, base, adapters and optimizer need 15.73 GiB",
+            "preset standard: 80.00 GiB of GPU memory free, base, adapters and optimizer need ~15.73 GiB",
         ),
-        ((19.0,), "standard", "need 15.73 GiB; --preset NAME chooses another"),
-        ((18.0,), "stage2_offload", "need 15.73 GiB; with this offload 13.35 GiB; --preset"),
+        ((19.0,), "standard", "need ~15.73 GiB; --preset NAME chooses another"),
+        ((18.0,), "stage2_offload", "need ~15.73 GiB; with this offload ~13.35 GiB; --preset"),
         ((8.0,), "minimal", "preset minimal: 8.00 GiB of GPU memory free, base, adapters"),
         ((0.5,), "minimal", " GiB: not below 85 % of the free memory; --preset NAME chooses another"),
         ((None,), "standard", "the free GPU memory is not known"),
@@ -140,7 +141,7 @@ def test_a_launch_and_a_plan_say_of_the_chosen_preset_what_chose_it(
         assert reason.startswith(f"memtop: preset {settings.preset}: {gib:.2f} GiB of GPU memory free")
         (launch,) = [line for line in others if "GPU memory is foreseen" in line]
         assert ", safe)" in launch
-        peaks = re.findall(r"(?:at|peak at|offload) (\S+) GiB", reason)
+        peaks = re.findall(r"(?:at|peak at|offload) ~(\S+) GiB", reason)
         said = re.search(r"peak at (\S+) ([GM])iB of", launch)
         assert said is not None
         if peaks:
@@ -239,14 +240,14 @@ def test_a_model_that_is_not_here_yet_is_not_guessed(
 ) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(3.0))
     assert settings_for("sft-lora", None, data, None).preset == "standard"
-    assert "what the model needs is not known before it is loaded" in capsys.readouterr().err
+    assert "what the model needs cannot be estimated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("free", "gpus", "preset", "said"),
     [
-        ((13.0, 5.0), ["0", "1"], "stage3", "from 4 up to 6 GiB, on GPU 1, the fullest of 2; --preset"),
-        ((13.0, 14.0), ["0", "1"], "deepspeed", "from 12 GiB on, on GPU 0, the fullest of 2"),
+        ((13.0, 5.0), ["0", "1"], "stage3", "from 4 up to 6 GiB; GPU 1 is the fullest of 2; --preset"),
+        ((13.0, 14.0), ["0", "1"], "deepspeed", "from 12 GiB on; GPU 0 is the fullest of 2"),
     ],
 )
 def test_the_fullest_gpu_decides(
@@ -261,7 +262,14 @@ def test_the_fullest_gpu_decides(
     """For several processes, which the smallest must hold, as the guide says."""
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
     assert settings_for("sft-lora", None, data, gpus).preset == preset
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told
+    language.use("zh")
+    try:
+        (chosen,) = [line for line in map(language.tr, told.splitlines()) if "--preset" in line]
+    finally:
+        language.use("en")
+    assert not re.search(r"[a-z]+ [a-z]+ [a-z]+", chosen), "the reason is Chinese"
 
 
 @pytest.mark.parametrize(
@@ -269,11 +277,11 @@ def test_the_fullest_gpu_decides(
     [
         (
             {"auto_batch": "true"},
-            "preset standard: --batch auto is not possible under ZeRO; 5.00 GiB of GPU memory free, on GPU 1",
+            "preset standard: --batch auto is not possible under ZeRO; 5.00 GiB of GPU memory free; GPU 1 is",
         ),
         (
             {"batch": "3,1", "accumulation": "4"},
-            "preset standard: --batch 3,1 is not possible under ZeRO; 5.00 GiB of GPU memory free, on GPU 1",
+            "preset standard: --batch 3,1 is not possible under ZeRO; 5.00 GiB of GPU memory free; GPU 1 is",
         ),
     ],
 )

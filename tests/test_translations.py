@@ -107,7 +107,6 @@ EXAMPLES = {
     "attempt {0} {1} of {2}": "attempt 7 resumes at update 3 of 9",
     "{0} N is the number of a configuration.": "N is the number of a configuration.",
     "in {0}": "in /tmp/7",
-    "{0}, but {1}": "not below 85 % of the free memory, but 7",
     " for {0}": "The GPU ran out of memory: it requested 2.00 GiB for the logits (B 1 x T 2 x V 3, fp32).",
     " or ": "7: it has no 7 or 7: the save was interrupted, or is not one to resume from",
     " and ": "line through peaks at B 2 and B 4",

@@ -360,12 +360,19 @@ def with_adapters(settings: Settings, model: Any) -> Any:
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         task_type="SEQ_2_SEQ_LM" if settings.task == "seq2seq" else "CAUSAL_LM",
     )
+    # peft has replaced some of them when it fails.
+    layers = _layers(model)
     # Seed again: the base may have drawn any number of values.
     torch.manual_seed(settings.seed)
     try:
         return get_peft_model(model, how)
     except ValueError as error:
-        raise BadInputError(f"lora.targets {', '.join(targets)}: {first_line(error)} (there are {_layers(model)})") from None
+        why = first_line(error)
+        if settings.lora.dropout and "lora_dropout" in why:
+            # One tensor has the weights of all experts.
+            why = "adapters of the experts of this model can have no dropout; add --set lora.dropout=0"
+            raise BadInputError(f"lora.dropout {settings.lora.dropout:g}: {why}") from None
+        raise BadInputError(f"lora.targets {', '.join(targets)}: {why} (there are {layers})") from None
 
 
 def _layers(model: torch.nn.Module) -> str:

@@ -225,12 +225,13 @@ def _cells(look: Outlook, settings: Settings, peak: Forecast | str | None) -> tu
 
 
 def _peak_words(peak: Forecast | str | None) -> str:
-    """`~13.9 GiB · safe`; `–` if it is not known, `…` before it is."""
+    """`~13.9 GiB · safe`, without `~` if it was measured; `–` if it is not known, `…` before it
+    is."""
     if peak is None:
         return "…"
     if not isinstance(peak, Forecast):
         return units.UNKNOWN
-    return f"~{units.size(peak.peak_bytes)} {mark(peak.band)} {tr(peak.band.value)}"
+    return f"{'' if peak.is_measured else '~'}{units.size(peak.peak_bytes)} {mark(peak.band)} {tr(peak.band.value)}"
 
 
 def described(look: Outlook, resumes: str, width: int, room: int, peak: Forecast | str | None = None) -> list[Line]:
@@ -258,6 +259,8 @@ def _peak_sentence(peak: Forecast | str | None) -> str:
     if isinstance(peak, str):
         return tr(f"The peak cannot be predicted: {peak}")
     size = units.size(peak.peak_bytes) if peak.total_bytes is None else units.used_of(peak.peak_bytes, peak.total_bytes)
+    if peak.is_measured:
+        return tr(f"Peak {size}: {peak.basis}")
     if peak.least_bytes is None or peak.most_bytes is None:
         return tr(f"Predicted peak ~{size}: {peak.basis}")
     least, most = units.size(peak.least_bytes), units.size(peak.most_bytes)

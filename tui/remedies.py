@@ -182,21 +182,31 @@ def outlook_lines(outlook: Outlook, seen: WhatIf | None, width: int) -> list[Lin
     if (peak := seen.measured) is not None:
         # The list of runs shows the highest with any settings.
         measured = f"{units.size(peak.peak_bytes)} measured with these settings"
-        return [fit(line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG)), width), *_bar(None, peak, width)]
+        head = line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG))
+        return [fit(head, width), *_bar(None, peak, width), *_with_others(outlook, width)]
     found = seen.predicted
     if isinstance(found, str):
         return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
     before = "" if now is None else f"{units.size(now.bytes)} measured -> "
     if found.is_measured:
-        earlier = f"{units.size(found.peak_bytes)} {found.basis}"
+        # What others hold has a line of its own.
+        earlier = f"{units.size(found.peak_bytes)} {found.basis.split('; ')[0]}"
         return [
             fit(line((f"{what} ", MUTED), (before, STRONG), (earlier, STRONG), *_share(found, STRONG)), width),
             *_bar(None, found, width),
+            *_with_others(outlook, width),
         ]
     predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
     head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
     bar = _bar(found, None if now is None else outlook.seen(now), width)
     return [fit(head, width), *bar, *_safe_split(seen.safe, found, width), *basis_lines(found, width)]
+
+
+def _with_others(outlook: Outlook, width: int) -> list[Line]:
+    """Of a measured peak, whose percentage would otherwise look wrong."""
+    if not outlook.others_bytes:
+        return []
+    return wrap(f"the percentage counts the {units.size(outlook.others_bytes)} of other processes, too", width, MUTED)
 
 
 def _safe_split(safe: tuple[Settings, Forecast] | None, found: Forecast, width: int) -> list[Line]:

@@ -39,10 +39,12 @@ def sample() -> MachineSnapshot:
         sampler.close()
 
 
-def emptiest(machine: MachineSnapshot) -> GpuSample | None:
-    """The GPU with the most free memory; None if there is none that can be read."""
+def emptiest(machine: MachineSnapshot, count: int = 1) -> GpuSample | None:
+    """The GPU with the most free memory, or the fullest of so many of them; None if there is none
+    that can be read."""
     known = [gpu for gpu in machine.gpus if gpu.total_bytes is not None and gpu.error is None]
-    return max(known, key=lambda one: one.free_bytes or 0, default=None)
+    chosen = sorted(known, key=lambda one: one.free_bytes or 0, reverse=True)[:count]
+    return chosen[-1] if chosen else None
 
 
 def _sample_without(run: str | None) -> MachineSnapshot:
@@ -219,7 +221,7 @@ def _place(machine: MachineSnapshot, gpus: list[str] | None, build: TorchBuild |
     devices = _devices(machine, gpus)
     if gpus is not None and len(gpus) > 1:
         least = min(devices, key=_room, default=None)
-        note = f"on {least.name}, the fullest of {len(devices)}" if least and len(devices) > 1 else ""
+        note = f"{least.name} is the fullest of {len(devices)}" if least and len(devices) > 1 else ""
         problem = next(filter(None, (why_unusable(machine, device.gpu, build) for device in devices)), None)
         card = None if least is None else least.card
         return Place(free_bytes=least.free_bytes if least else None, card=card, note=note, problem=problem)

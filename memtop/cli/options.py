@@ -86,19 +86,20 @@ gpus_option = click.option(
     shell_complete=completion.gpus_to_use,
 )
 _BATCH_HELP = f"{FIELDS['batch'].unit}; 3,1: one for each process; auto: the largest that fits"
+set_option = click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="any other setting; repeatable",
+    shell_complete=completion.settings,
+)
 _EDITS = (
     click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`", shell_complete=completion.presets),
     click.option("--batch", type=_Batch(), metavar="B|B,B|auto", help=_BATCH_HELP),
     click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
     click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),
-    click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="any other setting; repeatable",
-        shell_complete=completion.settings,
-    ),
+    set_option,
     click.option("--max-updates", type=WHOLE, metavar="N", help="end the run after N updates in total"),
 )
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from memtop.cli import completion
 from memtop.cli.configuration import configured
 from memtop.cli.interpreters import search
-from memtop.cli.options import GIB, WHOLE, assignments_of, json_option
+from memtop.cli.options import GIB, WHOLE, assignments_of, json_option, set_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.cli.plan_output import (
@@ -72,6 +72,7 @@ _GIB = 1 << 30
 @click.option("--batch", type=WHOLE, metavar="B", help="samples per micro-batch and process")
 @click.option("--accum", type=WHOLE, metavar="A", help="micro-batches per update")
 @click.option("--seq-len", type=WHOLE, metavar="T", help="tokens per sample")
+@set_option
 @click.option("--gpus", type=WHOLE, metavar="N", help="processes, one on each GPU [1]")
 @click.option("--vram", type=GIB, metavar="GIB", help="of a GPU [as the one here]")
 @click.option("--host-ram", type=GIB, metavar="GIB", help="of the machine [as this one]")
@@ -87,6 +88,7 @@ def plan(
     batch: int | None,
     accum: int | None,
     seq_len: int | None,
+    assignments: tuple[str, ...],
     gpus: int | None,
     vram: float | None,
     host_ram: float | None,
@@ -103,16 +105,22 @@ def plan(
     if gpus is not None and gpus < 1:
         raise UsageError(f"--gpus {gpus}: at least one; here it is how many GPUs, not which")
     machine = _machine()
-    values = assignments_of((), batch=batch, accumulation=accum, seq_len=seq_len)
+    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
     own = None
     if program:
-        refused = {"RECIPE": recipe, "--method": method, "--preset": preset, "--all": every or None}
+        refused = {
+            "RECIPE": recipe,
+            "--method": method,
+            "--preset": preset,
+            "--all": every or None,
+            "--set": assignments or None,
+        }
         for name, given in refused.items():
             if given is not None:
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
         own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
-    card = _card(machine, vram)
+    card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
     answers = _Answers(card, gpus or 1, python)
@@ -140,11 +148,12 @@ def _machine() -> MachineSnapshot:
     return sample()
 
 
-def _card(machine: MachineSnapshot, vram: float | None) -> Card:
-    """The GPU with --vram; else the emptiest one here, if there is one."""
+def _card(machine: MachineSnapshot, vram: float | None, processes: int) -> Card:
+    """The GPU with --vram; else the emptiest one here, if there is one. Of several, which train
+    together, the fullest counts."""
     from memtop.cli.gpus import emptiest
 
-    gpu = emptiest(machine)
+    gpu = emptiest(machine, processes)
     if vram is not None:
         return Card(total_bytes=round(vram * _GIB), generation=GENERATION if gpu is None else Card.of(gpu).generation)
     return Card(total_bytes=None, generation=GENERATION) if gpu is None else Card.of(gpu)

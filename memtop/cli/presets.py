@@ -49,14 +49,14 @@ def presets(name: str | None, as_json: bool) -> int:
     try:
         run = _run_in_progress(default_runs_dir())
         groups = _groups(run, name)
-        foresee = _foresee(run)
+        foresee, on_gpu = _foresee(run)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     if as_json:
         rows = [_row(look, _peak(look, foresee)) for _, looks in groups for look in looks]
         print_json(rows[0] if name else rows)
         return 0
-    print_lines(*for_terminal(map(Verbatim, _table(groups, foresee))), own=False)
+    print_lines(*for_terminal(map(Verbatim, _table(groups, foresee, on_gpu=on_gpu))), own=False)
     if name:
         print_lines(*(line for _, looks in groups for look in looks for line in _full(look)))
     else:
@@ -111,9 +111,9 @@ def _base(recipe: str) -> Settings:
 Foresee = Callable[[Settings], Forecast | str]
 
 
-def _foresee(run: RunState | None) -> Foresee:
-    """The peak of settings, or why there is none: on the GPU of the run, or on the emptiest one
-    here."""
+def _foresee(run: RunState | None) -> tuple[Foresee, bool]:
+    """The peak of settings, or why there is none, and whether it is that of a GPU: where the run
+    trains, or on the emptiest GPU here."""
     from memtop.cli.gpus import emptiest, sample
 
     machine = sample()
@@ -122,15 +122,14 @@ def _foresee(run: RunState | None) -> Foresee:
         python = "" if run.settings is None else run.settings.python
         earlier = Learned() if used is None else learned_on(gpu_kind(used), python, without=run.folder)
         outlook = outlook_of(run, read_configurations(Path(run.folder)), machine.gpus, machine.host, earlier)
-        if outlook.on_gpu:
-            return outlook.predicted
+        return outlook.predicted, outlook.on_gpu
     gpu = emptiest(machine)
-    if gpu is None or run is not None:
-        why = "the run trains on the CPU" if run is not None else machine.gpu_note or "no NVIDIA GPU"
-        return lambda settings: why
+    if gpu is None:
+        why = machine.gpu_note or "no NVIDIA GPU"
+        return lambda settings: why, True
     # Which torch would train is not known before a start.
     found = learned(gpu_kind(gpu))
-    return Estimates(card=Card.of(gpu), learned=found).forecast
+    return Estimates(card=Card.of(gpu), learned=found).forecast, True
 
 
 def _peak(look: Outlook, foresee: Foresee) -> Forecast | str:
@@ -176,7 +175,7 @@ _LESS = ("tokens/update", "with --fresh")
 """The columns that a narrow terminal has no room for."""
 
 
-def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterator[str]:
+def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee, *, on_gpu: bool) -> Iterator[str]:
     """One heading for all groups; below each preset, what it changes."""
     cells = [_cells(look) for _, looks in groups for look in looks]
     widths = [max(map(cell_len, column)) for column in zip(map(tr, _HEADS), *cells, strict=True)]
@@ -200,12 +199,15 @@ def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee) -> Iterato
             yield from map(tr, _details(look))
             peak = _peak(look, foresee)
             if isinstance(peak, Forecast):
-                yield tr(f"     {foreseen_text(peak)}")
+                yield tr(f"     {foreseen_text(peak, on_gpu=on_gpu)}")
             elif look.switch != "refused":
                 reasons.setdefault(peak, {})[look.kept.recipe] = None
     for reason, recipes in reasons.items():
         yield ""
-        yield tr(f"the peak of GPU memory ({', '.join(recipes)}) cannot be foreseen: {reason}")
+        if on_gpu:
+            yield tr(f"the peak of GPU memory ({', '.join(recipes)}) cannot be foreseen: {reason}")
+        else:
+            yield tr(f"the peak of host memory ({', '.join(recipes)}) cannot be foreseen: {reason}")
 
 
 def _cells(look: Outlook) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None, place: Pla
         return None if isinstance(found, str) or found.fraction is None else Taken(found.peak_bytes, found.fraction)
 
     preset, reason = choose_preset(place.free_bytes, recipe.name, processes, under, foresee)
-    return preset, f"{reason}, {place.note}" if processes > 1 and place.note else reason
+    return preset, f"{reason}; {place.note}" if processes > 1 and place.note else reason
 
 
 def placed_data(data: dict[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def _eval_batch() -> Remedy:
     return _option_of("eval_batch", "a smaller evaluation batch", why, speed=1)
 
 
-_RECOMPUTED = "activations are recomputed instead of kept: 30 to 50 % less of them; 20 to 30 % slower"
+_RECOMPUTED = "only the inputs of the layers are kept, and the other activations are computed again; 20 to 30 % slower"
 _OFFLOADED = f"it needs about {TRAINED_BYTES} bytes of host memory per trained parameter"
 
 

@@ -1,8 +1,9 @@
 """Forecasts the peak with other settings. Pure functions.
 
-The line through measured peaks comes first (`peak_line.py`). On a GPU, the estimate without torch
-foresees all other settings (`Estimates`). Peaks that the run, or an earlier run of the same model,
-has measured scale it, because its error is about the same for settings like these.
+The line through measured peaks comes first (`peak_line.py`). The estimate without torch foresees
+all other settings: on a GPU `Estimates`, on the CPU that of host memory (`host_forecast.py`). On a
+GPU, peaks that the run, or an earlier run of the same model, has measured scale it, because its
+error is about the same for settings like these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Basis, Card, Need, estimated, largest_safe, peak_of, splits_of, with_split
 from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.host_forecast import HostEstimates, host_estimates_on, host_taken_by_others
 from memtop.supervisor.recovery.peak_line import batch_words, forecast, foreseen, median, peaks_of
 from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
@@ -268,6 +270,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     on_gpu: bool = False
     estimates: Estimates | None = None
     """None on the CPU."""
+    host_estimates: HostEstimates | None = None
+    """None on a GPU."""
 
     @property
     def what(self) -> str:
@@ -289,7 +293,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         """The forecast for these settings, or why there is none: from the line of measured peaks,
         otherwise by the estimate."""
         found = forecast(after, self.peaks, self.total_bytes, others_bytes=self.others_bytes, on_gpu=self.on_gpu)
-        return found if isinstance(found, Forecast) else or_estimated(found, self.estimates, after)
+        return found if isinstance(found, Forecast) else or_estimated(found, self.estimates or self.host_estimates, after)
 
     def with_phases(self, found: Forecast | str, after: Settings) -> Forecast | str:
         """The forecast with what is allocated in each phase of an update, where that is known."""
@@ -307,7 +311,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-def or_estimated(why: str, estimates: Estimates | None, settings: Settings) -> Forecast | str:
+def or_estimated(why: str, estimates: Estimates | HostEstimates | None, settings: Settings) -> Forecast | str:
     """The estimate where there is no line, which `why` explains; or both reasons."""
     if estimates is None:
         return why
@@ -340,7 +344,7 @@ def outlook_of(
     # Ranks that have done an update without naming a GPU train on the CPU.
     on_cpu = run is not None and bool(run.ranks and run.updates)
     on_gpu = bool(used) or (wants_gpu and bool(gpus) and not on_cpu)
-    others, estimates = None, None
+    others, estimates, on_host = None, None, None
     peaks = tuple(row.peak for row in rows if row.peak is not None)
     newest = rows[-1].peak if rows else None
     if on_gpu:
@@ -352,10 +356,19 @@ def outlook_of(
             peaks = _with_context(rows, estimates, run.settings)
             newest = peaks[-1] if newest is not None else None
     else:
-        total = host.limit_bytes or host.total_bytes
+        total, others = host.limit_bytes or host.total_bytes, host_taken_by_others(run, host)
+        on_host = host_estimates_on(total, others, rows)
     # Before its first update a configuration has not reached its peak.
     current = newest if newest is not None and (newest.updates or newest.failed) else None
-    return Outlook(peaks=peaks, current=current, total_bytes=total, others_bytes=others, on_gpu=on_gpu, estimates=estimates)
+    return Outlook(
+        peaks=peaks,
+        current=current,
+        total_bytes=total,
+        others_bytes=others,
+        on_gpu=on_gpu,
+        estimates=estimates,
+        host_estimates=on_host,
+    )
 
 
 def outlook_on(gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING) -> Outlook:

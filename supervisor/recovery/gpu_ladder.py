@@ -121,8 +121,8 @@ def why_allocator(diagnosis: Diagnosis) -> str:
 # --- batch, activations, loss, evaluation -------------------------------------------------------
 
 CHECKPOINTED = 0.7
-"""The share of the activations that remains with checkpointing. It saves 30 to 50 %; forecasts
-count on 30."""
+"""The share of the activations that remains with checkpointing, to be careful: of many layers it
+saves much more."""
 
 
 def smaller_split(situation: Situation) -> Rung:
@@ -191,9 +191,7 @@ def checkpointing(situation: Situation) -> Rung:
     if not situation.can_checkpoint:
         return "gradient checkpointing: this model cannot recompute its activations"
     line = situation.line()
-    why = (
-        f"base + {units.percent(CHECKPOINTED, 0)} of the part that grows with the batch (checkpointing saves 30 to 50 % of it)"
-    )
+    why = f"base + {units.percent(CHECKPOINTED, 0)} of the part that grows with the batch (checkpointing often saves more)"
     return situation.rung(
         "checkpointing",
         "activations are recomputed in the backward pass instead of kept; 20 to 30 % slower",

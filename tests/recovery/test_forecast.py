@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from memtop.presets import Settings
 from memtop.presets.choosing import COMMUNICATION_BYTES
 from memtop.presets.estimate import estimate
+from memtop.presets.host_estimate import host_estimate
+from memtop.presets.parameters import stored_config
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Card, Need, estimated
@@ -383,9 +385,51 @@ def test_what_other_processes_hold_counts_unless_the_runs_own_is_not_known() -> 
         assert alone.fraction == pytest.approx(alone.peak_bytes / CARD)
 
 
-def test_on_the_cpu_nothing_is_estimated() -> None:
-    on_cpu = replace(T5, device="cpu")
-    assert outlook(on_cpu).predicted(on_cpu) == "nothing was measured with these settings yet"
+ON_CPU = replace(T5, device="cpu", batch=4, accumulation=16)
+
+
+def on_host(*peaks: Peak, settings: Settings = ON_CPU, held: float = 6.0, **fields: Any) -> Any:
+    """Of a run with 2 GiB on a machine of 64 GiB, of which `held` are used in all."""
+    rows = [
+        Configuration(number=number, attempt=1, started=0, reason="", settings=replace(settings, batch=of.batch), peak=of)
+        for number, of in enumerate(peaks, 1)
+    ]
+    run = RunState(name="one", folder="", state=Phase.TRAINING, alive=True, created=0, settings=settings, **fields)
+    return outlook_of(run, rows, [], HostSample(total_bytes=64 * GIB, used_bytes=gib(held)))
+
+
+def host_peak(batch: int, size: float, **fields: Any) -> Peak:
+    key = settings_key(replace(ON_CPU, batch=batch), on_gpu=False)
+    return Peak(batch=batch, bytes=gib(size), settings_key=key, **{"updates": 9, **fields})
+
+
+def test_on_the_cpu_the_estimate_of_a_plan_foresees_host_memory_with_what_others_hold() -> None:
+    found = on_host(run_rss_bytes=gib(2)).predicted(ON_CPU)
+    plan = host_estimate(ON_CPU, stored_config(ON_CPU) or {}, on_gpu=False, available=60 * GIB)
+    assert (found.peak_bytes, found.least_bytes, found.most_bytes) == (plan.peak, plan.least, plan.most)
+    assert found.fraction == pytest.approx((plan.peak + gib(4)) / (64 * GIB))
+    assert found.basis == "estimate; other processes hold 4.0 GiB"
+    measured_now = on_host(host_peak(4, 2.0), run_rss_bytes=gib(2)).measured(ON_CPU)
+    assert measured_now.fraction == pytest.approx(gib(6) / (64 * GIB))
+    unknown = on_host().predicted(ON_CPU)
+    assert unknown.fraction == pytest.approx(unknown.peak_bytes / (64 * GIB)), "what the run holds is not known"
+    odd = replace(ON_CPU, model={"config": {"model_type": "mamba"}})
+    assert "; no estimate: model.config.model_type mamba" in on_host(settings=odd).predicted(odd)
+
+
+def test_on_the_cpu_a_measured_peak_raises_the_estimate_and_never_lowers_it() -> None:
+    eight = replace(ON_CPU, batch=8, accumulation=8)
+    plain = on_host().predicted(eight).peak_bytes
+    of_four = host_estimate(ON_CPU, stored_config(ON_CPU) or {}, on_gpu=False, available=64 * GIB).peak / GIB
+    assert on_host(host_peak(4, of_four / 2)).predicted(eight).peak_bytes == plain
+    assert on_host(host_peak(4, 2 * of_four, updates=0)).predicted(eight).peak_bytes == plain, "it had no update"
+    for more in (host_peak(4, 2 * of_four), host_peak(4, 2 * of_four, failed=True)):
+        raised = on_host(more).predicted(eight)
+        assert raised.peak_bytes == pytest.approx(2 * plain, rel=1e-6)
+        assert raised.basis == "estimate; raised, because the run has needed more"
+    earlier = on_host(host_peak(8, 3.0), host_peak(4, of_four)).predicted(eight)
+    assert earlier.basis.startswith("line through peaks") or earlier.is_measured
+    assert earlier.peak_bytes == gib(3)
 
 
 # --- in the remedies ------------------------------------------------------------------------------

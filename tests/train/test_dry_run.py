@@ -41,6 +41,7 @@ LLAMA = {
     "vocab_size": 16_000,
     "tie_word_embeddings": True,
 }
+EXPERTS = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 T5 = {
     "model_type": "t5",
     "vocab_size": 4096,
@@ -329,6 +330,10 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
     ("changes", "text"),
     [
         ({"method": "lora", "lora": Lora(r=8, alpha=16, targets=("nothing",))}, "lora.targets nothing: "),
+        (
+            {"config": EXPERTS, "method": "lora", "lora": Lora(r=8, alpha=16, dropout=0.1, targets=("all-linear",))},
+            "lora.dropout 0.1: adapters of the experts of this model can have no dropout; add --set lora.dropout=0",
+        ),
         ({"method": "lora"}, "method lora: needs lora.r"),
         ({"loss_chunk": -1}, "loss_chunk -1: "),
         ({"config": {"hidden_size": 64}}, "model.config.model_type: missing"),

@@ -19,7 +19,7 @@ from tests.tui.support import screen_text
 NAMES = re.compile(
     r"memtop|GPUs?|CPU|CUDA|cuda|MIG|UUID|ECC|PCIe|NVLink|NVIDIA|RTX|Xid|SM|BAR|k?Wh|MHz|[KMGT]?iB|B/s|ZeRO|LoRA|QLoRA"
     r"|RSS|OSC|DeepSpeed|Ctrl|shm|tmpfs|cgroup|pid|rank|tok|token|bf16|hub|Hugging|Face|HTML|SIG[A-Z]+|torch|torchrun|FILE|DIR|RUN|NAME"
-    r"|Enter|Esc|PgUp|PgDn|Home|End|batch|accumulation|seq_len"
+    r"|Enter|Esc|Tab|PgUp|PgDn|Home|End|batch|accumulation|seq_len"
 )
 """Names of things, units (a dialog may cut the first letter), keys, and the settings in a program's
 own spelling."""

@@ -80,6 +80,12 @@ async def test_the_list_at_every_size() -> None:
         assert app.screen is app.dashboard
 
 
+async def test_a_process_on_two_gpus_is_one_process() -> None:
+    on_both = MachineSnapshot(time=NOW, gpus=(gpu(0, processes=(RANKS[0], BOB)), gpu(1, processes=(BOB,))))
+    async with process_list(on_both) as (app, _, _):
+        assert "GPU processes 2 " in screen_text(app)
+
+
 async def test_views_and_folding() -> None:
     async with process_list(JOBS) as (app, pilot, _):
         assert order_of(app) == [50, 90, 101, 100]

@@ -226,8 +226,11 @@ async def test_the_form_and_the_presets_show_the_estimate_before_anything_is_mea
             assert "Predicted peak ~" in words(app)
     assert feed.requests == [], "nothing was restarted"
     on_cpu = RecordingFeed(running(gpu(), settings=replace(settings, device="cpu")))
-    async with opened(on_cpu, "5", size=(160, 50)) as (app, _):
-        assert "predicted peak" not in screen_text(app)
+    async with opened(on_cpu, "r", size=(80, 24)) as (app, pilot):
+        assert re.search(r"RAM peak ~\d+\.\d GiB predicted", words(app))
+        await press(pilot, "escape", "5")
+        assert "predicted peak" in screen_text(app)
+        assert re.search(r"Predicted peak ~\d+\.\d / 32\.0 GiB, between .* estimate", words(app))
 
 
 async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +343,9 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
         return list(map(plain, lines_of(outlook_of(store.run, rows, store.gpus, store.host), settings)))
 
     assert "1.0 GiB" not in " ".join(lines(begun))
-    row, _bar = lines(replace(begun, updates=1))
+    row, _bar, others = lines(replace(begun, updates=1))
     assert row.startswith("RAM peak 1.0 GiB measured with these settings")
+    assert re.fullmatch(r"the percentage counts the \d+\.\d GiB of other processes, too", others)
 
 
 def test_a_batch_that_was_measured_before_is_not_called_predicted() -> None:
@@ -355,6 +359,12 @@ def test_a_batch_that_was_measured_before_is_not_called_predicted() -> None:
     assert earlier.startswith("RAM peak 2.0 GiB measured -> 1.0 GiB measured at B 8")
     assert "predicted" not in earlier
     assert "~1.5 GiB predicted" in plain(lines_of(outlook, replace(settings, batch=12))[0])
+    shared = replace(outlook, others_bytes=15 * GIB)
+    earlier, _bar, others = (
+        plain(one).rstrip() for one in outlook_lines(shared, what_if(shared, replace(settings, batch=8)), 74)
+    )
+    assert earlier == "RAM peak 2.0 GiB measured -> 1.0 GiB measured at B 8 50.0 % · safe"
+    assert others == "the percentage counts the 15.0 GiB of other processes, too"
 
 
 async def test_before_the_first_update_the_form_says_why_nothing_can_be_applied_at_once() -> None:

@@ -120,14 +120,12 @@ async def preset(dashboard: Dashboard, key: str) -> None:
         dashboard.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}")
         return
     failed, store = failed_settings(dashboard.store.configurations), dashboard.store
-    on_gpu = outlook_of(run, store.configurations, store.gpus, store.host).on_gpu
 
     async def foresee_with_earlier_runs() -> Callable[[Settings], Forecast | str]:
         learned = await earlier_runs(store)
         return outlook_of(run, store.configurations, store.gpus, store.host, learned).predicted
 
-    learn = foresee_with_earlier_runs if on_gpu else None
-    dialog = PresetDialog(run, run.settings, presets, key, failed, learn)
+    dialog = PresetDialog(run, run.settings, presets, key, failed, foresee_with_earlier_runs)
     name = await dashboard.app.push_screen_wait(dialog)
     if name is None:
         return

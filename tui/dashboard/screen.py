@@ -115,7 +115,7 @@ class DashboardScreen(Dashboard):
         """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
         self._chosen: tuple[str, str] | None = None
-        """An action and its key: they wait until the run is read and the screens above close."""
+        """An action and its key, which wait until the run is read and no other screen is open."""
         self._presets: dict[str, Preset] | None = None
         """None until there is a run."""
 

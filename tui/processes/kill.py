@@ -107,8 +107,9 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
             above = [*map(tr, self._missing), *([_heading()] if self._rows else empty)]
             yield Words("\n".join(above), classes="muted")
             yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
-            note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
-            yield Words(tr(note), classes="muted")
+            if self._rows:
+                note = "Space ticks, Tab goes to the buttons. Other users' processes and services cannot be chosen."
+                yield Words(tr(note), classes="muted")
             with Horizontal(classes="buttons"):
                 yield Button(tr("Cancel"), id="cancel", compact=True)
                 yield Button(tr("End the ticked…"), id="confirm", variant="error", compact=True, disabled=True)

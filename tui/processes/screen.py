@@ -105,7 +105,8 @@ class ProcessesScreen(FullScreen):
         if not self.is_open:
             return
         every = rows_of(self._store.machine)
-        self._total = len(every)
+        # A process on two GPUs has two rows.
+        self._total = len({row.pid for row in every})
         self.ticked &= {row.key for row in every}
         kept = [row for row in every if self._filter.matches(row)]
         self.rows = arranged(kept, self._view, self._order, folded=self._folded, frozen=self._frozen)
@@ -128,7 +129,7 @@ class ProcessesScreen(FullScreen):
         return ListContent(entries, head, places)
 
     def headline(self, store: Store) -> Line:
-        shown = sum(row.process is not None for row in self.rows)
+        shown = len({row.pid for row in self.rows if row.process is not None})
         count = f"{shown} of {self._total}" if self._filter.terms else str(self._total)
         left = join((fact("GPU processes", count), fact("", self._view.value)))
         if self._applied_text:

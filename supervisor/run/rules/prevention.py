@@ -13,6 +13,7 @@ from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import Measured, OwnSplit, advise
 from memtop.supervisor.recovery.configuration import configuration_key
 from memtop.supervisor.recovery.forecast import Estimates, estimates_on
+from memtop.supervisor.recovery.host_forecast import HostEstimates, host_estimates_on
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.peak_line import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak
@@ -128,7 +129,7 @@ def forecast(model: Model, batch: int) -> Forecast | None:
         return line.forecast(batch, total, others)
     if present is None or total is None:
         return None
-    estimates = _estimates(model)
+    estimates = _estimates(model) if model.on_gpu else _host_estimates(model, total, others)
     if after is not None and estimates is not None:
         found = estimates.forecast(after)
         if isinstance(found, Forecast):
@@ -160,6 +161,11 @@ def _estimates(model: Model) -> Estimates | None:
     others = _others_bytes(present, _capacity(model)[1])
     rows = model.configurations.rows
     return estimates_on(gpu, rows, others_bytes=others or 0, config=model.sample.model_config)
+
+
+def _host_estimates(model: Model, total: int, others: int | None) -> HostEstimates:
+    config = model.sample.model_config if model.sample is not None else None
+    return host_estimates_on(total, others, model.configurations.rows, config or None)
 
 
 def _others_bytes(present: Peak | None, taken: int | None) -> int | None:
