@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from difflib import SequenceMatcher
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from bench.trainings import DEEP, GIB, Compared, drawn
 from memtop.presets import Settings, load_presets
 from memtop.presets.architectures import shape_of
 from memtop.presets.comparison import outlook
-from memtop.presets.estimate import Estimate, estimate, largest_batch
+from memtop.presets.estimate import Estimate, _Run, estimate, largest_batch
 from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import Lora, Zero
+from memtop.presets.sequence import Phase
 from memtop.presets.states import UnknownMemoryError
-from memtop.train.dry_run.build import training_of
-from memtop.train.dry_run.run import foresee
+from memtop.train.dry_run.build import config_of, training_of
+from memtop.train.dry_run.run import foresee, recorded
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -155,6 +157,36 @@ def test_a_published_model_at_its_whole_depth_takes_what_the_dry_run_says(name: 
     found, exact = estimate(one.settings, config, generation=80, capacity=one.capacity), one.foreseen()
     assert -0.03 <= found.allocated / exact.allocated - 1 <= 0.05
     assert -0.08 <= found.reserved / exact.reserved - 1 <= 0.15
+
+
+@pytest.mark.parametrize(
+    "values",
+    [FULL, {"method": "lora", "lora": replace(ALL, targets=("all-linear",), dropout=0.05), "gradient_checkpointing": True}],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_makes_and_frees_its_tensors_in_torchs_order(kind: str, values: dict[str, Any]) -> None:
+    """Where a large tensor fits is decided by the order. Of the loss the estimate has fewer
+    pieces."""
+    config = drawn(random.Random(kind), kind).config
+    task = "seq2seq" if kind == "t5" else "causal"
+    one = settings(**values, batch=16, task=task, model={"config": config})
+    training = training_of(one, generation=80, capacity=79 * GIB)
+    trace = recorded(training, config_of(training))[0]
+    run = _Run(one, shape_of(config), 80, 79 * GIB)
+    run.estimate()
+    lined_up = run.sequence
+
+    def passes(sizes: list[int], events: list[int], phases: list[tuple[int, Phase]]) -> list[tuple[Phase, bool, int]]:
+        """What begins and ends in the first forward and backward pass: whether it begins, and its
+        size."""
+        found = []
+        for (start, phase), (end, _) in itertools.pairwise(phases[1:4]):
+            found += [(phase, event >= 0, sizes[max(event, ~event)]) for event in events[start:end]]
+        return [row for row in found if row[2] > run.tokens * run.shape.hidden * 2]
+
+    exact = passes([one.size for one in trace.allocations], trace.events, trace.phases)
+    found = passes(lined_up.sizes, lined_up.events, lined_up.phases)
+    assert SequenceMatcher(None, exact, found, autojunk=False).ratio() > 0.88
 
 
 @pytest.mark.parametrize("kind", KINDS)
