@@ -157,6 +157,8 @@ def test_a_real_run_says_for_what_its_stop_waits(runs: Runs) -> None:
     runs.memtop("train", "first-run", *settings, "--name", "a", "--detach")
     runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
     runs.memtop("checkpoint", "a")
+    # The trainer answers before the supervisor reads its report of the save.
+    runs.wait("a", lambda _: runs.events("a", "checkpoint"))
     why = why_it_waits(runs)
     saved = runs.events("a", "checkpoint")[0].message
     took = re.search(r" in ([\d.]+) s, training stopped", saved)

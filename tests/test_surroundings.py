@@ -101,6 +101,8 @@ def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     (runs.path / "a/state.json").write_text("{")
     (runs.path / "b/run.json").write_text("{")
     (runs.path / "c/ledger.sqlite").write_bytes(b"no database" * 1000)
+    for log in runs.path.glob("c/ledger.sqlite-*"):
+        log.unlink()  # SQLite would read the pages in it
     listed = {row["name"]: row for row in json.loads(runs.memtop("runs", "--json").stdout)}
     # A damaged state.json counts as missing: the ledger says how the run ended.
     assert listed["a"]["state"] == "finished"
