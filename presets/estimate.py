@@ -91,7 +91,7 @@ def largest_batch(
 
 
 _NONE = Tensors([], [])
-_NOT_RUNNING = Running(Passes([], _NONE, [], [], None, -1, -1, -1, -1, [], []), 0, -1, -1)
+_NOT_RUNNING = Running(Passes([], _NONE, [], [], None, -1, -1, -1, -1, [], [], []), 0, -1, -1)
 
 
 class _Part(msgspec.Struct):

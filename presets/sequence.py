@@ -81,12 +81,8 @@ class Passes(msgspec.Struct):
     """Other inputs, which begin and end outside."""
     rest: list[int]
     """Gradients of these."""
-
-    @property
-    def gradients(self) -> list[int]:
-        """Of weights, which the backward pass makes."""
-        made = self.made_forward if self.made_backward is None else self.made_backward
-        return [number for number, use in enumerate(made.uses) if use == "gradients"]
+    gradients: list[int]
+    """Of weights, which the backward pass makes."""
 
     def thin(self) -> Passes:
         """The same without what begins and ends within one pass."""
@@ -111,6 +107,7 @@ class Passes(msgspec.Struct):
             given=_KEPT,
             passed_on=_KEPT,
             rest=[],
+            gradients=[again[number] for number in gradients],
         )
 
     def outliving_bytes(self) -> tuple[int, int, int]:
@@ -209,6 +206,7 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
         others=layer.inputs[:-1],
         rest=[number for numbers in layer.passed_on[1:] for number in numbers],
+        gradients=[number for number, (_, use) in enumerate(layer.large) if use == "gradients"],
     )
     thin = passes.thin()
     large_saved, large_copies, large_gradients = thin.outliving_bytes()
@@ -313,14 +311,15 @@ class Sequence:
         else:
             keys[passes.source] = NOWHERE
             base = self._made(passes.made_backward)
-        gradients = {base + number for number in passes.gradients}
+        gradients = [base + number for number in passes.gradients]
         began = len(self.events)
         self._play(passes.backward, base, keys)
         if self.keeps:
             self.kept += gradients
         elif gradients:
             part = self.events[began:]
-            ended = ((event, ~event) if event in gradients else (event,) for event in part)
+            moved = set(gradients)
+            ended = ((event, ~event) if event in moved else (event,) for event in part)
             self.events[began:] = [event for both in ended for event in both]
         if passes.given == _KEPT:
             if passes.made_backward is not None or passes.source < 0:
