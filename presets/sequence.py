@@ -240,6 +240,8 @@ class Sequence:
         self.events: list[int] = []
         """n where block n begins, ~n where it ends."""
         self.phases: list[tuple[int, Phase]] = [(0, "load")]
+        self._counted = self._live = 0
+        """So many events have been counted, and this is live after them, bytes."""
         self.keeps = True
         """Whether gradients of weights stay; otherwise they are added to older ones, or moved."""
         self.kept: list[int] = []
@@ -287,8 +289,10 @@ class Sequence:
 
     def live_bytes(self) -> int:
         """What is there now."""
-        sizes = self.sizes
-        return sum(sizes[event] if event >= 0 else -sizes[~event] for event in self.events)
+        sizes, new = self.sizes, self.events[self._counted :]
+        self._counted += len(new)
+        self._live += sum(sizes[event] if event >= 0 else -sizes[~event] for event in new)
+        return self._live
 
     def forward(self, passes: Passes, source: int) -> Running:
         base = self._made(passes.made_forward)
