@@ -123,7 +123,7 @@ class Tape:
         self.events += [~number for number in gone.numbers]
 
     def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
-        """What the layer gets from the one before it."""
+        """What was there before; `trained`: it gets a gradient."""
         node = None
         if trained and self.saves:
             self._nodes.append(None)
@@ -147,8 +147,12 @@ class Tape:
         weights_first: bool = False,
         computed: int = 0,
     ) -> Tensor:
-        """`operands`: each with the bytes that exist only while its gradient is computed, and the
-        item of that gradient. `beside`: bytes of what else the operation gives and saves."""
+        """What an operation gives.
+
+        `operands`: each with the bytes that exist only while its gradient is computed, and the item
+        of that gradient. `saves_itself`: the result is saved. `beside`: bytes of what else the
+        operation gives and saves. The others: see `_Node`.
+        """
         parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
         if not self.saves or not (parents or weights):
             found = self.new(count, item)

@@ -110,8 +110,7 @@ class Stages1And2(_Sharded):
             sequence.end(part)
             sequence.begin(self._item * self._largest, "gradients")
         elif self._item == 4:
-            sequence.begin(0, "master weights")
-            self._sequence.uses[part] = "master weights"
+            sequence.uses[part] = "master weights"
             sequence.pass_through(4 * self._part)
         else:
             sequence.begin(4 * self._part, "master weights")
