@@ -142,7 +142,7 @@ class Tape:
         hidden: tuple[int, ...] = (),
         passes: bool = False,
         saves_itself: bool = False,
-        beside: int = 0,
+        second: int = 0,
         gives_views: bool = False,
         weights_first: bool = False,
         computed: int = 0,
@@ -150,24 +150,24 @@ class Tape:
         """What an operation gives.
 
         `operands`: each with the bytes that exist only while its gradient is computed, and the item
-        of that gradient. `saves_itself`: the result is saved. `beside`: bytes of what else the
-        operation gives and saves. The others: see `_Node`.
+        of that gradient. `saves_itself`: the result is saved. `second`: bytes of a second result,
+        such as a dropout's mask, which is saved. The others: see `_Node`.
         """
         parents = [(one.node, extra, one.count, grad) for one, extra, grad in operands if one.node is not None]
         if not self.saves or not (parents or weights):
             found = self.new(count, item)
-            self.new(beside, 1)
+            self.new(second, 1)
             return found
         node = _Node(parents, saved, weights, weights_first, hidden, passes, gives_views=gives_views, computed=computed)
         self._nodes.append(node)
         if saved:
             self.last_saved = len(self.events)  # before there is a result
         found = self.new(count, item, len(self._nodes) - 1)
-        if beside:
-            node.saved = (*node.saved, self.new(beside, 1))
+        if second:
+            node.saved = (*node.saved, self.new(second, 1))
         if saves_itself:
             node.saved = (*node.saved, found)
-        if beside or saves_itself:
+        if second or saves_itself:
             self.last_saved = len(self.events)
         return found
 

@@ -25,7 +25,7 @@ class Layer(Tape):
         self.numbers, self.batch, self.length = numbers, batch, length
         self.tokens = batch * length
         self.shares: Tensor | None = None
-        """What the attention gives beside its result; the layer holds it until its end."""
+        """The second result of an attention: the layer holds it until its end."""
         self.parameters: list[Parameter] = []
         self.copies: list[Tensor] = []
         """Weights in 16 bits, which autocast keeps until the forward pass ends."""
@@ -49,7 +49,7 @@ class Layer(Tape):
     def dropout(self, x: Tensor, rate: float) -> Tensor:
         if not rate:
             return x
-        return self._result(x.count, x.item, ((x, 0, x.item),), beside=x.count)
+        return self._result(x.count, x.item, ((x, 0, x.item),), second=x.count)
 
     def clamped(self, x: Tensor) -> Tensor:
         """In fp16, what T5 adds up is kept finite."""
@@ -71,9 +71,8 @@ class Layer(Tape):
             inner = self.changed(inner)
             hyperbolic = self._result(inner.count, inner.item, ((inner, 0, inner.item),), saves_itself=True)
             del inner
-            more = self._result(x.count, hyperbolic.item, ((hyperbolic, 0, hyperbolic.item),), passes=True)
-            del hyperbolic
-            return self.multiply(half, more)
+            hyperbolic = self._shifted(hyperbolic, hyperbolic.item)
+            return self.multiply(half, hyperbolic)
         if name == "relu":
             return self._result(x.count, x.item, ((x, 0, x.item),), saves_itself=True)
         return self._result(x.count, x.item, ((x, 0, x.item),), (x,))
@@ -228,7 +227,7 @@ class Layer(Tape):
             hidden = (4 * padded, 4 * padded * -(-(count // rows) // 32) * 32, *([count * item] * 2 if times > 1 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value))
             saved = (query, key, value)
-            return self._result(count, item, operands, saved, hidden=hidden, saves_itself=True, beside=4 * rows)
+            return self._result(count, item, operands, saved, hidden=hidden, saves_itself=True, second=4 * rows)
         if kernel == "math":
             return self._math(query, key, value, scores, times, rate, masks=bias is None)
         if key_heads not in (1, heads):  # a single one is repeated without a copy
@@ -238,7 +237,7 @@ class Layer(Tape):
             mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
             hidden = (4 * rows, *([4 * count] if item == 2 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
-            return self._result(count, item, operands, (query, key, value, mask), hidden=hidden, saves_itself=True, beside=sums)
+            return self._result(count, item, operands, (query, key, value, mask), hidden=hidden, saves_itself=True, second=sums)
         return self._eager(query, key, value, scores, cap, rate)
 
     def _repeated(self, x: Tensor, times: int) -> Tensor:
@@ -246,11 +245,11 @@ class Layer(Tape):
         return self._result(x.count * times, x.item, ((x, 0, x.item),))
 
     def copied(self, x: Tensor) -> Tensor:
-        """In another order of its dimensions."""
-        return self._masked(x, x.item)
+        """In another order of its dimensions; its gradient is passed on."""
+        return self._shifted(x, x.item)
 
-    def _masked(self, x: Tensor, item: int) -> Tensor:
-        """A sum with what has no gradient."""
+    def _shifted(self, x: Tensor, item: int) -> Tensor:
+        """A sum with a mask or a constant: its gradient is passed on."""
         return self._result(x.count, item, ((x, 0, x.item),), passes=True)
 
     def _product(self, a: Tensor, b: Tensor, count: int) -> Tensor:
@@ -262,12 +261,12 @@ class Layer(Tape):
             raw = self.changed(raw)
             raw = self._result(scores, raw.item, ((raw, 0, raw.item),), saves_itself=True)
             raw = self.changed(raw)
-        raw = self._masked(raw, raw.item)
+        raw = self._shifted(raw, raw.item)
         raw = self.cast(self._softmax(raw), query.item)
         self.shares = self.dropout(raw, rate)
         del raw
-        found = self._product(self.shares, value, query.count)
-        return self._result(found.count, found.item, ((found, 0, found.item),))
+        # In another order of its dimensions; so is its gradient.
+        return self.changed(self._product(self.shares, value, query.count))
 
     def _softmax(self, x: Tensor) -> Tensor:
         wide = self.cast(x, 4)
@@ -285,7 +284,7 @@ class Layer(Tape):
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
         raw = self._product(self.copied(self.cast(scaled, kind)), self.cast(self.changed(key), kind), scores)
-        masked = self._masked(raw, 4)
+        masked = self._shifted(raw, 4)
         del raw
         shares = self._softmax(masked)
         del masked
@@ -293,7 +292,7 @@ class Layer(Tape):
         own = self.new(scores, item) if item != 4 else None  # it also gives the shares
         found = self.cast(self._product(self.cast(shares, kind), self.cast(value, kind), query.count), item)
         del own, mask
-        return self._result(found.count, found.item, ((found, 0, found.item),))
+        return self.changed(found)
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
         """What is added to unmasked scores; `bias` gets a sum. `mask_bytes`: of a mask for it."""

@@ -325,14 +325,12 @@ class Sequence:
             moved = set(gradients)
             ended = ((event, ~event) if event in moved else (event,) for event in part)
             self.events[began:] = [event for both in ended for event in both]
-        if passes.given == _KEPT:
-            if passes.made_backward is not None or passes.source < 0:
-                self.end(running.source)
-            return given
-        if passes.given < 0:
+        if passes.given == NOWHERE:
             self.end(given)
         if passes.made_backward is not None or passes.source < 0:
             self.end(running.source)
+        if passes.given == _KEPT:
+            return given
         self.end(*(base + number for number in passes.rest))
         if passes.passed_on < 0:
             return NOWHERE

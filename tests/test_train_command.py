@@ -220,7 +220,7 @@ def test_headless_leaves_out_only_a_peak_that_the_launch_has_said(data: Change, 
     Path("llama").mkdir()
     Path("llama/config.json").write_text(json.dumps({**LLAMA_7B, "num_hidden_layers": 2}))
     assert told(**{"model.path": "llama"}) == 1
-    assert told(**{"model.path": "nobody/has-this"}) is None, "the supervisor downloads the model and then foresees its peak"
+    assert told(**{"model.path": "nobody/has-this"}) is None, "its peak is foreseen after its download"
     assert told(**{"model.path": "llama", "device": "cpu"}) is None
 
 

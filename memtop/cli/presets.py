@@ -112,8 +112,8 @@ Foresee = Callable[[Settings], Forecast | str]
 
 
 def _foresee(run: RunState | None) -> tuple[Foresee, bool]:
-    """The peak of settings, or why there is none, and whether it is that of a GPU: where the run
-    trains, or on the emptiest GPU here."""
+    """A function that foresees the peak of settings or says why it cannot, and whether that is GPU
+    memory: of the GPU that the run uses, or of the emptiest one here."""
     from memtop.cli.gpus import emptiest, sample
 
     machine = sample()

@@ -23,13 +23,11 @@ from memtop.supervisor.monitor.values import EDGE_FROM, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Basis, Card, Need, estimated, largest_safe, peak_of, splits_of, with_split
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.host_forecast import HostEstimates, host_estimates_on, host_taken_by_others
-from memtop.supervisor.recovery.peak_line import batch_words, forecast, foreseen, median, peaks_of
+from memtop.supervisor.recovery.peak_line import NEWEST, batch_words, forecast, foreseen, median, peaks_of
 from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
 
 _NOTHING = Learned()
-_NEWEST = 3
-"""So many of a run's own peaks scale an estimate at most; each takes a millisecond."""
 _ENOUGH = 5
 """From so many ratios on, their spread says how sure the estimate is."""
 _PRIOR = 4
@@ -196,7 +194,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         near = [one for one in whole if one[1].settings_key == key]
         earlier, likeness = self.learned.calibrating(settings, config)
         if near or (whole and likeness == "model"):
-            chosen = (near or whole)[-_NEWEST:]
+            chosen = (near or whole)[-NEWEST:]
             found = {peak.batch: ratio for of, peak in chosen if (ratio := self._ratio(of, peak)) is not None}
             if found:
                 where = batch_words(found)
@@ -212,8 +210,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         """What failures of this model with these options of the allocator needed at least, divided
         by the estimate."""
         failed = [one for one in self.known if one[1].failed and one[0].allocator == settings.allocator]
-        yield from (ratio for one in failed[-_NEWEST:] if (ratio := self._ratio(*one)) is not None)
-        earlier = self._earlier_failures(settings, config)[-_NEWEST:]
+        yield from (ratio for one in failed[-NEWEST:] if (ratio := self._ratio(*one)) is not None)
+        earlier = self._earlier_failures(settings, config)[-NEWEST:]
         yield from (ratio for row in earlier if (ratio := self._earlier_ratio(row, config)) is not None)
 
     def _earlier_failures(self, settings: Settings, config: Mapping[str, Any] | None) -> list[Measured]:

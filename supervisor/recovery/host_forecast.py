@@ -15,12 +15,9 @@ from memtop.presets.schema import Settings
 from memtop.presets.states import UnknownMemoryError
 from memtop.supervisor.monitor.values import HostSample
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.peak_line import foreseen
+from memtop.supervisor.recovery.peak_line import NEWEST, foreseen
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.wire import Configuration, RunState
-
-_NEWEST = 3
-"""So many of a run's own peaks raise an estimate at most; each takes a millisecond."""
 
 
 class HostEstimates(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +44,7 @@ class HostEstimates(msgspec.Struct, frozen=True, kw_only=True):
         found = self._estimate(settings)
         if isinstance(found, str):
             return found
-        times = max((self._ratio(*one) for one in self.known[-_NEWEST:]), default=0.0)
+        times = max((self._ratio(*one) for one in self.known[-NEWEST:]), default=0.0)
         basis = "estimate; raised, because the run has needed more" if times > 1 else "estimate"
         floor = max((size for batch, size in exact.items() if batch < settings.batch), default=0)
 

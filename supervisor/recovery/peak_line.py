@@ -21,6 +21,9 @@ from memtop.supervisor.monitor.values import band_of
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
 
+NEWEST = 3
+"""So many of a run's own peaks correct an estimate at most; each takes some milliseconds."""
+
 
 class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
     """The peak in bytes over B: `base_bytes` + `slope_bytes` x B, bounded by what was measured at
