@@ -346,6 +346,14 @@ def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_byt
     # The module that called holds what it gave until it gets the result.
     normed = layer.norm(x, shape.hidden, shape.norm)
     attended = _attend(layer, shape, normed, kernel, mask_bytes)
+    if shape.kind == "gpt2":
+        # It gives the sum the name of what the attention got, and its layers end with a dropout.
+        normed = x = layer.add(attended, x)
+        normed = layer.norm(x, shape.hidden, shape.norm)
+        inner = _inner(layer, shape, normed)
+        found = layer.add(x, inner)
+        del normed
+        return found
     del normed
     if shape.norms_after:
         attended = layer.norm(attended, shape.hidden, shape.norm)
@@ -356,7 +364,9 @@ def causal_layer(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_byt
     del normed
     if shape.norms_after:
         inner = layer.norm(inner, shape.hidden, shape.norm)
-    return layer.add(x, layer.dropout(inner, shape.residual_dropout))
+    found = layer.add(x, layer.dropout(inner, shape.residual_dropout))
+    del inner
+    return found
 
 
 def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: int) -> Tensor:
@@ -365,20 +375,27 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
     if shape.fused:
         name = "c_attn" if shape.kind == "gpt2" else "qkv_proj"
         whole = layer.linear(x, hidden, queries + 2 * keys, name, bias=shape.query_bias)
-        query, key, value = layer.parts(whole, (queries, keys, keys))
+        if shape.positions:
+            query, key, value = layer.parts(whole, (queries, keys, keys))
+        else:
+            query, key, value = (layer.view(whole, layer.tokens * width) for width in (queries, keys, keys))
+            query, key = layer.headed(query), layer.headed(key)
         del whole
     else:
+        norms_at_once = shape.head_norms and shape.norm != "gemma"
         query = layer.headed(layer.linear(x, hidden, queries, "q_proj", bias=shape.query_bias))
-        if shape.head_norms:
+        if norms_at_once:
             query = layer.norm(query, shape.width, shape.norm)
         key = layer.headed(layer.linear(x, hidden, keys, "k_proj", bias=shape.query_bias))
-        if shape.head_norms:
+        if norms_at_once:
             key = layer.norm(key, shape.width, shape.norm)
         value = layer.linear(x, hidden, keys, "v_proj", bias=shape.query_bias)
+        if shape.head_norms and not norms_at_once:
+            query, key = layer.norm(query, shape.width, shape.norm), layer.norm(key, shape.width, shape.norm)
         if kernel in ("eager", "math"):
             value = layer.headed(value)
     if not shape.positions:
-        query, key = (layer.rotated(one, stream) for one in (query, key))
+        query, key = (layer.rotated(one, stream, joined=shape.fused) for one in (query, key))
     found = layer.attention(
         query,
         key,
@@ -389,19 +406,24 @@ def _attend(layer: Layer, shape: Shape, x: Tensor, kernel: Kernel, mask_bytes: i
         mask_bytes=mask_bytes,
         cap=shape.score_cap,
         rate=shape.attention_dropout,
+        by_head=shape.fused and not shape.positions,
     )
-    return layer.linear(found, queries, hidden, "c_proj" if shape.kind == "gpt2" else "o_proj", bias=shape.output_bias)
+    # What goes in ends before the queries, keys and values do.
+    found = layer.linear(found, queries, hidden, "c_proj" if shape.kind == "gpt2" else "o_proj", bias=shape.output_bias)
+    if shape.kind == "gpt2":
+        found = layer.dropout(found, shape.residual_dropout)
+    return found
 
 
 def _inner(layer: Layer, shape: Shape, x: Tensor) -> Tensor:
     hidden, inner = shape.hidden, shape.inner
     if shape.kind == "gpt2":
         wide = layer.linear(x, hidden, inner, "c_fc", bias=True)
-        active = layer.activation(wide, shape.activation)
-        del wide
-        return layer.linear(active, inner, hidden, "c_proj", bias=True)
+        wide = layer.activation(wide, shape.activation)
+        wide = layer.linear(wide, inner, hidden, "c_proj", bias=True)
+        return layer.dropout(wide, shape.residual_dropout)
     if shape.fused:
-        # The gate is held until the end, and with it the whole result.
+        # The gate is held until the end, and with it the whole result, for longer than the product.
         gate, other = layer.parts(layer.linear(x, hidden, 2 * inner, "gate_up_proj"), (inner, inner))
         product = layer.multiply(other, layer.activation(gate, shape.activation))
     else:
@@ -409,7 +431,9 @@ def _inner(layer: Layer, shape: Shape, x: Tensor) -> Tensor:
         other = layer.linear(x, hidden, inner, "up_proj", bias=shape.inner_bias)
         product = layer.multiply(gate, other)
         del gate, other
-    return layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias)
+    found = layer.linear(product, inner, hidden, "down_proj", bias=shape.inner_bias)
+    del product
+    return found
 
 
 def t5_layer(
@@ -421,8 +445,14 @@ def t5_layer(
         assert bias is not None
         normed = layer.norm(x, shape.hidden, "t5")
         attended = _t5_attend(layer, shape, normed, source or normed, kernel, bias, batched=source is not None or seen is None)
-        x = layer.clamped(layer.add(x, layer.dropout(attended, shape.residual_dropout)))
-        del attended, normed
+        found = layer.add(x, layer.dropout(attended, shape.residual_dropout))
+        if source is None:
+            del attended, normed
+        else:
+            del normed, attended
+        x = found
+        del found
+        x = layer.clamped(x)
     normed = layer.norm(x, shape.hidden, "t5")
     rate = shape.residual_dropout
     active: Tensor | None
@@ -439,7 +469,9 @@ def t5_layer(
     wide = layer.cast(wide, layer.numbers.kept)
     inner = layer.linear(wide, shape.inner, shape.hidden, "wo", whole=True)
     del wide, active, other, normed
-    return layer.clamped(layer.add(x, layer.dropout(inner, rate)))
+    found = layer.add(x, layer.dropout(inner, rate))
+    del inner, x
+    return layer.clamped(found)
 
 
 def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kernel, bias: Tensor, *, batched: bool) -> Tensor:
@@ -454,7 +486,8 @@ def _t5_attend(layer: Layer, shape: Shape, x: Tensor, seen: Tensor, kernel: Kern
     if seen is x:
         # The distances are in another order than the kernel's.
         added = layer.copied(added)
-    cast = layer.cast(added, layer.numbers.compute)
-    found = layer.attention(query, key, value, kernel, heads, heads, bias=cast, rate=shape.attention_dropout)
-    del cast, added
-    return layer.linear(found, inner, shape.hidden, "o")
+    found = layer.attention(query, key, value, kernel, heads, heads, bias=added, rate=shape.attention_dropout)
+    del added
+    found = layer.linear(found, inner, shape.hidden, "o")
+    del query, key, value
+    return found

@@ -60,6 +60,7 @@ class _Node(msgspec.Struct):
     """Of each operand with a gradient: its node, bytes that exist only while the gradient is
     computed, and the gradient's count and item."""
     saved: tuple[Tensor | None, ...]
+    """In the order in which they end. None: of a weight, which exists anyway."""
     weights: Sequence[tuple[int, int]] = ()
     """Of each trained weight: bytes only while its gradient is computed, and the gradient's."""
     weights_first: bool = False
@@ -83,6 +84,8 @@ class Tape:
         """`least`: what takes no more bytes is small, unless it is the gradient of a weight.
         `saves`: whether there will be a backward pass."""
         self.least, self.saves = least, saves
+        self.again = False
+        """Whether a checkpoint runs this again: then what was saved ends as soon as it was used."""
         self.live = self.kept = 0
         """Bytes; kept: of new gradients of weights."""
         self._nodes: list[_Node | None] = []
@@ -92,12 +95,18 @@ class Tape:
         """In their order: n where `large[n]` begins, ~n where it ends."""
         self.last_saved = 0
         """How many events there were when something was saved last. A second run ends there."""
+        self.looked_back = -1
+        self.looked_back_last = -1
+        """How many there were when the backward pass first needed something saved, where a second
+        run begins, and last."""
         self.inputs: list[int] = []
         """In `large`, what was there before."""
         self.given: tuple[int, ...] = ()
         """In `large`, the gradient of the result."""
-        self.passed_on: list[tuple[int, ...]] = []
-        """The gradients of the inputs, from the last input to the first."""
+        self.passed_on: tuple[int, ...] = ()
+        """The gradient of the input."""
+        self._shared: set[int] = set()
+        """The nodes of inputs that other tapes have as well."""
 
     def began(self, size: int, use: str) -> int:
         """The place in `large` of what begins now; -1 if it is small."""
@@ -122,12 +131,15 @@ class Tape:
         self.live -= gone.size
         self.events += [~number for number in gone.numbers]
 
-    def input(self, count: int, item: int, *, trained: bool = True) -> Tensor:
-        """What was there before; `trained`: it gets a gradient."""
+    def input(self, count: int, item: int, *, trained: bool = True, shared: bool = False) -> Tensor:
+        """What was there before. `trained`: it gets a gradient; `shared`: which is added to that of
+        others."""
         node = None
         if trained and self.saves:
             self._nodes.append(None)
             node = len(self._nodes) - 1
+            if shared:
+                self._shared.add(node)
         found = self.new(count, item, node)
         self.inputs.append(found.number)
         return found
@@ -182,38 +194,49 @@ class Tape:
             if gradient is None:
                 continue
             if step is None:
-                self.passed_on.append(gradient.numbers)
+                self.passed_on = gradient.numbers
                 continue
+            if step.saved and self.looked_back < 0:
+                self.looked_back = len(self.events)
             found = self._passed_on(step, gradient) if step.passes else self._computed(step)
-            items = [item for _, _, _, item in step.parents]
-            step = None  # with what it has saved
-            found = [(parent, self._converted(own, item)) for (parent, own), item in zip(found, items, strict=True)]
+            parents, saved = step.parents, list(step.saved)
+            step = None
+            if saved:
+                while self.again and saved:
+                    saved.pop()
+                self.looked_back_last = len(self.events)
+            owns = [self._converted(*pair, item) for pair, (*_, item) in zip(found, parents, strict=True)]
             self._release(gradient)
-            for parent, own in found:
+            while saved:
+                saved.pop(0)
+            for (parent, *_), own in zip(parents, owns, strict=True):
                 self._accumulate(gradients, parent, own)
 
-    def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[int, _Gradient]]:
+    def _passed_on(self, step: _Node, gradient: _Gradient) -> list[tuple[_Gradient, list[_Gradient]]]:
         found = []
-        for parent, _, count, item in step.parents:
+        for _, _, count, item in step.parents:
             own = gradient
             if gradient.item == item:
                 gradient.holders += 1
             else:
                 own = self._make(count * item, item)
-            found.append((parent, own))
+            found.append((own, list[_Gradient]()))
         return found
 
-    def _computed(self, step: _Node) -> list[tuple[int, _Gradient]]:
+    def _computed(self, step: _Node) -> list[tuple[_Gradient, list[_Gradient]]]:
+        """The gradients of the operands, each with what exists until it is converted."""
         found = []
         if step.weights_first:
             self._gradients_of(step.weights)
-        for parent, extra, count, item in step.parents:
+        for _, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
             item = step.computed or item
-            found.append((parent, self._make(count * item, item)))
-            found[-1][1].is_view = step.gives_views
-            for one in passing:
-                self._drop(one)
+            own = self._make(count * item, item)
+            own.is_view = step.gives_views
+            if not step.computed:
+                while passing:
+                    self._drop(passing.pop(0))
+            found.append((own, passing))
         hidden = [self._make(size) for size in step.hidden]
         for one in hidden:
             self._drop(one)
@@ -221,11 +244,13 @@ class Tape:
             self._gradients_of(step.weights)
         return found
 
-    def _converted(self, gradient: _Gradient, item: int) -> _Gradient:
-        if gradient.item == item:
-            return gradient
-        found = self._make(gradient.size // gradient.item * item, item)
-        self._release(gradient)
+    def _converted(self, gradient: _Gradient, passing: list[_Gradient], item: int) -> _Gradient:
+        found = gradient
+        if gradient.item != item:
+            found = self._make(gradient.size // gradient.item * item, item)
+            self._release(gradient)
+        for one in passing:
+            self._drop(one)
         return found
 
     def _gradients_of(self, weights: Sequence[tuple[int, int]]) -> None:
@@ -242,6 +267,9 @@ class Tape:
             self._drop(gradient)
 
     def _accumulate(self, gradients: dict[int, _Gradient], parent: int, own: _Gradient) -> None:
+        if parent in self._shared:
+            self._release(own)
+            return
         before = gradients.get(parent)
         node = self._nodes[parent]
         if node is not None and node.joins:
@@ -266,9 +294,9 @@ class Tape:
         node, rows = None if x.node is None else len(self._nodes) - 1, x.count // sum(sizes)
         return [_View(x, rows * size, node) for size in sizes]
 
-    def headed(self, x: Tensor) -> Tensor:
-        """A view of it by head. Its gradient is in another order, so it is copied."""
-        if x.node is None:
-            return x
-        self._nodes.append(_Node([(x.node, 0, x.count, x.item)], ()))
-        return _View(x, x.count, len(self._nodes) - 1)
+    def view(self, x: Tensor, count: int) -> Tensor:
+        """A view, such as some of a matrix's columns, or by head, whose gradient becomes a new one
+        of the whole."""
+        if x.node is not None:
+            self._nodes.append(_Node([(x.node, 0, x.count, x.item)], ()))
+        return _View(x, count, None if x.node is None else len(self._nodes) - 1)

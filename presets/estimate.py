@@ -91,7 +91,7 @@ def largest_batch(
 
 
 _NONE = Tensors([], [])
-_NOT_RUNNING = Running(Passes([], _NONE, [], [], None, -1, -1, -1, -1, [], [], []), 0, -1, -1)
+_NOT_RUNNING = Running(Passes([], _NONE, [], [], None, -1, -1, -1, -1, [], []), 0, -1, -1)
 
 
 class _Part(msgspec.Struct):
@@ -126,6 +126,21 @@ class _Places(NamedTuple):
         return [self.embeddings, *layers, self.tail, *([] if self.head is None else [self.head])]
 
 
+class _Start(NamedTuple):
+    """Bytes of what the model makes before its layers."""
+
+    inputs: list[int]
+    """Of the first layer of each stack."""
+    kept: list[int]
+    """What lives until the backward pass ends."""
+    added: list[int]
+    """What lives until the layers' forward passes end."""
+    made: list[int]
+    """What the layers' backward passes make for it."""
+    held: int
+    """What the loss of an earlier micro-batch still holds."""
+
+
 class _Run:
     def __init__(self, settings: Settings, shape: Shape, generation: int, capacity: int | None) -> None:
         self.settings, self.shape, self.capacity = settings, shape, capacity
@@ -150,7 +165,8 @@ class _Run:
         self.square = settings.seq_len * settings.seq_len
 
     def estimate(self) -> Estimate:
-        self.stacks, self.tail = self._stacks(), self._tail()
+        self.tail = self._tail()
+        self.stacks = self._stacks()
         targets, names = self.numbers.targets, set[str]().union(*(stack.names for stack in self.stacks))
         if targets and targets != ("all-linear",) and names.isdisjoint(targets):
             known = ", ".join(sorted(names))
@@ -204,11 +220,11 @@ class _Run:
         given: list[Tensor] = []  # from outside the layer: it lives longer
 
         def run(layer: Layer) -> tuple[int, Tensor]:
-            near = layer.input(scores, numbers.weights, trained=numbers.full)
+            near = layer.input(scores, numbers.weights, trained=numbers.full, shared=True)
             far = seen = None
             if decodes:
-                far = layer.input(scores, self._query_item, trained=self.settings.gradient_checkpointing)
-                seen = layer.input(self.tokens * shape.hidden, numbers.stream)
+                far = layer.input(scores, self._query_item, trained=self.settings.gradient_checkpointing, shared=True)
+                seen = layer.input(self.tokens * shape.hidden, self.normed_item, shared=True)
                 given.extend((far, seen))
             given.append(near)
             x = layer.input(self.tokens * shape.hidden, numbers.stream)
@@ -233,7 +249,7 @@ class _Run:
             if shape.decoder_layers:
                 found = layer.dropout(found, shape.residual_dropout)
                 found = layer.changed(found) if shape.scaled_output else found
-            self.head_item = found.item
+            self.normed_item = found.item
             return before, found
 
         return self._ran(run, 1, may_checkpoint=False)
@@ -268,9 +284,9 @@ class _Run:
         engine = engine_of(settings, self.numbers, places.units, sequence, rank, self.shape.hidden, self.capacity)
         engine.load()
         workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
-        head = places.head or places.embeddings
-        loss = Loss(settings, self.shape, self.numbers, sequence, item=self.head_item, capacity=self.capacity)
-        start, biases, made, held = self._start(tail)
+        head, width = places.head or places.embeddings, self.tokens * self.shape.hidden
+        loss = Loss(settings, self.shape, self.numbers, sequence, item=self.normed_item, capacity=self.capacity)
+        start = self._start(tail)
         holds = -1
         for update in range(2):
             engine.begin_update()
@@ -279,8 +295,9 @@ class _Run:
                 sequence.phase("forward")
                 engine.begin_forward()
                 engine.before_forward(places.embeddings)
-                started = [sequence.begin(size, "activations") for size in start]
-                added = [sequence.begin(size, "activations") for size in biases]
+                inputs = [sequence.begin(size, "activations") for size in start.inputs]
+                kept = [sequence.begin(size, "activations") for size in start.kept]
+                added = [sequence.begin(size, "activations") for size in start.added]
                 engine.after_forward(places.embeddings)
                 if not update:
                     sequence.begin(workspace, "workspace")
@@ -288,16 +305,16 @@ class _Run:
                 for part in places.layers:
                     engine.before_forward(part.unit)
                     if part.is_first:
-                        part.before, source = source, -1
+                        part.before, source = source, inputs.pop(0)
                     source = self._part_forward(sequence, part, source)
                     engine.after_forward(part.unit)
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
                 engine.after_forward(places.tail)
+                sequence.end(*added)
                 engine.before_forward(head)
-                if self.shape.scaled_output:
-                    # The model keeps what it scales for the head.
-                    added.append(sequence.begin(self.tokens * self.shape.hidden * self.head_item, "temporary"))
+                # The model keeps what it scales for the head.
+                scaled = sequence.begin(width * self.normed_item if self.shape.scaled_output else 0, "temporary")
                 if loss.in_pieces:
                     # The head's forward pass computes it, with the gradients.
                     loss.forward()
@@ -305,11 +322,12 @@ class _Run:
                 else:
                     engine.after_forward(head)
                     loss.forward()
+                sequence.end(normed.result)
                 for part in places.layers:
                     sequence.end_forward(part.running)
                     sequence.end(part.copies)
                 sequence.end_forward(normed)
-                sequence.end(*added, holds, normed.result)
+                sequence.end(scaled, holds)
                 sequence.phase("backward")
                 sequence.keeps = engine.keeps_gradients and not number
                 engine.begin_backward(last=number + 1 == micro_batches)
@@ -322,11 +340,17 @@ class _Run:
                 engine.before_backward(places.tail)
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)
-                summed = [sequence.begin(size, "temporary") for size in made]
+                summed = [sequence.begin(size, "temporary") for size in start.made]
+                seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
                 for part in reversed(places.layers):
                     engine.before_backward(part.unit)
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
+                    if part.before >= 0:
+                        # The decoder's embeddings have their gradient; the encoder's result has a
+                        # sum of all layers that have seen it.
+                        sequence.end(gradient)
+                        gradient = seen
                 sequence.end(*summed)
                 if numbers.full or settings.gradient_checkpointing:
                     engine.before_backward(places.embeddings)
@@ -334,8 +358,8 @@ class _Run:
                 self._embedded(sequence, of_head, gradient, is_view=is_view)
                 engine.after_backward(places.embeddings)
                 engine.end_backward()
-                sequence.end(*started)
-                holds = sequence.begin(held, "activations")
+                sequence.end(*kept)
+                holds = sequence.begin(start.held, "activations")
             sequence.phase("optimizer")
             engine.step()
             sequence.end(holds)
@@ -379,6 +403,10 @@ class _Run:
         """The gradient of the embeddings. If they are tied, it is added to the head's: to a new
         tensor if that one is a view, which autograd holds as well."""
         shape, numbers = self.shape, self.numbers
+        if gradient >= 0 and (shape.scaled_embeddings or shape.embedding_dropout):
+            changed = sequence.begin(sequence.sizes[gradient], "temporary")
+            sequence.end(gradient)
+            gradient = changed
         if not numbers.full:
             sequence.end(of_head, gradient)
             return
@@ -392,30 +420,27 @@ class _Run:
         sequence.uses[embedded] = "gradients"
         sequence.keep(embedded)
 
-    def _start(self, tail: Stack) -> tuple[list[int], list[int], list[int], int]:
-        """What is live before the first layer; what else is during the layers' forward passes;
-        what their backward passes have made for what was before them; and what the loss of an
-        earlier micro-batch still holds."""
+    def _start(self, tail: Stack) -> _Start:
         shape, numbers, settings = self.shape, self.numbers, self.settings
         checkpointed = settings.gradient_checkpointing
-        count = self.tokens * shape.hidden
         item = numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
-        stacks = 2 if shape.decoder_layers else 1
-        start = [16 * self.tokens * stacks, *[count * item, count if shape.embedding_dropout else 0] * stacks]
-        if checkpointed and not numbers.full and shape.embedding_dropout:
-            # They get a gradient, so autograd keeps them as well as the result of their dropout.
-            start += [count * item] * stacks
+        stacks, size = 2 if shape.decoder_layers else 1, self.tokens * shape.hidden * item
+        kept, added = [16 * self.tokens * stacks], list[int]()
+        if shape.embedding_dropout:
+            kept += [self.tokens * shape.hidden] * stacks
+            added += [size] * stacks
         # The gradient of frozen embeddings, which makes checkpoints run backward.
-        held = 2 * count * item * stacks if checkpointed and not numbers.full else 0
+        held = 2 * size * stacks if checkpointed and not numbers.full else 0
         if not shape.decoder_layers:
             angles = 0 if shape.positions else settings.seq_len * shape.width * numbers.stream
             # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
             masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
-            return [*start, *(masks if checkpointed else []), angles, angles], [] if checkpointed else masks, [], held
+            (kept if checkpointed else added).extend(masks)
+            return _Start([size], [*kept, angles, angles], added, [], held)
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
-        start += [
+        kept += [
             *tail.thin.saved_sizes(),
             tail.small_saved,
             2 * settings.batch * self.square,
@@ -423,8 +448,8 @@ class _Run:
         ]
         made = [bias] if numbers.full else []
         if not checkpointed:
-            return start, [bias, zeros], made, held
-        return [*start, bias, bias, zeros], [], [*made, zeros], held + 2 * zeros
+            return _Start([size] * 2, kept, [*added, bias, zeros], made, held)
+        return _Start([size] * 2, [*kept, bias, bias, zeros], added, [*made, zeros], held + 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:

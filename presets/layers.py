@@ -43,7 +43,7 @@ class Layer(Tape):
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         item = max(a.item, b.item)
-        saved = (a if b.node is not None else None, b if a.node is not None else None)
+        saved = (b if a.node is not None else None, a if b.node is not None else None)
         return self._result(a.count, item, ((a, 0, a.item), (b, 0, b.item)), saved, computed=item)
 
     def dropout(self, x: Tensor, rate: float) -> Tensor:
@@ -88,7 +88,7 @@ class Layer(Tape):
         extra = x.count * item
         # The gradient of the weights is a sum over a product of the whole size.
         weights = [(extra, size) for _, size in self._vector(width)]
-        return self._result(x.count, item, ((x, 0, x.item),), (x,) if weights else (), weights, computed=item)
+        return self._result(x.count, item, ((x, 0, x.item),), (x if weights else None,), weights, computed=item)
 
     def norm(self, x: Tensor, width: int, kind: str) -> Tensor:
         """`llama`, `t5` and `gemma` differ in where they go back to 16 bits."""
@@ -135,8 +135,9 @@ class Layer(Tape):
             narrow = self.cast(x, compute)
             passing = [self.new(size, compute), self.new(size // 16, 1), self.new(size // 16, 1)]
             found = self._result(count, compute, ((narrow, (size * item, size // 16, size // 16), compute),))
-            del passing, narrow
+            del passing
             found = self.cast(found, x.item)
+            del narrow
         else:
             own = ((0, size * item),) if numbers.full else ()
             copy = self._result(size, compute, (), weights=own) if compute != item else None
@@ -149,9 +150,10 @@ class Layer(Tape):
             elif numbers.full:
                 self.copies.append(copy)
                 operands.insert(0 if first else 1, (copy, 0, compute))
-            saved = (narrow if numbers.full or numbers.replaces_linear else None, copy)
+            kept = narrow if numbers.full or numbers.replaces_linear else None
+            saved = (kept, copy) if bias else (copy, kept)
             found = self._result(count, compute, operands, saved, weights, gives_views=True, weights_first=first)
-            del narrow, copy, operands
+            del narrow, copy, operands, kept, saved
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
         held = [found]
@@ -165,7 +167,7 @@ class Layer(Tape):
         rows = x.count // inputs
         self.parameters += [Parameter(rank, inputs, own, True), Parameter(outputs, rank, own, True)]
         if quantized:
-            found = self.changed(found)
+            found = self.copied(found)
         if not (quantized and numbers.autocast):
             x = self.cast(x, own)
         kind = numbers.compute if numbers.autocast else own
@@ -179,7 +181,7 @@ class Layer(Tape):
                 weights = ()
             narrow = self.cast(x, kind)
             operands = [(narrow, 0, kind), *([] if copy is None else [(copy, 0, kind)])]
-            return self._result(count, kind, operands, (narrow, copy), weights, gives_views=True)
+            return self._result(count, kind, operands, (copy, narrow), weights, gives_views=True)
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
         scaled = self.changed(product(low, found.count, rank * outputs))
@@ -188,9 +190,11 @@ class Layer(Tape):
         del scaled
         return self.cast(found, item)
 
-    def rotated(self, x: Tensor, item: int) -> Tensor:
-        """By its position; `item` is that of the cosines and sines."""
+    def rotated(self, x: Tensor, item: int, *, joined: bool = False) -> Tensor:
+        """By its position; `item` is that of the cosines and sines. `joined`: with the columns that
+        are not rotated, of which there are none."""
         wide = max(x.item, item)
+        rest = self.view(x, 0) if joined else None
         one = self._result(x.count, wide, ((x, 0, x.item),), computed=wide)
         half = self.new(x.count // 2, x.item)
         # The gradients of both halves fill matrices of the whole size.
@@ -199,7 +203,12 @@ class Layer(Tape):
         del half
         two = self._result(x.count, wide, ((turned, 0, x.item),), computed=wide)
         del turned
-        return self.add(one, two)
+        found = self.add(one, two)
+        del one, two
+        if rest is None:
+            return found
+        operands = ((found, 0, found.item), (rest, 0, x.item))
+        return self._result(found.count, found.item, operands, passes=True)
 
     def attention(
         self,
@@ -213,36 +222,50 @@ class Layer(Tape):
         mask_bytes: int = 0,
         cap: bool = False,
         rate: float = 0.0,
+        by_head: bool = False,
     ) -> Tensor:
         """`bias`: what is added to the scores of each head; `mask_bytes`: of a mask that the kernel
-        makes of a boolean one and keeps."""
-        compute = self.numbers.compute
-        if self.numbers.autocast:
-            query, key, value = (self.cast(one, compute) for one in (query, key, value))
-        item, count, times = query.item, query.count, heads // key_heads
-        rows = self.batch * heads * self.length
+        makes of a boolean one and keeps; `by_head`: the queries are in memory one head after the
+        other."""
+        count, times, rows = query.count, heads // key_heads, self.batch * heads * self.length
         scores = rows * self.length
+        if kernel == "eager":
+            return self._eager(query, key, value, scores, times, cap, rate)
+        if self.numbers.autocast:
+            compute = self.numbers.compute
+            query, key, value = (self.cast(one, compute) for one in (query, key, value))
+            bias = None if bias is None else self.cast(bias, compute)
+        item = query.item
+        if bias is not None and bias.count != scores:
+            # The same for all samples.
+            bias = self.view(bias, scores)
         if kernel == "flash":
             padded = self.batch * heads * -(-self.length // 128) * 128
             hidden = (4 * padded, 4 * padded * -(-(count // rows) // 32) * 32, *([count * item] * 2 if times > 1 else []))
             operands = tuple((one, 0, one.item) for one in (query, key, value))
-            saved = (query, key, value)
-            return self._result(count, item, operands, saved, hidden=hidden, saves_itself=True, second=4 * rows)
+            saved = (key, query, value)
+            found = self._result(count, item, operands, saved, hidden=hidden, saves_itself=True, second=4 * rows)
+            return self.copied(found) if by_head else found
         if kernel == "math":
-            return self._math(query, key, value, scores, times, rate, masks=bias is None)
+            found, shares = self._math(query, key, value, scores, times, rate, masks=bias is None, by_head=by_head)
+            # The last copy is made when all else has ended.
+            del query, key, value, shares
+            return self.changed(found)
         if key_heads not in (1, heads):  # a single one is repeated without a copy
             key, value = (self._repeated(one, times) for one in (key, value))
-        if kernel == "efficient":
-            sums = 4 * self.batch * heads * -(-self.length // 32) * 32
-            mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
-            hidden = (4 * rows, *([4 * count] if item == 2 else []))
-            operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
-            return self._result(count, item, operands, (query, key, value, mask), hidden=hidden, saves_itself=True, second=sums)
-        return self._eager(query, key, value, scores, cap, rate)
+        sums = 4 * self.batch * heads * -(-self.length // 32) * 32
+        mask = bias if bias is not None else self.new(mask_bytes, 1) if mask_bytes else None
+        hidden = (4 * rows, *([4 * count] if item == 2 else []))
+        operands = tuple((one, 0, one.item) for one in (query, key, value, *(() if bias is None else (bias,))))
+        return self._result(count, item, operands, (mask, key, query, value), hidden=hidden, saves_itself=True, second=sums)
 
     def _repeated(self, x: Tensor, times: int) -> Tensor:
         """Keys or values for every query head; the gradient is a sum over them."""
         return self._result(x.count * times, x.item, ((x, 0, x.item),))
+
+    def headed(self, x: Tensor) -> Tensor:
+        """By head. Its gradient is in another order, so it is copied."""
+        return self.view(x, x.count)
 
     def copied(self, x: Tensor) -> Tensor:
         """In another order of its dimensions; its gradient is passed on."""
@@ -253,28 +276,47 @@ class Layer(Tape):
         return self._result(x.count, item, ((x, 0, x.item),), passes=True)
 
     def _product(self, a: Tensor, b: Tensor, count: int) -> Tensor:
-        return self._result(count, a.item, ((b, 0, b.item), (a, 0, a.item)), (a, b))
+        return self._result(count, a.item, ((b, 0, b.item), (a, 0, a.item)), (b, a))
 
-    def _eager(self, query: Tensor, key: Tensor, value: Tensor, scores: int, cap: bool, rate: float) -> Tensor:
-        raw = self.changed(self._product(self.copied(query), key, scores))
+    def _eager(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, cap: bool, rate: float) -> Tensor:
+        kind = self.numbers.compute if self.numbers.autocast else query.item
+        keys, values = (self._repeated(one, times) if times > 1 else one for one in (key, value))
+        narrow = self.cast(query, kind)
+        raw = self._product(self.copied(narrow), self.cast(keys, kind), scores)
+        del narrow
+        raw = self.changed(raw)
         if cap:
             raw = self.changed(raw)
             raw = self._result(scores, raw.item, ((raw, 0, raw.item),), saves_itself=True)
             raw = self.changed(raw)
-        raw = self._shifted(raw, raw.item)
+        raw = self._shifted(raw, max(raw.item, self.numbers.stream))
         raw = self.cast(self._softmax(raw), query.item)
         self.shares = self.dropout(raw, rate)
         del raw
+        narrow = self.cast(values, kind)
+        found = self._product(self.cast(self.shares, kind), narrow, query.count)
+        del narrow
         # In another order of its dimensions; so is its gradient.
-        return self.changed(self._product(self.shares, value, query.count))
+        return self.changed(found)
 
     def _softmax(self, x: Tensor) -> Tensor:
         wide = self.cast(x, 4)
         return self._result(x.count, 4, ((wide, 4 * x.count, 4),), saves_itself=True)
 
-    def _math(self, query: Tensor, key: Tensor, value: Tensor, scores: int, times: int, rate: float, *, masks: bool) -> Tensor:
-        """It computes in fp32; under autocast only its products are in 16 bits. `masks`: it makes a
-        mask of its own."""
+    def _math(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: int,
+        times: int,
+        rate: float,
+        *,
+        masks: bool,
+        by_head: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The result and the shares. It computes in fp32; under autocast only its products are in
+        16 bits. `masks`: it makes a mask of its own."""
         item, kind = query.item, self.numbers.compute if self.numbers.autocast else 4
         # What has a name of its own here is held until the end.
         wide_query, wide_key, wide_value = (self.cast(one, 4) for one in (query, key, value))
@@ -283,18 +325,23 @@ class Layer(Tape):
         key, value = wide_key, wide_value
         if times > 1:
             key, value = (self._repeated(one, times) for one in (key, value))
-        raw = self._product(self.copied(self.cast(scaled, kind)), self.cast(self.changed(key), kind), scores)
+        narrow = self.changed(key)
+        other = self.cast(scaled, kind)
+        raw = self._product(other if by_head else self.copied(other), self.cast(narrow, kind), scores)
+        del other, narrow
         masked = self._shifted(raw, 4)
         del raw
         shares = self._softmax(masked)
         del masked
         shares = self.dropout(shares, rate)
-        own = self.new(scores, item) if item != 4 else None  # it also gives the shares
-        found = self.cast(self._product(self.cast(shares, kind), self.cast(value, kind), query.count), item)
-        del own, mask
-        return self.changed(found)
+        own = self.new(scores, item) if item != 4 else shares
+        narrow = self.cast(value, kind)
+        found = self.cast(self._product(self.cast(shares, kind), narrow, query.count), item)
+        del narrow, shares, value, key, scaled, mask, wide_value, wide_key, wide_query
+        return found, own
 
     def shares_with(self, bias: Tensor, count: int, mask_bytes: int) -> Tensor:
         """What is added to unmasked scores; `bias` gets a sum. `mask_bytes`: of a mask for it."""
         mask = self.new(mask_bytes, 1) if mask_bytes else None
-        return self._result(count, bias.item, ((bias, count * bias.item, bias.item),), (mask,))
+        extra = count * bias.item if count != bias.count else 0
+        return self._result(count, bias.item, ((bias, extra, bias.item),), (mask,))

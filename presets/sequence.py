@@ -78,9 +78,7 @@ class Passes(msgspec.Struct):
     passed_on: int
     """The gradient of the input."""
     others: list[int]
-    """Other inputs, which begin and end outside."""
-    rest: list[int]
-    """Gradients of these."""
+    """Other inputs, which begin and end outside, and their gradients."""
     gradients: list[int]
     """Of weights, which the backward pass makes."""
 
@@ -106,7 +104,6 @@ class Passes(msgspec.Struct):
             result=numbers.get(self.result, NOWHERE),
             given=_KEPT,
             passed_on=_KEPT,
-            rest=[],
             gradients=[again[number] for number in gradients],
         )
 
@@ -162,6 +159,7 @@ class Stack(msgspec.Struct):
 def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: Layer | None, count: int) -> Stack:
     """`run` runs a layer; it gives what was live before, and the result. `unsaved`: with a
     checkpoint, the layer that the forward pass runs, without a backward pass."""
+    layer.again = unsaved is not None
     before, found = run(layer)
     layer.shares = None
     ran, with_copies = len(layer.events), layer.live - before
@@ -184,8 +182,12 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         last = layer.last_saved
         late = {event for event in events[last:ran] if event >= 0}
         gone = [event for event in events[last:ended] if event < 0 and ~event not in late]
-        backward = [*events[:last], *gone, *(event for event in backward if event >= 0 or ~event not in late)]
-        backward = [event for event in backward if event >= 0 or ~event != source]
+        ahead, used = max(0, layer.looked_back - began), max(0, layer.looked_back_last - began)
+        rest = [event for event in backward[ahead:used] if event >= 0 or ~event not in late]
+        after = [event for event in backward[used:] if event >= 0 or ~event not in late]
+        backward = [*backward[:ahead], *events[:last], *gone]
+        # The checkpoint holds the input until the last that was saved has been used.
+        backward = [*(event for event in [*backward, *rest] if event != ~source), ~source, *after]
         again = made
         saved, copies = size * item, copied
         found = run(unsaved)[1]
@@ -203,9 +205,8 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         source=source,
         result=result,
         given=layer.given[0] if layer.given else -1,
-        passed_on=layer.passed_on[0][0] if layer.passed_on and layer.passed_on[0] else -1,
+        passed_on=layer.passed_on[0] if layer.passed_on else -1,
         others=layer.inputs[:-1],
-        rest=[number for numbers in layer.passed_on[1:] for number in numbers],
         gradients=[number for number, (_, use) in enumerate(layer.large) if use == "gradients"],
     )
     thin = passes.thin()
@@ -309,11 +310,8 @@ class Sequence:
         """`given`: the gradient of the layer's result. Returns that of its input."""
         passes, base = running.passes, running.base
         keys = dict.fromkeys(passes.others, NOWHERE)
-        keys[passes.given] = given
-        if passes.made_backward is None:
-            keys[passes.source] = running.source
-        else:
-            keys[passes.source] = NOWHERE
+        keys[passes.given], keys[passes.source] = given, running.source
+        if passes.made_backward is not None:
             base = self._made(passes.made_backward)
         gradients = [base + number for number in passes.gradients]
         began = len(self.events)
@@ -327,11 +325,10 @@ class Sequence:
             self.events[began:] = [event for both in ended for event in both]
         if passes.given == NOWHERE:
             self.end(given)
-        if passes.made_backward is not None or passes.source < 0:
+        if passes.source < 0:
             self.end(running.source)
         if passes.given == _KEPT:
             return given
-        self.end(*(base + number for number in passes.rest))
         if passes.passed_on < 0:
             return NOWHERE
         return keys.get(passes.passed_on, base + passes.passed_on)

@@ -100,5 +100,5 @@ class Plain:
             self._has_moments = True
             for unit in self._units:
                 sequence.begin_all((size for one in unit.trained for size in optimizer_sizes(kind, one)), "optimizer")
-        sequence.end(*sequence.kept)
+        sequence.end(*reversed(sequence.kept))
         sequence.kept.clear()
