@@ -6,13 +6,14 @@ The rules are those of train/dry_run/zero*.py.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 
 from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
 from memtop.presets.states import Numbers
-from memtop.presets.updates import Piece, Plain, Unit
+from memtop.presets.updates import Gathered, Piece, Plain, Unit
 
 _GATHERING, _REDUCING = 1, 2
 """ZeRO-3 gathers and reduces on CUDA streams of its own. Stream 0 computes."""
@@ -247,18 +248,19 @@ class Stage3(_Sharded):
         self._keeps = not zero.offload_parameters
         self._most = LIVE_PARAMETERS if zero.offload_parameters else 1_000_000_000
         self._ahead = int(0.9 * self._bucket)
-        self._is_known = False
-        self._live = 0
+        self._live = self._step = 0
+        self._order: list[Piece] = []
+        """What one step after the other uses, known from the second forward pass on."""
+        self._again: list[int] = []
+        """How many numbers other steps use before one uses the same weight again."""
+        self._later: list[Piece] = []
+        """What the backward pass that runs will use."""
+        numbers = itertools.count()
         # Norms and biases are never sharded.
         self._pieces = {
-            unit: [Piece(one.numbers) for one in unit.parameters if one.numbers > self._persists] for unit in self._units
+            unit: [Piece(next(numbers), one.numbers) for one in unit.parameters if one.numbers > self._persists]
+            for unit in self._units
         }
-        after = 0
-        for unit in reversed(self._units):
-            for piece in reversed(self._pieces[unit]):
-                piece.after = after
-                after += piece.count
-        self._is_tied = len(self._units[-1].parameters) != 1 or self._units[-1].parameters[0].columns == 0
         self._partition(arrive=bool(settings.model.get("path")))
         if self._keeps:
             sequence.begin(self._item * self._part, "weights")
@@ -299,18 +301,25 @@ class Stage3(_Sharded):
     def begin_forward(self) -> None:
         """From the second pass on, DeepSpeed knows the order in which weights are used. It gathers
         them ahead, until there are as many as may be."""
-        units = [*self._units, self._units[0]] if self._is_tied else self._units
-        forward = [piece for unit in units for piece in self._pieces[unit]]
-        self._queue = deque([*forward, *reversed(forward)] if self._is_known else [])
-        for piece in forward:
-            piece.uses = piece.passed = 0
+        if self._order and not self._again:
+            self._again = _numbers_until_used_again(self._order)
+        self._queue = deque(enumerate(self._order if self._again else []))
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                if piece.arrives is not None:
+                    self._split(piece)
+                    self._release(piece)
+                piece.fetched_for = -1
+        self._step = self._live = 0
 
     def _use(self, piece: Piece) -> None:
         self._gather([piece])
-        if not self._is_known:
-            return
-        piece.uses += 1
-        while self._queue and piece.passed < piece.uses:
+        if piece.arrives is not None:
+            self._split(piece)
+        piece.used_at = self._step
+        if not self._again:
+            self._order.append(piece)
+        elif piece.fetched_for < self._step and self._queue:
             self._next()
         # Modules without weights gather ahead, too: it goes on until there are as many as may be.
         while self._queue and self._live < self._most:
@@ -318,34 +327,43 @@ class Stage3(_Sharded):
             most = min(self._ahead, self._most - self._live)
             while self._queue and most > 0:
                 one = self._next()
-                if not (one.gathered >= 0 or one in together):
+                if not (one.gathered >= 0 or one.arrives is not None or one in together):
                     together.append(one)
                     most -= one.count
             self._gather(together)
+        self._step += 1
 
     def _next(self) -> Piece:
-        found = self._queue.popleft()
-        found.passed += 1
+        step, found = self._queue.popleft()
+        found.fetched_for = max(found.fetched_for, step)
         return found
 
     def _gather(self, pieces: list[Piece]) -> None:
-        missing = [one for one in pieces if one.gathered < 0]
+        missing = sorted((one for one in pieces if one.gathered < 0 and one.arrives is None), key=lambda one: one.number)
         if not missing or (self._world == 1 and self._keeps):
             return
         sequence, count = self._sequence, sum(one.count for one in missing)
         self._live += count
-        sent = self._sent(count)
         if self._world > 1 and len(missing) > 1:
-            # What arrives together is there until it is split up.
             arrived = sequence.begin(self._item * count, "gathered weights", _GATHERING)
-            sequence.pass_through(sent, "gathered weights", _GATHERING)
+            together = Gathered(arrived, missing, len(missing))
+            for one in missing:
+                one.arrives = together
         else:
-            arrived = NOWHERE
-        for one in missing:
-            one.gathered = sequence.begin(self._item * one.count, "gathered weights", _GATHERING)
-        if arrived < 0:
-            sequence.pass_through(sent, "gathered weights", _GATHERING)
-        sequence.end(arrived)
+            for one in missing:
+                one.gathered = sequence.begin(self._item * one.count, "gathered weights", _GATHERING)
+        sequence.pass_through(self._sent(count), "gathered weights", _GATHERING)
+
+    def _split(self, piece: Piece) -> None:
+        """This piece is used. The first of those that arrived together splits them up."""
+        together = piece.arrives
+        assert together is not None
+        for one in together.pieces if together.unused == len(together.pieces) else []:
+            one.gathered = self._sequence.begin(self._item * one.count, "gathered weights", _GATHERING)
+        piece.arrives = None
+        together.unused -= 1
+        if not together.unused:
+            self._sequence.end(together.arrived)
 
     def _sent(self, count: int) -> int:
         """Bytes of this process's part of these numbers, if it is not on the GPU."""
@@ -357,37 +375,33 @@ class Stage3(_Sharded):
             self._sequence.end(piece.gathered)
             piece.gathered = NOWHERE
 
+    def _release_unused(self, pieces: list[Piece]) -> None:
+        """Unless they are used again soon, or were gathered for a later step."""
+        for one in pieces:
+            at = one.used_at
+            if not self._again or (one.fetched_for <= self._step and self._again[at] >= self._most):
+                self._release(one)
+
     def before_forward(self, unit: Unit) -> None:
         for piece in self._pieces[unit][:-1]:
             self._use(piece)
-            self._release_after_forward(unit, piece)
+            self._release_unused([piece])
         for piece in self._pieces[unit][-1:]:
             self._use(piece)
 
     def after_forward(self, unit: Unit) -> None:
-        for piece in self._pieces[unit][-1:]:
-            self._release_after_forward(unit, piece)
-
-    def _release_after_forward(self, unit: Unit, piece: Piece) -> None:
-        """Unless the backward pass uses it soon."""
-        later, unused = 2 * piece.after, False
-        if unit is self._units[0]:
-            if self._is_tied:
-                # The head uses them, too.
-                later = piece.after if piece.uses == 1 else 0
-            # The backward pass uses frozen ones only for checkpoints.
-            unused = not (self._is_tied or self._numbers.full or self._settings.gradient_checkpointing)
-        # What it found when looking ahead, it keeps until then.
-        soon = piece.passed > piece.uses or later <= self._most
-        if not self._is_known or unused or not soon:
-            self._release(piece)
+        self._release_unused(self._pieces[unit][-1:])
 
     def before_backward(self, unit: Unit) -> None:
-        if self._settings.gradient_checkpointing and len(self._pieces[unit]) > 1:
-            # Forward again.
-            for piece in self._pieces[unit][:-1]:
-                self._gather([piece])
-        for piece in self._pieces[unit][::-1]:
+        pieces = self._pieces[unit]
+        self._later = pieces[:-1] if self._again else []
+        if self._settings.gradient_checkpointing and unit is not self._units[0] and len(pieces) > 1:
+            # Forward again. What is frozen is kept until the backward pass of what needs it.
+            for piece in pieces:
+                self._use(piece)
+                if self._numbers.full:
+                    self._release_unused([piece])
+        for piece in pieces[-1:] if self._again else reversed(pieces):
             self._use(piece)
 
     def after_backward(self, unit: Unit) -> None:
@@ -411,13 +425,23 @@ class Stage3(_Sharded):
 
     def release(self, unit: Unit) -> None:
         """Release its weights: the backward pass of the modules that use them has ended."""
-        for piece in self._pieces[unit]:
-            self._release(piece)
+        pieces = self._pieces[unit]
+        self._release_unused(pieces[-1:] if self._again else pieces)
+        while self._later:
+            # What is gathered ahead takes the place of those before.
+            piece = self._later.pop()
+            self._use(piece)
+            self._release_unused([piece])
 
     def end_backward(self) -> None:
-        self._is_known = True
+        """Do nothing."""
 
     def step(self) -> None:
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                if piece.arrives is not None:
+                    self._split(piece)
+                self._release(piece)
         if self._offloads:
             return
         sequence = self._sequence
@@ -433,6 +457,18 @@ class Stage3(_Sharded):
             self._make_moments(size)
             sequence.end(gradient)
         self._has_moments = True
+
+
+def _numbers_until_used_again(order: list[Piece]) -> list[int]:
+    """For each step the numbers that others use before the next step with the same weight; more
+    than any limit if there is none."""
+    passed, found, used = 0, [0] * len(order), dict[int, int]()
+    for step in range(len(order) - 1, -1, -1):
+        piece = order[step]
+        found[step] = passed - used[piece.number] if piece.number in used else sys.maxsize
+        passed += piece.count
+        used[piece.number] = passed
+    return found
 
 
 Engine = Plain | Stage1InBf16 | Stages1And2 | Stage3
