@@ -36,7 +36,6 @@ Component = Literal[
     "temporary",
 ]
 _MIB = 1 << 20
-_MOST_SAMPLES = 1 << 20
 _ABOVE = 1.045
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
 _WHOLE = 12
@@ -66,28 +65,6 @@ def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, 
     there, which decide how many logits exist at one time; None: enough for the most.
     """
     return _Run(settings, shape_of(config), generation, capacity).estimate()
-
-
-def largest_batch(
-    settings: Settings, config: Mapping[str, Any], limit: int, *, generation: int, capacity: int | None = None
-) -> int | None:
-    """The largest B with which at most `limit` bytes are reserved; None if not even one sample
-    fits."""
-
-    def fits(batch: int) -> bool:
-        tried = replace(settings, batch=batch, rank_splits=())
-        return estimate(tried, config, generation=generation, capacity=capacity).reserved <= limit
-
-    if not fits(1):
-        return None
-    most = 1
-    while most < _MOST_SAMPLES and fits(2 * most):
-        most *= 2
-    low, high = most, 2 * most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 _NONE = Tensors([], [])

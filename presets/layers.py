@@ -181,7 +181,9 @@ class Layer(Tape):
                 weights = ()
             narrow = self.cast(x, kind)
             operands = [(narrow, 0, kind), *([] if copy is None else [(copy, 0, kind)])]
-            return self._result(count, kind, operands, (copy, narrow), weights, gives_views=True)
+            found = self._result(count, kind, operands, (copy, narrow), weights, gives_views=True)
+            del narrow, operands
+            return found
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
         scaled = self.changed(product(low, found.count, rank * outputs))

@@ -17,7 +17,7 @@ from bench.trainings import DEEP, GIB, Compared, drawn
 from memtop.presets import Settings, load_presets
 from memtop.presets.architectures import shape_of
 from memtop.presets.comparison import outlook
-from memtop.presets.estimate import Estimate, _Run, estimate, largest_batch
+from memtop.presets.estimate import Estimate, _Run, estimate
 from memtop.presets.parameters import model_parameters
 from memtop.presets.schema import Lora, Zero
 from memtop.presets.sequence import Phase
@@ -311,22 +311,6 @@ def test_weights_leave_the_gpu_to_become_one_tensor_if_both_do_not_fit() -> None
     roomy, tight = (estimated(zero=zero, world_size=8, capacity=size) for size in (80 * GIB, 600 * MIB))
     assert roomy.peaks["load"] > 1.9 * roomy.components["weights"]
     assert tight.peaks["load"] < 1.5 * tight.components["weights"]
-
-
-# --- the largest batch ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("values", [{}, {"gradient_checkpointing": True}, {"loss_chunk": 0}, {"rank_splits": ((2, 2), (1, 4))}])
-def test_the_largest_batch_fits_and_the_next_does_not(values: dict[str, Any]) -> None:
-    limit = 8 * GIB
-    found = largest_batch(settings(**values), LLAMA, limit, generation=80)
-    assert found is not None
-    given = values | {"rank_splits": ()}
-    assert estimated(**given | {"batch": found}).reserved <= limit < estimated(**given | {"batch": found + 1}).reserved
-
-
-def test_no_batch_fits_into_less_than_the_weights() -> None:
-    assert largest_batch(settings(), LLAMA, 100 * MIB, generation=80) is None
 
 
 # --- what cannot be estimated ---------------------------------------------------------------------
