@@ -8,6 +8,7 @@ torch's allocator (`sequence.py`). So this serves sliders, and machines without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -36,10 +37,8 @@ Component = Literal[
     "temporary",
 ]
 _MIB = 1 << 20
-_ABOVE = 1.045
+_ABOVE = 1.03
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
-_WHOLE = 12
-"""A model with at most so many layers has whole ones only."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +82,8 @@ class _Part(msgspec.Struct):
     before: int = -1
     """The result of another stack's last layer."""
     running: Running = _NOT_RUNNING
-    saved: int = -1
-    copies: int = -1
+    saved: Several[int] = ()
+    copies: Several[int] = ()
     """What is small."""
 
 
@@ -302,7 +301,7 @@ class _Run:
                 sequence.end(normed.result)
                 for part in places.layers:
                     sequence.end_forward(part.running)
-                    sequence.end(part.copies)
+                    sequence.end(*part.copies)
                 sequence.end_forward(normed)
                 sequence.end(scaled, holds)
                 sequence.phase("backward")
@@ -347,19 +346,17 @@ class _Run:
         """`source`: the result of the layer before. Returns that of this one."""
         stack = part.stack
         passes = stack.passes if part.is_whole else stack.thin
-        if not part.is_whole:
-            part.copies = sequence.begin(stack.small_copies, "activations")
-            part.saved = sequence.begin(stack.small_saved, "activations")
+        part.copies = sequence.begin_small(stack.small_copies, "activations")
+        part.saved = sequence.begin_small(stack.small_saved, "activations")
         part.running = sequence.forward(passes, source)
         return part.running.result
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
         """`gradient`: of the part's result. Returns that of its input."""
         gradient = sequence.backward(part.running, gradient)
-        if not part.is_whole:
-            sequence.end(part.saved)
-            for small in sequence.begin_small(part.stack.small_gradients, "gradients"):
-                sequence.keep(small)
+        sequence.end(*part.saved)
+        for small in sequence.begin_small(part.stack.small_gradients, "gradients"):
+            sequence.keep(small)
         sequence.end(part.before)
         return gradient
 
@@ -434,4 +431,4 @@ def _parts_of(layers: list[Stack]) -> list[_Part]:
     pass, nearly all that was saved is still there."""
     last = len(layers) - 1
     whole = {0, last, next((n for n in range(last, -1, -1) if layers[n] is not layers[last]), last)}
-    return [_Part(Unit(one.parameters), one, n in whole or last < _WHOLE, is_first=not n) for n, one in enumerate(layers)]
+    return [_Part(Unit(one.parameters), one, n in whole, is_first=not n) for n, one in enumerate(layers)]

@@ -99,6 +99,7 @@ def test_every_preset_is_estimated_and_run_without_numbers_or_refused_by_name(me
 
 
 FULL: dict[str, Any] = {"method": "full"}
+TARGETS = {"t5": ("q", "v"), "gpt2": ("c_attn",), "phi3": ("qkv_proj", "o_proj")}
 SHARDED = {"world_size": 4, "precision": "bf16"}
 
 
@@ -160,19 +161,26 @@ def test_a_published_model_at_its_whole_depth_takes_what_the_dry_run_says(name: 
 
 
 @pytest.mark.parametrize(
-    "values",
-    [FULL, {"method": "lora", "lora": replace(ALL, targets=("all-linear",), dropout=0.05), "gradient_checkpointing": True}],
+    ("generation", "values"),
+    [
+        (80, FULL),
+        (75, {"method": "qlora", "lora": ALL, "gradient_checkpointing": True, "precision": "fp16"}),
+        (86, {"method": "full", "precision": "fp32", "gradient_checkpointing": True}),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_makes_and_frees_its_tensors_in_torchs_order(kind: str, values: dict[str, Any]) -> None:
+def test_layers_make_and_end_their_tensors_in_torchs_order(kind: str, generation: int, values: dict[str, Any]) -> None:
     """Where a large tensor fits is decided by the order. Of the loss the estimate has fewer
-    pieces."""
+    pieces, and its first layer is like the others."""
     config = drawn(random.Random(kind), kind).config
+    config |= {name: 2 for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers") if name in config}
     task = "seq2seq" if kind == "t5" else "causal"
+    if "lora" in values and kind in TARGETS:
+        values = values | {"lora": replace(values["lora"], targets=TARGETS[kind])}
     one = settings(**values, batch=16, task=task, model={"config": config})
-    training = training_of(one, generation=80, capacity=79 * GIB)
+    training = training_of(one, generation=generation, capacity=79 * GIB)
     trace = recorded(training, config_of(training))[0]
-    run = _Run(one, shape_of(config), 80, 79 * GIB)
+    run = _Run(one, shape_of(config), generation, 79 * GIB)
     run.estimate()
     lined_up = run.sequence
 
@@ -182,11 +190,11 @@ def test_a_layer_makes_and_frees_its_tensors_in_torchs_order(kind: str, values: 
         found = []
         for (start, phase), (end, _) in itertools.pairwise(phases[1:4]):
             found += [(phase, event >= 0, sizes[max(event, ~event)]) for event in events[start:end]]
-        return [row for row in found if row[2] > run.tokens * run.shape.hidden * 2]
+        return [row for row in found if row[2] > run.tokens * run.shape.hidden * run.numbers.compute // 2]
 
     exact = passes([one.size for one in trace.allocations], trace.events, trace.phases)
     found = passes(lined_up.sizes, lined_up.events, lined_up.phases)
-    assert SequenceMatcher(None, exact, found, autojunk=False).ratio() > 0.88
+    assert SequenceMatcher(None, exact, found, autojunk=False).ratio() > 0.93
 
 
 @pytest.mark.parametrize("kind", KINDS)
