@@ -321,8 +321,12 @@ class Stage3(_Sharded):
             self._order.append(piece)
         elif piece.fetched_for < self._step and self._queue:
             self._next()
-        # Modules without weights gather ahead, too: it goes on until there are as many as may be.
-        while self._queue and self._live < self._most:
+        self._step += 1
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Modules without weights do it as well, and there are about as many."""
+        for _ in range(2):
             together: list[Piece] = []
             most = min(self._ahead, self._most - self._live)
             while self._queue and most > 0:
@@ -331,7 +335,6 @@ class Stage3(_Sharded):
                     together.append(one)
                     most -= one.count
             self._gather(together)
-        self._step += 1
 
     def _next(self) -> Piece:
         step, found = self._queue.popleft()
@@ -383,6 +386,7 @@ class Stage3(_Sharded):
                 self._release(one)
 
     def before_forward(self, unit: Unit) -> None:
+        self._look_ahead()
         for piece in self._pieces[unit][:-1]:
             self._use(piece)
             self._release_unused([piece])
@@ -393,6 +397,7 @@ class Stage3(_Sharded):
         self._release_unused(self._pieces[unit][-1:])
 
     def before_backward(self, unit: Unit) -> None:
+        self._look_ahead()
         pieces = self._pieces[unit]
         self._later = pieces[:-1] if self._again else []
         if self._settings.gradient_checkpointing and unit is not self._units[0] and len(pieces) > 1:
