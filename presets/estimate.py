@@ -415,7 +415,7 @@ class _Run:
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
         kept += [
-            *tail.thin.saved_sizes(),
+            *tail.passes.saved_sizes(),
             tail.small_saved,
             2 * settings.batch * self.square,
             *[8 * self.square] * (2 if numbers.full else 0),

@@ -83,13 +83,16 @@ class Passes(msgspec.Struct):
     """Of weights, which the backward pass makes."""
 
     def thin(self) -> Passes:
-        """The same without what begins and ends within one pass."""
+        """The same without what begins and ends within one pass, unless it is there when something
+        else begins that outlives the pass."""
         made = self.made_forward if self.made_backward is None else self.made_backward
         ends = {~event for event in self.ends}
         begun = _outliving(self.forward)
-        gradients = self.gradients
+        begun += _beside(self.forward, begun)
+        beside = [number for number in _beside(self.backward, self.gradients) if number != self.passed_on]
+        gradients = self.gradients + beside
         if self.made_backward is None:
-            numbers = again = {old: new for new, old in enumerate([*begun, *gradients])}
+            numbers = again = {old: new for new, old in enumerate(dict.fromkeys([*begun, *gradients]))}
         else:
             numbers = {old: new for new, old in enumerate(begun)}
             again = {old: new for new, old in enumerate(gradients)}
@@ -104,27 +107,41 @@ class Passes(msgspec.Struct):
             result=numbers.get(self.result, NOWHERE),
             given=_KEPT,
             passed_on=_KEPT,
-            gradients=[again[number] for number in gradients],
+            gradients=[again[number] for number in self.gradients],
         )
 
     def outliving_bytes(self) -> tuple[int, int, int]:
-        """Of a layer without what begins and ends within one pass: what is kept until the backward
-        pass, until the end of the forward pass, and gradients."""
+        """What is kept until the backward pass, until the end of the forward pass, and
+        gradients."""
         forward, made = self.made_forward, self.made_backward or self.made_forward
-        gradients = sum(size for size, use in zip(made.sizes, made.uses, strict=True) if use == "gradients")
+        gradients = sum(made.sizes[number] for number in self.gradients)
         copies = sum(forward.sizes[~event] for event in self.ends)
         return sum(self.saved_sizes()), copies, gradients
 
     def saved_sizes(self) -> list[int]:
-        """Of the same layer, the sizes of what is kept until the backward pass."""
-        ends, made = {~event for event in self.ends}, zip(self.made_forward.sizes, self.made_forward.uses, strict=True)
-        return [size for number, (size, use) in enumerate(made) if use != "gradients" and number not in ends]
+        """The sizes of what is kept until the backward pass."""
+        ends = {~event for event in self.ends}
+        return [self.made_forward.sizes[number] for number in _outliving(self.forward) if number not in ends]
 
 
 def _outliving(events: Events) -> list[int]:
     """What begins in a pass and does not end there."""
     ended = {~event for part, _ in events for event in part if event < 0}
     return [event for part, _ in events for event in part if event >= 0 and event not in ended]
+
+
+def _beside(events: Events, chosen: list[int]) -> list[int]:
+    """What else of the pass is there when one of these begins."""
+    found, there, begins = dict[int, None](), dict[int, None](), set(chosen)
+    for part, _ in events:
+        for event in part:
+            if event < 0:
+                there.pop(~event, None)
+            elif event in begins:
+                found |= there
+            else:
+                there[event] = None
+    return list(found)
 
 
 def _only(events: Events, numbers: dict[int, int], chosen: set[int]) -> Events:
@@ -210,7 +227,7 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         gradients=[number for number, (_, use) in enumerate(layer.large) if use == "gradients"],
     )
     thin = passes.thin()
-    large_saved, large_copies, large_gradients = thin.outliving_bytes()
+    large_saved, large_copies, large_gradients = passes.outliving_bytes()
     return Stack(
         count=count,
         passes=passes,
