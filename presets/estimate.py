@@ -37,7 +37,7 @@ Component = Literal[
     "temporary",
 ]
 _MIB = 1 << 20
-_ABOVE = 1.03
+_ABOVE = 1.045
 """It rather says a little too much: how large blocks fall into gaps is decided by small ones."""
 
 
