@@ -294,7 +294,7 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
         else:
             changes[key] = typed(key, get_type_hints(Settings, include_extras=True)[key], text)
     for head, values in parts.items():
-        changes[head] = _part(head, getattr(settings, head), values)
+        changes[head] = _part(head, getattr(settings, head), values, changes.get("method", settings.method))
     return _split_as_given(replace(settings, **changes), split)
 
 
@@ -308,8 +308,7 @@ def is_for_each(text: str) -> bool:
 
 def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
     """The settings with a split as text. `rank_splits`, or a batch with one size for each process,
-    gives each process its own; a batch alone is that of all.
-    """
+    gives each process its own; a batch alone is that of all."""
     each = given.get("rank_splits") or given.get("batch", "")
     if "x" in each:
         pairs = [_numbers(each, word, "x", 2) for word in each.split(",")]
@@ -419,12 +418,14 @@ def _part_value(head: str, rest: str, text: str) -> Any:
     return typed(f"{head}.{rest}", hints[rest], text)
 
 
-def _part(head: str, present: _Part | None, values: dict[str, Any]) -> _Part:
-    try:
-        return msgspec.convert({**({} if present is None else msgspec.to_builtins(present)), **values}, PARTS[head])
-    except msgspec.ValidationError as error:
-        given = ", ".join(f"{head}.{name}" for name in values)
-        raise SettingsError("--set", given, f"{error}; this run has no {head} values yet, so give the others too") from None
+def _part(head: str, present: _Part | None, values: dict[str, Any], method: str) -> _Part:
+    """The part with these values; SettingsError if it is a new one, and others are needed, too."""
+    whole = {**({} if present is None else msgspec.to_builtins(present)), **values}
+    needed = [f"{head}.{one.name}=N" for one in msgspec.structs.fields(PARTS[head]) if one.required and one.name not in whole]
+    if needed:
+        add = " ".join(f"--set {one}" for one in [*needed, *(["method=lora"] if method == "full" else [])])
+        raise SettingsError("--set", f"{head}.{next(iter(values))}", f"the recipe has no [{head}] table; add {add}")
+    return msgspec.convert(whole, PARTS[head])
 
 
 def _model(model: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
@@ -468,9 +469,8 @@ def _scalar(text: str) -> Any:
 
 
 def _of_kind(key: str, value: Any, present: Any) -> Any:
-    """The value; SettingsError if the recipe's value for a key of the model is of another kind.
-    1e3 counts as a whole number. Only transformers knows all rules, and it takes seconds to load.
-    """
+    """The value; SettingsError if the recipe's value for a key of the model is of another kind. 1e3
+    counts as a whole number. Only transformers knows all rules, and it takes seconds to load."""
     # A token's id may be 0, and several tokens can end a text.
     if value is None or present is None or isinstance(present, list | str) or key.endswith(("_id", "_ids")):
         return value

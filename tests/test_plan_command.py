@@ -615,7 +615,10 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--", "python", "train.py"], "-- COMMAND: it names no model"),
+        (["--", "python", __file__], "-- COMMAND: it names no model"),
+        (["--", "python", "nope.py"], f"COMMAND python nope.py: no such file; looked for {Path.cwd() / 'nope.py'}"),
+        (["--", "torchrun", "nope/train.py", "--lr", "1"], "COMMAND torchrun nope/train.py: no such file; looked for "),
+        (["--", "python", "-m", "nope"], "-- COMMAND: it names no model"),
         (["first-run", "--", "python", "train.py"], "RECIPE with -- COMMAND: leave it out"),
         (["--all", "--", "python", "train.py"], "--all with -- COMMAND: leave it out"),
         (["first-run", "--method", "lora"], "--method lora: recipe first-run is for method full"),

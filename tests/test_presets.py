@@ -107,7 +107,14 @@ def test_a_preset_that_says_nothing_of_workers_keeps_those_that_a_person_chose()
         ({"assignments": {"data.trian": "x"}}, "; did you mean data.train?"),
         ({"assignments": {"data.columns.promt": "x"}}, "; did you mean prompt?"),
         ({"assignments": {"data.max_bytes": "x"}}, "data.max_bytes 'x': must be a whole number"),
-        ({"assignments": {"lora.r": "16"}}, "--set lora.r: Object missing required field `alpha`"),
+        (
+            {"assignments": {"lora.r": "16"}},
+            "--set lora.r: the recipe has no [lora] table; add --set lora.alpha=N --set method=lora",
+        ),
+        (
+            {"assignments": {"lora.dropout": "0.1", "method": "lora"}},
+            "--set lora.dropout: the recipe has no [lora] table; add --set lora.r=N --set lora.alpha=N",
+        ),
         ({"assignments": {"lora.rank": "16"}}, "--set lora.rank: unknown key"),
         ({"assignments": {"lora.r": "16", "lora.alpha": "8"}}, "lora.r 16: method full trains no adapters"),
         ({"assignments": {"method": "lora"}}, "method lora: no adapters are described"),

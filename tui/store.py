@@ -271,6 +271,11 @@ def step_peak(store: Store, gpu: GpuSample) -> int | None:
     return step_peak_bytes(vram_parts(store, gpu), ranks) if ranks else None
 
 
+def trains_on_cpu(store: Store) -> bool:
+    """Whether the processes of the run have reported, and none of them a GPU."""
+    return store.run is not None and store.run.alive and bool(store.run.ranks) and not _ranks(store)
+
+
 def _ranks(store: Store) -> list[RankMemory]:
     if store.run is None:
         return []

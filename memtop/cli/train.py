@@ -47,6 +47,7 @@ from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.profile.command import PYTHON, shell_text, simple
 from memtop.supervisor.profile.detection import Proposal, propose
+from memtop.supervisor.profile.reading import files_in, no_such_file
 from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.output.lines import PATTERN_GROUPS
@@ -413,19 +414,11 @@ def refuse_not_found(program: Sequence[str], *, waits: bool = False) -> None:
     name, *arguments = program
     if "/" not in name and shutil.which(name) is None:
         folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-        near = [file.name for folder in folders for file in _files_in(Path(folder))]
+        near = [file.name for folder in folders for file in files_in(Path(folder))]
         raise UsageError(f"COMMAND {name}: no such program on PATH{did_you_mean(name, near)}")
     script = next((word for word in arguments if not _NO_VALUE.fullmatch(word)), "-")
     # What another option means is up to Python.
     is_script = PYTHON.fullmatch(Path(name).name) is not None and not script.startswith("-")
     for file, words in ((name, name), *([(script, f"{name} {script}")] if is_script else [])):
         if not waits and ("/" in file or file is script) and not Path(file).exists():
-            near = [str(one) for one in _files_in(Path(file).parent)]
-            raise UsageError(f"COMMAND {words}: no such file; looked for {Path(file).absolute()}{did_you_mean(file, near)}")
-
-
-def _files_in(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []  # it is not there, or may not be read: it has no names to propose
+            raise no_such_file(words, file)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.checks import did_you_mean
 from memtop.presets.program_profiles import (
     KNOB_NAMES,
     ByArgparse,
@@ -43,6 +44,20 @@ def text_of(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
+
+
+def no_such_file(words: str, file: str, cwd: str = "") -> UsageError:
+    """`words`: the command up to this file, which it names and which is not there."""
+    path = Path(cwd).absolute() / file
+    near = [str(Path(file).parent / one.name) for one in files_in(path.parent)]
+    return UsageError(f"COMMAND {words}: no such file; looked for {path}{did_you_mean(file, near)}")
+
+
+def files_in(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []  # it is not there, or may not be read: it has no names to propose
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

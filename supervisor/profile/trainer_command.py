@@ -16,7 +16,7 @@ import msgspec
 from memtop.presets.program_profiles import ByFile
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.profile.config_text import has_key, value_in
-from memtop.supervisor.profile.reading import Program
+from memtop.supervisor.profile.reading import Program, no_such_file
 
 _BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size")
 _LENGTH = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "max_length", "model_max_length", "max_source_length")
@@ -98,6 +98,8 @@ def trainer_command(
         if options.is_on(name):
             raise _unforeseen(name, options.text(name))
     path = model or options.text("model_name_or_path", "model_name", "model")
+    if path is None and options.missing is not None:
+        raise no_such_file(*options.missing, cwd)
     if path is None:
         raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
     method = _method(options)
@@ -140,6 +142,9 @@ class _Options:
         if program.command is None:
             raise UsageError("-- COMMAND: is no Python program; give --model and --method of it")
         script, module = program.command.script, program.command.module
+        is_there = script is None or (program.cwd / script).exists()
+        self.missing = None if script is None or is_there else (" ".join(words[: program.command.begins]), script)
+        """The command up to its script, and the script, if there is no such file."""
         self.is_trl_itself = self.defaults is _TRL or "trl/scripts/sft" in f"{script or module}".replace(".", "/")
         if self.is_trl_itself or "SFTConfig" in program.script:
             self.defaults = _TRL

@@ -158,7 +158,8 @@ def test_the_strategy_of_deepspeed(tmp_path: Path) -> None:
     ("command", "words"),
     [
         ("make train", "is no Python program"),
-        ("python run_clm.py --block_size 8", "it names no model"),
+        ("python -m run_clm --block_size 8", "it names no model"),
+        ("python run_clm.py --block_size 8", "COMMAND python run_clm.py: no such file; looked for "),
         ("python run_clm.py --model_name_or_path m", "does not say how long a sample is"),
         (f"python {CLM} --fsdp full_shard", "--fsdp full_shard: the memory of a program with it"),
         (f"python {CLM} --torch_compile", "--torch_compile true: the memory"),

@@ -339,6 +339,11 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
         ({"config": {"hidden_size": 64}}, "model.config.model_type: missing"),
         ({"config": {"model_type": "nonsense"}}, "model.config.model_type: transformers "),
         ({"config": {**LLAMA, "num_attention_heads": 7}}, "model.config: "),
+        (
+            {"config": {**LLAMA, "num_key_value_heads": 3}},
+            "model.config: the memory of a llama model cannot be foreseen with these values: it fails without numbers in its "
+            "tensors (RuntimeError); a short run measures it: memtop train --max-updates 3",
+        ),
         ({"config": {"model_type": "vit"}}, "model_type vit: transformers has no causal language model"),
         ({"config": {"model_type": "modernbert"}}, "model_type modernbert: transformers has no causal language model"),
         ({"config": {"model_type": "qwen2_5_vl"}}, "model_type qwen2_5_vl: it reads images, too"),

@@ -14,7 +14,7 @@ import torch
 from memtop.presets.schema import Lora, Zero
 from memtop.train import BadInputError
 from memtop.train import zero as configured
-from memtop.train.dry_run import run, zero
+from memtop.train.dry_run import gathering, run, zero
 from memtop.train.dry_run.build import Training, config_of, training_of
 from memtop.train.dry_run.run import foresee, needing_most
 from memtop.train.dry_run.trace import Component
@@ -55,14 +55,16 @@ def really(folder: Path, world: int, precision: str, **changes: Any) -> list[dic
     return [json.loads((folder / "rank-0.json").read_text())]
 
 
-def foreseen(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, precision: Any, **changes: Any) -> dict[str, Any]:
+def foreseen(
+    monkeypatch: pytest.MonkeyPatch, rank: int, world: int, precision: Any, model: dict[str, Any] = TINY.model, **changes: Any
+) -> dict[str, Any]:
     monkeypatch.setattr(configured, "_SMALLEST_BUCKET", BUCKET)
     monkeypatch.setattr(configured, "LIVE_PARAMETERS", LIVE)
     monkeypatch.setattr(run, "Memory", OneMemory)
     monkeypatch.setattr(run, "build_on_host", lambda *args: [])
     monkeypatch.setattr(run, "kernels", lambda generation: NOTHING_HIDDEN)
     training = Training(
-        config=TINY.model["config"],
+        config=model["config"],
         weights=precision,
         batch=2,
         seq_len=TINY.seq_len,
@@ -81,6 +83,18 @@ def foreseen(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, precision: 
     return {"phases": series(trace), "parts": kept}
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 16}
+"""Their weights are in one tensor. DeepSpeed gathers a block of Qwen3's as one module; of the other
+architecture, the adapters read the weights of layers that do not run."""
+ADAPTED_EXPERTS = [
+    {
+        "method": "lora",
+        "lora": Lora(r=12, alpha=16, targets=("all-linear",)),
+        "model": {"config": {**TINY.model["config"], "model_type": kind, **EXPERTS}},
+        **more,
+    }
+    for kind, more in [("qwen3_moe", {"accumulation": 2}), ("olmoe", {"gradient_checkpointing": True})]
+]
 CASES = [
     (Zero(stage=1), "bf16", {"accumulation": 2}),
     (Zero(stage=1, offload_optimizer=True), "bf16", {}),
@@ -101,6 +115,7 @@ CASES = [
     [
         *((2, *case) for case in CASES),
         (1, *CASES[-2]),
+        *((2, Zero(stage=3), "bf16", adapted) for adapted in ADAPTED_EXPERTS),
         *(pytest.param(1, *case, marks=pytest.mark.long) for case in CASES if case is not CASES[-2]),
     ],
     ids=str,
@@ -118,6 +133,12 @@ def test_every_phase_takes_what_deepspeed_takes(
         print(rank, differences, {name: (size, found["parts"][name]) for name, size in measured["parts"].items()})
         assert all(abs(peak) < SMALLEST and abs(end) < SMALLEST for _, peak, end in differences), differences
         assert {name: found["parts"][name] for name in measured["parts"]} == measured["parts"]
+
+
+def test_blocks_that_are_gathered_whole_are_those_of_deepspeed() -> None:
+    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+
+    assert set(DEFAULT_LEAF_MODULE_CLASSES) == gathering.LEAVES
 
 
 ZERO_3 = Zero(stage=3, offload_optimizer=True, offload_parameters=True)

@@ -16,6 +16,7 @@ from memtop.supervisor.wire import Configuration, ConfigurationRows
 from memtop.tui.dashboard.overview import draw_compact_machine, draw_processes
 from memtop.tui.line import plain
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
+from memtop.tui.machine.gpu_details import draw_gpu_details
 from memtop.tui.machine.host import draw_host
 from memtop.tui.machine.vram import vram_legend
 from tests.tui.support import GIB, HOST, NOW, SETTINGS, gpu, machine, process, run_state, running, store_of, text_of
@@ -314,6 +315,25 @@ def test_a_mig_gpu_shows_its_instances() -> None:
     text = text_of(draw_gpu(store_of(machine(card)), card, 70, 8))
     assert [row.split()[0] for row in text.splitlines()[4:]] == ["0", "2", "5"]
     assert "2 more MIG instances" in text_of(draw_gpu(store_of(machine(card)), card, 70, 6))
+
+
+@pytest.mark.parametrize("width", [36, 60, 120])
+def test_a_run_that_holds_nothing_of_a_gpu_has_no_zeros_there(width: int) -> None:
+    card = gpu(processes=(process(5),))
+    on_cpu = RankMemory(rank=0, pid=7, connected=True, rss_bytes=GIB)
+    elsewhere = replace(on_cpu, device_uuid="GPU-other", allocated_bytes=GIB, reserved_bytes=GIB)
+    for ranks, words in (
+        ((on_cpu,), "run on the CPU: see RAM"),
+        ((elsewhere,), "nothing of this run"),
+        ((), "nothing of this run"),
+    ):
+        store = store_of(wire.StateUpdate(run=run_state(ranks=ranks), machine=machine(card)))
+        legend = plain(vram_legend(store, card, width))
+        assert legend.startswith(words)
+        assert "alloc" not in text_of([*draw_gpu(store, card, width, 8), *draw_gpu_details(store, card, width)])
+    here = replace(elsewhere, device_uuid=card.uuid)
+    store = store_of(wire.StateUpdate(run=run_state(ranks=(here,)), machine=machine(card)))
+    assert plain(vram_legend(store, card, width)).startswith("█ alloc 1.0")
 
 
 def test_no_process_is_shown_only_where_the_driver_lists_none() -> None:

@@ -21,6 +21,14 @@ from memtop.train.dry_run.zero import Memory
 GATHERING = 1
 """The stream, beside 0 of the computation."""
 _NEVER = -1
+LEAVES = frozenset(
+    {
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    }
+)
+"""DeepSpeed gathers all weights of these together: its `DEFAULT_LEAF_MODULE_CLASSES`."""
 
 
 class Weight:
@@ -79,7 +87,11 @@ class Coordinator:
         self._prefetch: int = zero["stage3_prefetch_bucket_size"]
         self._most: int = zero["stage3_max_live_parameters"]
         self._reuse: int = zero["stage3_max_reuse_distance"]
-        self._of: dict[torch.nn.Module, list[Weight]] = {}
+        self._of: dict[tuple[Any, ...], list[Weight]] = {}
+        self._external: dict[torch.nn.Module, dict[Weight, None]] = {}
+        self._running: list[torch.nn.Module] = []
+        self.in_forward = False
+        """As long as the whole model's forward pass runs, not its backward pass."""
         self._modules: list[torch.nn.Module] = []
         self._order: list[tuple[Weight, int]] = []
         self._state = "invalid"
@@ -91,11 +103,35 @@ class Coordinator:
         self._step = self._live = 0
         self._to_release: dict[tuple[torch.nn.Module, int], set[Weight]] = {}
 
-    def of(self, module: torch.nn.Module) -> list[Weight]:
-        if module not in self._of:
-            own = [self._weights[one] for one in module.parameters(recurse=False)]
-            self._of[module] = sorted(own, key=lambda one: one.number)
-        return self._of[module]
+    def of(self, module: torch.nn.Module, whole: bool | None = None) -> list[Weight]:
+        """Its own weights, as it is now, and those that it has read of other modules. `whole`: with
+        its parts; None: if it is a leaf."""
+        whole = is_leaf(module) if whole is None else whole
+        # Adapters of experts take weights out of a module as long as it runs.
+        key = (module, whole, *module._parameters)
+        if key not in self._of:
+            found = {self._weights[one]: None for one in module.parameters(recurse=whole)}
+            self._of[key] = sorted(found | self._external.get(module, {}), key=lambda one: one.number)
+        return self._of[key]
+
+    def enter(self, module: torch.nn.Module) -> None:
+        self._running.append(module)
+        self.fetch(module, forward=True)
+
+    def leave(self, module: torch.nn.Module) -> None:
+        self._running.pop()
+        self.release(module, forward=True)
+
+    def read(self, parameter: torch.Tensor) -> None:
+        """A module's code reads this weight. If it is not there, the module that runs needs it,
+        from now on in each pass: adapters of experts read weights of modules that do not run."""
+        one = self._weights.get(parameter)
+        if one is None or one.available or one.in_flight or not self.in_forward:
+            return
+        self._external.setdefault(self._running[-1], {})[one] = None
+        self._of.clear()
+        with torch.no_grad():
+            self.gather_now([one])
 
     def begin(self) -> None:
         """A forward pass begins. The first one is recorded with its backward pass; from the second
@@ -224,7 +260,8 @@ class Coordinator:
             for later in itertools.islice(self._modules, self._step, None):
                 if passed >= self._reuse:
                     break
-                for one in self.of(later):
+                # The parts of a leaf count only if a leaf releases: so does DeepSpeed.
+                for one in self.of(later, is_leaf(module)):
                     gone.discard(one)
                     passed += one.count
             self._to_release[key] = gone
@@ -265,10 +302,34 @@ class Coordinator:
             one.available = True
 
 
+def is_leaf(module: torch.nn.Module) -> bool:
+    """DeepSpeed gathers it with all its parts, and reduces their gradients after it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in LEAVES
+
+
+class _Parameters(dict[str, torch.nn.Parameter | None]):
+    """A module's parameters, which tells when one is read: DeepSpeed's `ZeROOrderedDict`."""
+
+    def __init__(self, own: dict[str, torch.nn.Parameter | None], coordinator: Coordinator) -> None:
+        super().__init__(own)
+        self._coordinator = coordinator
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        found = super().__getitem__(name)
+        if found is not None:
+            self._coordinator.read(found)
+        return found
+
+
+def watch_reads(root: torch.nn.Module, coordinator: Coordinator) -> None:
+    for module in root.modules():
+        module._parameters = _Parameters(module._parameters, coordinator)
+
+
 def add_hooks(module: torch.nn.Module, coordinator: Coordinator) -> None:
     """As DeepSpeed's `_register_deepspeed_module`: from the bottom up, and again for each place
     where a module is."""
-    for child in module.children():
+    for child in () if is_leaf(module) else module.children():
         add_hooks(child, coordinator)
     uses = 0
     left = 0
@@ -308,7 +369,7 @@ def add_hooks(module: torch.nn.Module, coordinator: Coordinator) -> None:
 
     def before(module: torch.nn.Module, inputs: Any) -> None:
         with torch.no_grad():
-            coordinator.fetch(module, forward=True)
+            coordinator.enter(module)
 
     def count(module: torch.nn.Module, inputs: Any) -> Any:
         nonlocal left
@@ -317,7 +378,7 @@ def add_hooks(module: torch.nn.Module, coordinator: Coordinator) -> None:
 
     def after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         with torch.no_grad():
-            coordinator.release(module, forward=True)
+            coordinator.leave(module)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

@@ -40,7 +40,6 @@ from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
 from memtop.train.dry_run.zero3 import ZeroStage3
 from memtop.train.dry_run.zero12 import ZeroStages1And2
 from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
-from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 
@@ -206,16 +205,15 @@ def _blaming_model(config: Any) -> Iterator[None]:
         with _without_reports():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors", error) from error
+        raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors") from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
-        raise _unforeseeable(config, type(error).__name__, error) from error
+        raise _unforeseeable(config, f"it fails without numbers in its tensors ({type(error).__name__})") from error
 
 
-def _unforeseeable(config: Any, why: str, error: Exception) -> UnknownModelError:
-    return UnknownModelError(
-        f"model.config: the memory of a {config.model_type} model cannot be foreseen with these values: {why}: {brief(error)}"
-    )
+def _unforeseeable(config: Any, why: str) -> UnknownModelError:
+    what = f"the memory of a {config.model_type} model cannot be foreseen with these values"
+    return UnknownModelError(f"model.config: {what}: {why}; a short run measures it: memtop train --max-updates 3")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors as flatten
 from torch.overrides import TorchFunctionMode
 
 from memtop.train.dry_run.build import DTYPES, Training
-from memtop.train.dry_run.gathering import Coordinator, Weight, add_hooks
+from memtop.train.dry_run.gathering import Coordinator, Weight, add_hooks, is_leaf, watch_reads
 from memtop.train.dry_run.trace import Place
 from memtop.train.dry_run.zero import FP32, Memory, OptimizerOf, configuration, scaled
 
@@ -83,6 +83,7 @@ class ZeroStage3:
                 one.persists = True
             self._coordinator = Coordinator(memory, self._weights, zero, self._world, keeps=not self._offloads_weights)
             add_hooks(root, self._coordinator)
+            watch_reads(root, self._coordinator)
             self._trained = [one for one in self._weights.values() if one.parameter.requires_grad and one.count]
             self._groups = list(_groups(self._trained, zero["sub_group_size"]))
             self._flats = self._flat_weights()
@@ -90,12 +91,17 @@ class ZeroStage3:
             self._bucket = memory.empty(self._bucket_size, self._dtype, "buckets")
             self._gradients = self._gradient_sums()
         self._optimizer = optimizer_of(self._masters)
+        leaves = {leaf: [one for one in leaf.parameters() if one.requires_grad] for leaf in root.modules() if is_leaf(leaf)}
+        late = {parameter for parameters in leaves.values() for parameter in parameters}
         for one in self._trained:
             # With its whole size, which autograd then expects of the gradient.
             with torch.no_grad():
                 self._coordinator.gather_now([one])
-            one.parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            if one.parameter not in late:
+                one.parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             one.release()
+        for leaf in [leaf for leaf, parameters in leaves.items() if parameters]:
+            leaf.register_full_backward_hook(self._leaf_is_done)
 
     def functions(self) -> TorchFunctionMode:
         """Functions that DeepSpeed replaces."""
@@ -178,6 +184,7 @@ class ZeroStage3:
     def before_forward(self) -> None:
         self._micro_batch += self._reduced
         self._reduced = False
+        self._coordinator.in_forward = True
         with torch.no_grad():
             self._coordinator.begin()
 
@@ -186,6 +193,7 @@ class ZeroStage3:
 
     def before_backward(self, *, last: bool) -> None:
         self._is_last = last
+        self._coordinator.in_forward = False
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -208,6 +216,11 @@ class ZeroStage3:
             gradient.data = copy
         self._in_bucket.append(self._weights[parameter])
         self._elements += count
+
+    def _leaf_is_done(self, leaf: torch.nn.Module, *_: Any) -> None:
+        for parameter in leaf.parameters():
+            if parameter.requires_grad:
+                self._accumulated(parameter)
 
     def _reduce(self) -> None:
         """Average what is in the bucket over the processes, each of which gets a part."""

@@ -14,7 +14,7 @@ from memtop.supervisor.monitor.vram import VramParts
 from memtop.supervisor.names import shortened
 from memtop.tui.bars import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, foreign, join, join_fitting, line, width_of
-from memtop.tui.store import Store, foreseen_on, vram_parts
+from memtop.tui.store import Store, foreseen_on, trains_on_cpu, vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
 """Without a run on the screen, the largest jobs have different looks."""
@@ -54,8 +54,8 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
     if gpu.unified:
         return join_fitting(_words_of([*_pool(gpu), Part("available", gpu.free_bytes, " ", "text")]), width)
     parts = vram_parts(store, gpu)
-    own = [] if store.run is None else _own(parts)
-    named = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
+    own, absent = ([], ()) if store.run is None else (_own(parts), _absent(store, parts))
+    named = join((absent, *_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)])))
     if store.run is None and not gpu.processes:
         named = join((fact("processes", "not known" if why_incomplete_on(gpu) else "none"), named))
     if width_of(named) <= width:
@@ -63,11 +63,11 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
     # Warnings come before parts that only complete the sum.
     rest = sorted(_rest(parts), key=lambda part: part.role != "gone")
     short = [part._replace(word="no owner") if part.role == "gone" else part for part in rest]
-    shorter = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *short]))
+    shorter = join((absent, *_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *short])))
     if width_of(shorter) <= width:
         return shorter
     own = [] if store.run is None else _own(_merged(parts))
-    return join_fitting(_words_of([*own, *_jobs(store, parts, 0), *short]), width)
+    return join_fitting((absent, *_words_of([*own, *_jobs(store, parts, 0), *short])), width)
 
 
 def bar_parts(store: Store, gpu: GpuSample) -> list[Part]:
@@ -102,7 +102,21 @@ def _merged(parts: VramParts) -> VramParts:
     return replace(parts, context_bytes=parts.context_bytes + parts.other_own_bytes, other_own_bytes=None)
 
 
+def _is_absent(parts: VramParts) -> bool:
+    """Whether the run holds nothing of this GPU."""
+    return not any((parts.allocated_bytes, parts.cached_bytes, parts.other_own_bytes)) and parts.context_bytes == 0
+
+
+def _absent(store: Store, parts: VramParts) -> Line:
+    """Why the legend has no parts of the run; empty if it has."""
+    if not _is_absent(parts):
+        return ()
+    return line(("run on the CPU: see RAM" if trains_on_cpu(store) else "nothing of this run", MUTED))
+
+
 def _own(parts: VramParts) -> list[Part]:
+    if _is_absent(parts):
+        return []
     context, outside = parts.context_bytes, parts.other_own_bytes
     if outside is not None and parts.allocated_bytes is None and parts.cached_bytes is None:
         # No rank has reported its allocator: the driver knows only the sum.
