@@ -215,20 +215,21 @@ ALIKE = {"same": ONE, "near": replace(ONE, batch=2 * ONE.batch), "model": replac
 
 
 @pytest.mark.parametrize(
-    "seen",
+    ("settings", "updates"),
     [
-        *({"settings": one, "updates": updates} for one in ALIKE.values() for updates in (None, 2, ENOUGH_UPDATES - 1)),
-        {"settings": OTHER_DATA},
-        {"settings": replace(ONE, packing=not ONE.packing)},
-        {"settings": replace(ONE, seq_len=2 * ONE.seq_len)},
-        {"settings": replace(ONE, gradient_checkpointing=True, batch=2 * ONE.batch)},
+        *((one, updates) for one in ALIKE.values() for updates in (None, 2, ENOUGH_UPDATES - 1)),
+        (OTHER_DATA, ENOUGH_UPDATES),
+        (replace(ONE, packing=not ONE.packing), ENOUGH_UPDATES),
+        (replace(ONE, seq_len=2 * ONE.seq_len), ENOUGH_UPDATES),
+        (replace(ONE, gradient_checkpointing=True, batch=2 * ONE.batch), ENOUGH_UPDATES),
     ],
 )
-def test_samples_that_may_have_been_shorter_than_others_raise_a_forecast_and_never_lower_it(seen: dict[str, Any]) -> None:
+def test_samples_that_may_have_been_shorter_than_others_raise_a_forecast_and_never_lower_it(
+    settings: Settings, updates: int | None
+) -> None:
     plain, size = by(ONE), need(ONE).reserved
-    settings = seen.pop("settings")
-    assert by(ONE, row(settings, 0.45, **seen)) == plain
-    raised = by(ONE, row(settings, 1.2, **seen))
+    assert by(ONE, row(settings, 0.45, updates=updates)) == plain
+    raised = by(ONE, row(settings, 1.2, updates=updates))
     assert raised.basis == "estimate; raised, because an earlier run needed more"
     assert raised.peak_bytes == pytest.approx(1.2 * size + CARD.context_bytes, rel=1e-6)
     assert raised.most_bytes is not None
