@@ -43,7 +43,7 @@ from memtop.tui.panel import LinePanel
 from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
 from memtop.tui.store import Store
-from memtop.tui.words import LASTING, MESSAGE_SECONDS, NOTE_SECONDS, report_lines
+from memtop.tui.words import LASTING, message_seconds, report_lines
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -393,8 +393,7 @@ class FullScreen(ClosingScreen[None]):
         self._message = (text, kind)
         if self._going is not None:
             self._going.stop()
-        stay = min(MESSAGE_SECONDS, NOTE_SECONDS) if kind == "note" else MESSAGE_SECONDS
-        self._going = None if kind in LASTING else self.set_timer(stay, self.clear_message)
+        self._going = None if kind in LASTING else self.set_timer(message_seconds(kind), self.clear_message)
         self.show_message()
 
     def choose(self, key: str, value: str) -> None:

@@ -62,11 +62,16 @@ def age(seconds: float) -> str:
 REPORTS = ("busy", "good", "failed")
 """Kinds of messages about an ending: they stay when the cursor moves."""
 LASTING = ("busy", "failed")
-"""Kinds of messages that stay until another one comes; others are gone after MESSAGE_SECONDS,
-because they need not be true any more."""
-MESSAGE_SECONDS, NOTE_SECONDS = 60.0, 12.0
-"""A note only says why a key did nothing."""
+"""Kinds of messages that stay until another one comes; others are gone after a while, because they
+need not be true any more."""
+MESSAGE_SECONDS, BRIEF_SECONDS = 60.0, 10.0
 _MARKS = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted"), "bad": ("✗", "bad"), "failed": ("✗", "bad")}
+
+
+def message_seconds(kind: str) -> float:
+    """How long a message stays: a note on why a key did nothing and a success briefly, what went
+    wrong longer."""
+    return BRIEF_SECONDS if kind in ("note", "good") else MESSAGE_SECONDS
 
 
 def report_lines(text: str, kind: str, width: int) -> list[Line]:

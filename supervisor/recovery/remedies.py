@@ -51,13 +51,14 @@ def ladder(situation: Situation) -> Ladder:
             left_out.append(rung)
         elif rung is not None and all((rung.id, rung.assignments) != (one.id, one.assignments) for one in found):
             found.append(rung)
-    return Ladder(remedies=_what_fits_first(found), left_out=tuple(dict.fromkeys(left_out)))
+    return Ladder(remedies=_what_fits_first(found, by_estimate=situation.on_gpu), left_out=tuple(dict.fromkeys(left_out)))
 
 
-def _what_fits_first(found: Sequence[Remedy]) -> tuple[Remedy, ...]:
+def _what_fits_first(found: Sequence[Remedy], *, by_estimate: bool) -> tuple[Remedy, ...]:
     """Of the remedies that need no consent, those that are forecast to come near the limit are the
     last, and after them those that are forecast to run out of memory again."""
-    near = sorted((one for one in found if not one.needs_consent and _fraction(one) >= EDGE_FROM), key=_runs_out)
+    judged = [one for one in found if one.forecast is not None and (by_estimate or not one.forecast.is_estimate)]
+    near = sorted((one for one in judged if not one.needs_consent and _fraction(one) >= EDGE_FROM), key=_runs_out)
     rest = [one for one in found if one not in near]
     free = [place for place, one in enumerate(rest) if not one.needs_consent]
     changing = [place for place, one in enumerate(rest) if not one.keeps_math]

@@ -20,6 +20,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key, settings_key
 from memtop.supervisor.recovery.forecast import Estimates, or_estimated
+from memtop.supervisor.recovery.host_forecast import HostEstimates
 from memtop.supervisor.recovery.peak_line import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Written
 
@@ -78,6 +79,8 @@ class Situation:
     """The model's configuration, if the settings name the model only by path."""
     estimates: Estimates | None = None
     """None on the CPU, or if the GPU is not known."""
+    host_estimates: HostEstimates | None = None
+    """On the CPU. They are only shown: what was measured decides, and else half of the batch."""
     seconds_left: float | None = None
     """What the run would take from its saved state to its end, at the speed that was measured."""
     _gone: frozenset[str] = field(init=False, default=frozenset())
@@ -158,6 +161,8 @@ class Situation:
             return "leads to a configuration that has failed before" if after != self.settings else "changes nothing here"
         fit, _ = compatibility(self.settings, after)
         foreseen = unforeseen if unforeseen is not None else self.foresee(after, estimate)
+        if unforeseen is None and isinstance(foreseen, str):
+            foreseen = or_estimated(foreseen, self.host_estimates, after)
         another = fit == "new run"
         unchanged, expected = training_unchanged(self.settings, after), pace(self.settings, after)
         return Remedy(
@@ -209,6 +214,9 @@ def situation_of(
         card = replace(estimates.card, total_bytes=total_bytes, others_bytes=others_bytes or 0)
         known = (*estimates.known, *(() if own is None else ((settings, own),)))
         more["estimates"] = replace(estimates, card=card, known=known)
+    if (on_host := more.get("host_estimates")) is not None:
+        known = (*on_host.known, *(() if own is None else ((settings, own),)))
+        more["host_estimates"] = replace(on_host, total_bytes=total_bytes, others_bytes=others_bytes, known=known)
     return Situation(
         diagnosis=diagnosis,
         settings=settings,

@@ -54,6 +54,11 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         return self.basis.split()[0] == "measured"
 
     @property
+    def is_estimate(self) -> bool:
+        """Whether it rests on no line through measured peaks."""
+        return self.basis.startswith("estimate")
+
+    @property
     def runs_out(self) -> bool:
         """Whether even the least that is foreseen is more than the total."""
         if self.taken_bytes is None or self.total_bytes is None:

@@ -13,6 +13,7 @@ from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.advice import table
 from memtop.supervisor.recovery.configuration import applied
 from memtop.supervisor.recovery.forecast import Estimates
+from memtop.supervisor.recovery.host_forecast import HostEstimates
 from memtop.supervisor.recovery.situation import HostFacts, KeptState
 from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, climb, died, forecast_of, gib, ids, named, peak, why_not
 
@@ -56,6 +57,33 @@ def test_on_the_cpu_peaks_of_host_memory_are_forecast_against_its_limit() -> Non
     assert split.assignments["batch"] == "2", "4 is at 87.5 %"
     assert split.forecast is not None
     assert (split.forecast.total_bytes, split.forecast.fraction) == (8 * GIB, 0.5)
+
+
+def test_on_the_cpu_remedies_have_the_estimate_of_host_memory() -> None:
+    host = HostFacts(limit_bytes=2 * GIB)
+    without, others = climb(REFUSED, CPU_RUN, host=host), GIB // 2
+    assert named(without, "smaller_batch").forecast is None
+    estimates = HostEstimates(total_bytes=None, others_bytes=None)
+    found = climb(REFUSED, CPU_RUN, host=host, host_estimates=estimates, others_bytes=others)
+    for id, after in (
+        ("smaller_batch", replace(CPU_RUN, batch=4, accumulation=8)),
+        ("checkpointing", replace(CPU_RUN, gradient_checkpointing=True)),
+        ("chunked_loss", replace(CPU_RUN, loss_chunk=-1)),
+    ):
+        seen = forecast_of(found, id)
+        assert seen == replace(estimates, total_bytes=2 * GIB, others_bytes=others).forecast(after)
+        assert seen.basis == "estimate; other processes hold 512 MiB"
+        assert seen.taken_bytes == pytest.approx(seen.peak_bytes + others, abs=1)
+    assert named(found, "host_level").forecast is None, "the estimate does not know what it saves"
+    # What the failed process held shows that the estimate is too low.
+    dead = replace(REFUSED, process_bytes=2 * GIB)
+    raised = forecast_of(climb(dead, CPU_RUN, host=host, host_estimates=estimates), "smaller_batch")
+    assert raised.basis == "estimate; raised, because the run has needed more"
+    assert raised.peak_bytes > forecast_of(found, "smaller_batch").peak_bytes
+    # It decides nothing: here it says that not even the smallest batch fits.
+    little = climb(REFUSED, CPU_RUN, host=HostFacts(limit_bytes=GIB // 4), host_estimates=estimates)
+    assert forecast_of(little, "smaller_batch").runs_out
+    assert [(one.id, one.assignments) for one in little.remedies] == [(one.id, one.assignments) for one in without.remedies]
 
 
 def test_the_memory_of_the_failed_process_is_a_failed_peak() -> None:

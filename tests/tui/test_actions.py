@@ -14,8 +14,7 @@ from memtop.presets import edit_settings, load_presets, load_recipes, presets_fo
 from memtop.presets.schema import Zero
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
-from memtop.tui import screen
-from memtop.tui.dashboard import footer
+from memtop.tui import words as tui_words
 from memtop.tui.dashboard.footer import ActionButton
 from memtop.tui.dashboard.result import DashboardResult
 from memtop.tui.dashboard.screen import DashboardScreen
@@ -432,8 +431,8 @@ async def test_a_message_takes_the_lines_that_it_needs_and_no_toast() -> None:
 
 
 async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (footer, screen):
-        monkeypatch.setattr(module, "MESSAGE_SECONDS", 0.2)
+    for name in ("MESSAGE_SECONDS", "BRIEF_SECONDS"):
+        monkeypatch.setattr(tui_words, name, 0.2)
     feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
     async with opened(feed, "c") as (app, pilot):
         flash = app.dashboard.flash
@@ -458,13 +457,18 @@ async def test_a_message_is_gone_before_it_is_no_longer_true(monkeypatch: pytest
             await pilot.pause(0.05)
 
 
-async def test_a_note_on_why_a_key_did_nothing_ends_before_other_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footer, "NOTE_SECONDS", 0.2)
+async def test_a_note_and_a_success_end_before_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tui_words.message_seconds("note") == tui_words.message_seconds("good") == 10
+    monkeypatch.setattr(tui_words, "BRIEF_SECONDS", 0.2)
     async with opened(training_feed(), "U") as (app, pilot):
         flash = app.dashboard.flash
         while flash.has_message:
             await pilot.pause(0.05)
         app.dashboard.say("checkpoint at update 40", "good")
+        assert flash.has_message
+        while flash.has_message:
+            await pilot.pause(0.05)
+        app.dashboard.say("it cannot be read", "bad")
         await pilot.pause(0.4)
         assert flash.has_message
 
@@ -479,7 +483,7 @@ async def test_a_failure_stays_although_the_state_changes_right_after_it() -> No
 
 
 async def test_a_failure_under_another_screen_is_about_the_state_at_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footer, "MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr(tui_words, "MESSAGE_SECONDS", 0.2)
     feed = RecordingFeed(running(gpu()))
     async with opened(feed, "o") as (app, pilot):
         # The dashboard below is not drawn meanwhile.

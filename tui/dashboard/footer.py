@@ -19,7 +19,7 @@ from memtop.tui.keymap import BAR, Action, foreign, is_idle, key_of, label_of, o
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
-from memtop.tui.words import MESSAGE_SECONDS, NOTE_SECONDS, report_lines
+from memtop.tui.words import message_seconds, report_lines
 
 _WORDS_FROM = 110
 """With this many columns the full labels fit."""
@@ -137,7 +137,7 @@ class FlashPanel(LinePanel):
         self._state: tuple[Phase, int] | None = None
         """The run's state and its attempt at the time of the message."""
         self._was_shown = False
-        """Whether the message has been there for MESSAGE_SECONDS."""
+        """Whether the message has been there for its time."""
         self._folding: Timer | None = None
         self._going: Timer | None = None
 
@@ -150,8 +150,7 @@ class FlashPanel(LinePanel):
         self._text, self._state, self._was_shown = (text, kind), _state_of(store), False
         if self._going is not None:
             self._going.stop()
-        stay = min(MESSAGE_SECONDS, NOTE_SECONDS) if kind == "note" else MESSAGE_SECONDS
-        self._going = None if kind == "busy" else self.set_timer(stay, self._end_its_time)
+        self._going = None if kind == "busy" else self.set_timer(message_seconds(kind), self._end_its_time)
         self._unfold(_LINES if terminal_lines >= _TALL else _LINES_LOW)
 
     def clear_message(self) -> None:

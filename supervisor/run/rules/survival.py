@@ -17,6 +17,7 @@ from memtop.supervisor.recovery import policy
 from memtop.supervisor.recovery.configuration import applied, change_for, changes_nothing, configuration_key
 from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.forecast import Estimates, estimates_on
+from memtop.supervisor.recovery.host_forecast import host_estimates_on
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
 from memtop.supervisor.recovery.policy import SURE, Candidate, Decision, Tried
@@ -226,6 +227,7 @@ def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Re
         settings,
         peaks=[peak for record in records if (peak := record.configuration.peak) is not None],
         estimates=_estimates(model, facts),
+        host_estimates=None if model.on_gpu else host_estimates_on(None, None, model.configurations.rows, facts.model_config),
         total_bytes=_total_bytes(model),
         run=model.run.name,
         host=host,
