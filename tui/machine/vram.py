@@ -111,6 +111,9 @@ def _absent(store: Store, parts: VramParts) -> Line:
     """Why the legend has no parts of the run; empty if it has."""
     if not _is_absent(parts):
         return ()
+    if store.run is not None and store.run.alive and not store.run.ranks and parts.unaccounted_bytes:
+        # Memory without a known owner may be the run's.
+        return fact("this run", units.UNKNOWN)
     return line(("run on the CPU: see RAM" if trains_on_cpu(store) else "nothing of this run", MUTED))
 
 
