@@ -134,7 +134,13 @@ class Page:
         """The terminal's text (or the value of a script) once it contains all the wanted texts."""
         deadline = time.monotonic() + seconds
         while True:
-            shown = str(await self.value(script))
+            try:
+                shown = str(await self.value(script))
+            except RuntimeError as error:
+                # The page that the script ran in has just been replaced.
+                if "navigated" not in str(error):
+                    raise
+                shown = ""
             if all(text in shown for text in wanted):
                 return shown
             assert time.monotonic() < deadline, f"{wanted} not shown within {seconds} s:\n{shown}"
