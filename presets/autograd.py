@@ -12,6 +12,9 @@ import msgspec
 
 from memtop.presets.allocator import MIB
 
+PRODUCT = 1 << 60
+"""The event of a pass's first matrix product, for which cuBLAS may need its workspace."""
+
 
 class Tensor:
     """A result: `count` numbers of `item` bytes. `node` computes its gradient, if it has one."""
@@ -92,7 +95,7 @@ class Tape:
         self.large: list[tuple[int, str]] = []
         """What is not small: bytes, and what it is for."""
         self.events: list[int] = []
-        """In their order: n where `large[n]` begins, ~n where it ends."""
+        """In their order: n where `large[n]` begins, ~n where it ends; PRODUCT."""
         self.last_saved = 0
         """How many events there were when something was saved last. A second run ends there."""
         self.looked_back = -1
@@ -105,6 +108,7 @@ class Tape:
         """In `large`, the gradient of the result."""
         self.passed_on: tuple[int, ...] = ()
         """The gradient of the input."""
+        self._has_product = False
         self._shared: set[int] = set()
         """The nodes of inputs that other tapes have as well."""
 
@@ -120,6 +124,12 @@ class Tape:
         size = count * item
         self.live += size
         return Tensor(self, count, item, size, node)
+
+    def product(self) -> None:
+        """A matrix product has just got its result."""
+        if not self._has_product:
+            self._has_product = True
+            self.events.append(PRODUCT)
 
     def _make(self, size: int, item: int = 0) -> _Gradient:
         """Allocate what no forward pass makes."""
@@ -187,6 +197,7 @@ class Tape:
         """From the gradient of the result of this node."""
         gradients = {node: self._make(count * item, item)}
         self.given = gradients[node].numbers
+        self._has_product = False
         nodes = self._nodes
         for number in range(len(nodes) - 1, -1, -1):
             step, nodes[number] = nodes[number], None
@@ -228,11 +239,14 @@ class Tape:
         found = []
         if step.weights_first:
             self._gradients_of(step.weights)
+            self.product()
         for _, extra, count, item in step.parents:
             passing = [self._make(size) for size in ((extra,) if isinstance(extra, int) else extra) if size]
             item = step.computed or item
             own = self._make(count * item, item)
             own.is_view = step.gives_views
+            if step.gives_views:
+                self.product()
             if not step.computed:
                 while passing:
                     self._drop(passing.pop(0))

@@ -113,8 +113,12 @@ class _Start(NamedTuple):
     """What lives until the layers' forward passes end."""
     made: list[int]
     """What the layers' backward passes make for it."""
+    leaf: int
+    """Of frozen embeddings, whose gradient makes checkpoints run backward, before a dropout or a
+    factor changes them."""
     held: int
-    """What the loss of an earlier micro-batch still holds."""
+    """What the loss of an earlier micro-batch still holds, with those embeddings and their
+    gradient."""
 
 
 class _Run:
@@ -139,6 +143,7 @@ class _Run:
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
         self.tokens = settings.batch * settings.seq_len
         self.square = settings.seq_len * settings.seq_len
+        self.holds_inputs = settings.gradient_checkpointing and not self.numbers.full
 
     def estimate(self) -> Estimate:
         self.tail = self._tail()
@@ -263,7 +268,7 @@ class _Run:
         head, width = places.head or places.embeddings, self.tokens * self.shape.hidden
         loss = Loss(settings, self.shape, self.numbers, sequence, item=self.normed_item, capacity=self.capacity)
         start = self._start(tail)
-        holds = -1
+        held = list[int]()
         for update in range(2):
             engine.begin_update()
             micro_batches = min(settings.accumulation, 1 + update)
@@ -271,17 +276,19 @@ class _Run:
                 sequence.phase("forward")
                 engine.begin_forward()
                 engine.before_forward(places.embeddings)
+                holds = [sequence.begin(start.leaf, "activations") for _ in start.inputs]
                 inputs = [sequence.begin(size, "activations") for size in start.inputs]
                 kept = [sequence.begin(size, "activations") for size in start.kept]
                 added = [sequence.begin(size, "activations") for size in start.added]
                 engine.after_forward(places.embeddings)
-                if not update:
-                    sequence.begin(workspace, "workspace")
+                sequence.workspace = 0 if update else workspace
                 source = -1
                 for part in places.layers:
                     engine.before_forward(part.unit)
                     if part.is_first:
                         part.before, source = source, inputs.pop(0)
+                    if part.is_first and self.holds_inputs and not start.leaf:
+                        holds.append(source)
                     source = self._part_forward(sequence, part, source)
                     engine.after_forward(part.unit)
                 engine.before_forward(places.tail)
@@ -293,22 +300,24 @@ class _Run:
                 scaled = sequence.begin(width * self.normed_item if self.shape.scaled_output else 0, "temporary")
                 if loss.in_pieces:
                     # The head's forward pass computes it, with the gradients.
-                    loss.forward()
+                    loss.forward([])
                     engine.after_forward(head)
+                    sequence.end(normed.result)
                 else:
                     engine.after_forward(head)
-                    loss.forward()
-                sequence.end(normed.result)
+                    loss.forward([normed.result, scaled])
+                    scaled = -1
                 for part in places.layers:
                     sequence.end_forward(part.running)
                     sequence.end(*part.copies)
                 sequence.end_forward(normed)
-                sequence.end(scaled, holds)
+                sequence.end(scaled, *held)
                 sequence.phase("backward")
                 sequence.keeps = engine.keeps_gradients and not number
                 engine.begin_backward(last=number + 1 == micro_batches)
                 engine.before_backward(head)
-                gradient, of_head = loss.backward(0 if update else workspace)
+                sequence.workspace = 0 if update else workspace
+                gradient, of_head = loss.backward()
                 if places.head is not None:
                     engine.after_backward(head)
                 else:
@@ -322,6 +331,12 @@ class _Run:
                     engine.before_backward(part.unit)
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
+                    if part.is_first:
+                        if not self.holds_inputs or start.leaf:
+                            gradient = self._of_embeddings(sequence, gradient)
+                        if self.holds_inputs:
+                            holds.append(gradient)
+                            gradient = -1
                     if part.before >= 0:
                         # The decoder's embeddings have their gradient; the encoder's result has a
                         # sum of all layers that have seen it.
@@ -335,11 +350,11 @@ class _Run:
                 engine.after_backward(places.embeddings)
                 engine.end_backward()
                 sequence.end(*kept)
-                holds = sequence.begin(start.held, "activations")
+                held = [*holds, sequence.begin(start.held, "activations")]
             sequence.phase("optimizer")
             engine.step()
-            sequence.end(holds)
-            holds = -1
+            sequence.end(*held)
+            held = []
         return sequence
 
     def _part_forward(self, sequence: Sequence, part: _Part, source: int) -> int:
@@ -349,6 +364,8 @@ class _Run:
         part.copies = sequence.begin_small(stack.small_copies, "activations")
         part.saved = sequence.begin_small(stack.small_saved, "activations")
         part.running = sequence.forward(passes, source)
+        if part.is_first and self.holds_inputs:
+            part.running = replace(part.running, source=-1)
         return part.running.result
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
@@ -373,14 +390,18 @@ class _Run:
             return _parts_of(self.stacks * self.shape.layers)
         return _parts_of([self.stacks[0 < window <= self.settings.seq_len] for window in self.shape.windows])
 
+    def _of_embeddings(self, sequence: Sequence, gradient: int) -> int:
+        """The gradient of what the embeddings gave, from that of the first layer's input."""
+        if gradient < 0 or not (self.shape.scaled_embeddings or self.shape.embedding_dropout):
+            return gradient
+        changed = sequence.begin(sequence.sizes[gradient], "temporary")
+        sequence.end(gradient)
+        return changed
+
     def _embedded(self, sequence: Sequence, of_head: int, gradient: int, *, is_view: bool) -> None:
         """The gradient of the embeddings. If they are tied, it is added to the head's: to a new
         tensor if that one is a view, which autograd holds as well."""
         shape, numbers = self.shape, self.numbers
-        if gradient >= 0 and (shape.scaled_embeddings or shape.embedding_dropout):
-            changed = sequence.begin(sequence.sizes[gradient], "temporary")
-            sequence.end(gradient)
-            gradient = changed
         if not numbers.full:
             sequence.end(of_head, gradient)
             return
@@ -399,18 +420,17 @@ class _Run:
         checkpointed = settings.gradient_checkpointing
         item = numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
         stacks, size = 2 if shape.decoder_layers else 1, self.tokens * shape.hidden * item
+        leaf = size if self.holds_inputs and (shape.embedding_dropout or shape.kind == "gemma2") else 0
         kept, added = [16 * self.tokens * stacks], list[int]()
         if shape.embedding_dropout:
             kept += [self.tokens * shape.hidden] * stacks
-            added += [size] * stacks
-        # The gradient of frozen embeddings, which makes checkpoints run backward.
-        held = 2 * size * stacks if checkpointed and not numbers.full else 0
+            added += [size] * (0 if leaf else stacks)
         if not shape.decoder_layers:
             angles = 0 if shape.positions else settings.seq_len * shape.width * numbers.stream
             # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
             masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
             (kept if checkpointed else added).extend(masks)
-            return _Start([size], [*kept, angles, angles], added, [], held)
+            return _Start([size], [*kept, angles, angles], added, [], leaf, 0)
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
@@ -422,8 +442,8 @@ class _Run:
         ]
         made = [bias] if numbers.full else []
         if not checkpointed:
-            return _Start([size] * 2, kept, [*added, bias, zeros], made, held)
-        return _Start([size] * 2, [*kept, bias, bias, zeros], added, [*made, zeros], held + 2 * zeros)
+            return _Start([size] * 2, kept, [*added, bias, zeros], made, leaf, 0)
+        return _Start([size] * 2, [*kept, bias, bias, zeros], added, [*made, zeros], leaf, 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:

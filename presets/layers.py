@@ -153,6 +153,7 @@ class Layer(Tape):
             kept = narrow if numbers.full or numbers.replaces_linear else None
             saved = (kept, copy) if bias else (copy, kept)
             found = self._result(count, compute, operands, saved, weights, gives_views=True, weights_first=first)
+            self.product()
             del narrow, copy, operands, kept, saved
         if not (name in numbers.targets or numbers.targets == ("all-linear",)):
             return found
@@ -182,6 +183,7 @@ class Layer(Tape):
             narrow = self.cast(x, kind)
             operands = [(narrow, 0, kind), *([] if copy is None else [(copy, 0, kind)])]
             found = self._result(count, kind, operands, (copy, narrow), weights, gives_views=True)
+            self.product()
             del narrow, operands
             return found
 

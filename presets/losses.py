@@ -29,7 +29,9 @@ class Loss:
         self._of_states = self._of_head = NOWHERE
         self._kept: list[int] = []
 
-    def forward(self) -> None:
+    def forward(self, states: list[int]) -> None:
+        """`states`: the hidden states, the last of which the head gets. A loss that is not in
+        pieces ends them."""
         self._kept = []
         copy = self._new(self._head * self._compute if self._numbers.weights != self._compute else 0)
         if self.in_pieces:
@@ -37,15 +39,15 @@ class Loss:
             self._sequence.end(copy)
         else:
             self._kept.append(copy)
-            self._forward_whole()
+            self._forward_whole(states)
 
     def _new(self, size: int, use: str = "temporary") -> int:
         return self._sequence.begin(size, use)
 
-    def _forward_whole(self) -> None:
+    def _forward_whole(self, states: list[int]) -> None:
         sequence, size = self._sequence, self._tokens * self._vocabulary * self._compute
         wide_size = 4 * self._tokens * self._vocabulary
-        self._kept.append(self._new(self._states * self._compute if self._item != self._compute else 0, "activations"))
+        states = [*states, self._new(self._states * self._compute if self._item != self._compute else 0, "activations")]
         first = self._new(size, "logits")
         self._cap = NOWHERE
         if self._is_capped:
@@ -55,6 +57,10 @@ class Loss:
             self._cap = self._new(size, "logits")
             sequence.end(divided)
             first = self._new(size, "logits")
+        if self._numbers.full:
+            # The gradient of the head's weights needs what the head got.
+            self._kept.append(next(key for key in reversed(states) if key != NOWHERE))
+        sequence.end(*(key for key in states if key not in self._kept))
         wide = self._new(wide_size if self._compute != 4 else 0, "logits")
         self._of_states = self._new(wide_size, "logits")
         sequence.end(wide, first)
@@ -97,19 +103,20 @@ class Loss:
         softmax = self._new(size, "logits")
         self._sequence.end(wide, softmax)
 
-    def backward(self, workspace: int) -> tuple[int, int]:
+    def backward(self) -> tuple[int, int]:
         """The gradients of the hidden states, and of the head's weights if those are the
-        embeddings'. `workspace`: bytes of the backward pass's first product."""
+        embeddings'."""
         sequence, numbers, compute = self._sequence, self._numbers, self._compute
         if self.in_pieces:
             found = self._converted(self._of_states, self._states * self._item, self._item != 4)
             of_head = self._converted(self._of_head, self._head * numbers.weights, numbers.full and numbers.weights != 4)
-            sequence.begin(workspace, "workspace")
         else:
             logits = self._backward_of_logits()
             of_head = self._new(self._head * compute if numbers.full else 0, "gradients")
-            sequence.begin(workspace, "workspace")
+            if numbers.full:
+                sequence.product()
             found = self._new(self._states * compute)
+            sequence.product()
             sequence.end(logits, *self._kept)
             found = self._converted(found, self._states * self._item, self._item != compute)
             of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)

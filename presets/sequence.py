@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
-from memtop.presets.autograd import Tensor
+from memtop.presets.autograd import PRODUCT, Tensor
 from memtop.presets.layers import Layer
 from memtop.presets.states import Parameter
 
@@ -24,8 +24,8 @@ _KEPT = -2
 
 
 Events = list[tuple[list[int], int]]
-"""Events of a layer's own tensors, and after each part what ends then and is not its own; -1:
-nothing."""
+"""Events of a layer's own tensors, and after each part what ends then and is not its own, or
+PRODUCT; -1: nothing."""
 
 
 def split(events: list[int], outside: set[int]) -> Events:
@@ -34,7 +34,10 @@ def split(events: list[int], outside: set[int]) -> Events:
     found: Events = []
     part: list[int] = []
     for event in events:
-        if (event if event >= 0 else ~event) not in outside:
+        if event == PRODUCT:
+            found.append((part, PRODUCT))
+            part = []
+        elif (event if event >= 0 else ~event) not in outside:
             part.append(event)
         elif event < 0:
             found.append((part, ~event))
@@ -264,6 +267,8 @@ class Sequence:
         """Whether gradients of weights stay; otherwise they are added to older ones, or moved."""
         self.kept: list[int] = []
         """Those that stay."""
+        self.workspace = 0
+        """Bytes that the next matrix product allocates to stay."""
 
     def phase(self, name: Phase) -> None:
         self.phases.append((len(self.events), name))
@@ -304,6 +309,11 @@ class Sequence:
 
     def pass_through(self, size: int, use: str = "temporary", stream: int = 0) -> None:
         self.end(self.begin(size, use, stream))
+
+    def product(self) -> None:
+        """A matrix product has just got its result."""
+        self.begin(self.workspace, "workspace")
+        self.workspace = 0
 
     def live_bytes(self) -> int:
         """What is there now."""
@@ -361,7 +371,9 @@ class Sequence:
         found = self.events
         for part, outside in events:
             found += [base + event if event >= 0 else event - base for event in part]
-            if keys.get(outside, NOWHERE) >= 0:
+            if outside == PRODUCT:
+                self.product()
+            elif keys.get(outside, NOWHERE) >= 0:
                 found.append(~keys[outside])
 
     def peaks(self, *, expandable: bool, capacity: int | None) -> tuple[dict[Phase, tuple[int, int]], int]:
