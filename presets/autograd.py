@@ -88,7 +88,7 @@ class Tape:
         `saves`: whether there will be a backward pass."""
         self.least, self.saves = least, saves
         self.again = False
-        """Whether a checkpoint runs this again: then what was saved ends as soon as it was used."""
+        """Whether a checkpoint computes this again: then each saved tensor ends right after its use."""
         self.live = self.kept = 0
         """Bytes; kept: of new gradients of weights."""
         self._nodes: list[_Node | None] = []
@@ -99,9 +99,10 @@ class Tape:
         self.last_saved = 0
         """How many events there were when something was saved last. A second run ends there."""
         self.looked_back = -1
+        """How many there were when the backward pass first needed something saved. A second run
+        begins there."""
         self.looked_back_last = -1
-        """How many there were when the backward pass first needed something saved, where a second
-        run begins, and last."""
+        """The same when it last needed something."""
         self.inputs: list[int] = []
         """In `large`, what was there before."""
         self.given: tuple[int, ...] = ()

@@ -255,6 +255,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         """Its place among others, the fastest first, one that is not known last."""
         return len(_ORDER) if self.speed is None else _ORDER.index(self.speed)
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether it is known to be."""
+        return self.speed in ("slower", "much slower")
+
 
 def pace(before: Settings, after: Settings) -> Pace:
     """How fast `after` trains compared with `before`, by what is known of the settings that differ;

@@ -110,7 +110,7 @@ class _Start(NamedTuple):
     kept: list[int]
     """What lives until the backward pass ends."""
     added: list[int]
-    """What lives until the layers' forward passes end."""
+    """What lives until the forward pass of the last norm ends."""
     made: list[int]
     """What the layers' backward passes make for it."""
     leaf: int

@@ -81,7 +81,7 @@ class Passes(msgspec.Struct):
     passed_on: int
     """The gradient of the input."""
     others: list[int]
-    """Other inputs, which begin and end outside, and their gradients."""
+    """Other inputs. They and their gradients begin and end outside."""
     gradients: list[int]
     """Of weights, which the backward pass makes."""
 

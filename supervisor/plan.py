@@ -277,12 +277,13 @@ def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak
 
 
 def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:
-    """Other settings that are safe, each with the largest B that is: those that allow a larger B
-    than the present ones do, or need less memory. Training unchanged comes first, then the faster
-    ones, then the order of `others`."""
+    """Other settings that are safe, each with the largest B that is: those that need less memory
+    than the present ones, or allow a larger B (but none that is slower, if the present ones are
+    safe). Training unchanged comes first, then the faster ones, then the order of `others`."""
     own, asked = largest_safe(settings, card, quick, quick), quick(settings)
     least = None if own is None else own[1].reserved
-    if asked is not None and least is not None and is_safe(asked, card):
+    fits = asked is not None and is_safe(asked, card)
+    if asked is not None and least is not None and fits:
         least = min(least, asked.reserved)
     found: list[Way] = []
     for other in others:
@@ -290,9 +291,10 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask)
         if best is None or best[0] in [way.settings for way in found]:
             continue
         tried, need = best
-        if own is not None and least is not None and tried.batch <= own[0].batch and need.reserved > _LESS * least:
-            continue
-        changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         speed = pace(settings, tried)
+        if own is not None and least is not None and need.reserved > _LESS * least:
+            if tried.batch <= own[0].batch or (fits and speed.is_slower):
+                continue
+        changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
     return sorted(found, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]

@@ -119,7 +119,7 @@ def test_what_the_quick_answer_allows_is_checked_by_the_sure_one() -> None:
 
 
 def test_ways_are_those_that_gain_something_the_training_unchanged_first() -> None:
-    settings = first_run(batch=8, accumulation=2)
+    settings = first_run(batch=16, accumulation=1)
     shorter, checkpointed, same = (
         replace(settings, seq_len=64, gradient_checkpointing=True),
         replace(settings, gradient_checkpointing=True),
@@ -127,6 +127,9 @@ def test_ways_are_those_that_gain_something_the_training_unchanged_first() -> No
     )
     found = ways(settings, [shorter, same, checkpointed, settings], CARD, linear)
     assert [(way.settings.seq_len, way.settings.batch, way.unchanged) for way in found] == [(128, 16, True), (64, 16, False)]
+    # 8 x 2 is safe, and faster than 16 x 1 with checkpointing.
+    safe = replace(settings, batch=8, accumulation=2)
+    assert ways(safe, [same, checkpointed], CARD, linear) == []
 
 
 def test_of_ways_that_leave_training_as_it_is_the_faster_ones_come_first() -> None:
@@ -137,11 +140,12 @@ def test_of_ways_that_leave_training_as_it_is_the_faster_ones_come_first() -> No
         replace(settings, zero=Zero(stage=2)),
     )
 
-    def half(asked: Settings) -> Need:
+    def less(asked: Settings) -> Need:
         need = linear(asked)
-        return need if asked.zero == settings.zero else replace(need, reserved=need.reserved // 2)
+        same = asked.zero == settings.zero and not asked.gradient_checkpointing
+        return need if same else replace(need, reserved=need.reserved // 4)
 
-    found = ways(settings, [slowest, slower, faster], CARD, half)
+    found = ways(settings, [slowest, slower, faster], CARD, less)
     assert [way.pace.speed for way in found] == ["faster", "slower", "much slower"]
     assert found[0].pace.basis[0] == "the optimizer works on the GPU"
 
@@ -385,6 +389,17 @@ def test_without_a_gpu_the_host_memory_is_that_of_a_training_on_the_cpu(capsys: 
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("host memory ") and "· safe" in line for line in lines)
     assert any("trained on this CPU: between" in line for line in lines)
+    assert not any(line.startswith("fits ") for line in lines)
+
+
+def test_what_the_host_cannot_hold_is_named_and_no_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "first-run", "--vram", "1", "--batch", "16", "--accum", "1"]
+    assert document(capsys, *words[1:], "--host-ram", "64")["alternatives"]
+    assert document(capsys, *words[1:], "--host-ram", "0.5")["alternatives"] == []
+    assert run([*words, "--host-ram", "0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "fits        no: the run needs more host memory than there is" in lines
+    assert not any(line.startswith("or ") for line in lines)
 
 
 def test_pages_of_the_models_file_that_the_system_can_drop_are_no_need(tmp_path: Path) -> None:

@@ -370,6 +370,7 @@ def _print_one(
     least = smallest(settings, card, answers.quick) if best is None else None
     others = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
     found = [(way, host if own is not None else on_host(way.settings)) for way in others]
+    found = [(way, of_host) for way, of_host in found if not of_host.is_too_little]
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}

@@ -39,6 +39,11 @@ class PlannedHost(NamedTuple):
         return (self.total - self.available + self.foreseen.peak) / self.total
 
     @property
+    def is_too_little(self) -> bool:
+        """Whether the run is foreseen to need more than there is."""
+        return self.fraction is not None and self.fraction > 1
+
+    @property
     def row(self) -> dict[str, Any]:
         found = self.foreseen
         return {
@@ -84,6 +89,8 @@ def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
         yield f"by          estimate, {host.reason}: between {least} and {most}"
     else:
         yield f"by          estimate, trained on this CPU: between {least} and {most}"
+    if host.is_too_little:
+        yield "fits        no: the run needs more host memory than there is"
     parts = sorted(found.components.items(), key=lambda one: -one[1])
     yield f"parts       {separator(', ').join(f'{tr(name)} {units.size(size)}' for name, size in parts)}"
     if found.with_files > found.peak:

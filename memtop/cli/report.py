@@ -22,7 +22,7 @@ _SHOWN = "-"
 @click.command(epilog=RUN_HELP)
 @run_argument
 @click.option("--html", "page", type=PATH, metavar="FILE", help="the page to write [RUN.html]")
-@click.option("--markdown", "summary", type=PATH, metavar="FILE", help="a summary as Markdown instead; - prints it")
+@click.option("--markdown", "summary", type=PATH, metavar="FILE", help="a summary as Markdown; - prints it")
 @runs_dir_option
 def report(run_name: str, page: Path | None, summary: Path | None, runs_dir: Path | None) -> int:
     """Write a run as one HTML page, to keep or to share.
