@@ -88,7 +88,7 @@ class Tape:
         `saves`: whether there will be a backward pass."""
         self.least, self.saves = least, saves
         self.again = False
-        """Whether a checkpoint computes this again: then each saved tensor ends right after its use."""
+        """Whether a checkpoint computes this again: then each saved tensor ends after its use."""
         self.live = self.kept = 0
         """Bytes; kept: of new gradients of weights."""
         self._nodes: list[_Node | None] = []

@@ -292,9 +292,9 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask)
             continue
         tried, need = best
         speed = pace(settings, tried)
-        if own is not None and least is not None and need.reserved > _LESS * least:
-            if tried.batch <= own[0].batch or (fits and speed.is_slower):
-                continue
+        saves = least is None or need.reserved <= _LESS * least
+        if own is not None and not saves and (tried.batch <= own[0].batch or (fits and speed.is_slower)):
+            continue
         changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
     return sorted(found, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]
