@@ -287,9 +287,13 @@ class _Run:
                     engine.before_forward(part.unit)
                     if part.is_first:
                         part.before, source = source, inputs.pop(0)
-                    if part.is_first and self.holds_inputs and not start.leaf:
+                    is_leaf = part.is_first and self.holds_inputs and not start.leaf
+                    if is_leaf:
                         holds.append(source)
                     source = self._part_forward(sequence, part, source)
+                    if is_leaf:
+                        # The layer does not end it.
+                        part.running = replace(part.running, source=-1)
                     engine.after_forward(part.unit)
                 engine.before_forward(places.tail)
                 normed = sequence.forward(tail.passes, source)
@@ -364,8 +368,6 @@ class _Run:
         part.copies = sequence.begin_small(stack.small_copies, "activations")
         part.saved = sequence.begin_small(stack.small_saved, "activations")
         part.running = sequence.forward(passes, source)
-        if part.is_first and self.holds_inputs:
-            part.running = replace(part.running, source=-1)
         return part.running.result
 
     def _part_backward(self, sequence: Sequence, part: _Part, gradient: int) -> int:
