@@ -14,6 +14,8 @@ from memtop.presets.allocator import MIB
 
 PRODUCT = 1 << 60
 """The event of a pass's first matrix product, for which cuBLAS may need its workspace."""
+GRADIENT = PRODUCT + 1
+"""The event of a backward pass's first gradient of a weight."""
 
 
 class Tensor:
@@ -95,7 +97,7 @@ class Tape:
         self.large: list[tuple[int, str]] = []
         """What is not small: bytes, and what it is for."""
         self.events: list[int] = []
-        """In their order: n where `large[n]` begins, ~n where it ends; PRODUCT."""
+        """In their order: n where `large[n]` begins, ~n where it ends; PRODUCT, GRADIENT."""
         self.last_saved = 0
         """How many events there were when something was saved last. A second run ends there."""
         self.looked_back = -1
@@ -109,7 +111,7 @@ class Tape:
         """In `large`, the gradient of the result."""
         self.passed_on: tuple[int, ...] = ()
         """The gradient of the input."""
-        self._has_product = False
+        self._has_product = self._has_gradient = False
         self._shared: set[int] = set()
         """The nodes of inputs that other tapes have as well."""
 
@@ -211,7 +213,7 @@ class Tape:
             if step.saved and self.looked_back < 0:
                 self.looked_back = len(self.events)
             found = self._passed_on(step, gradient) if step.passes else self._computed(step)
-            parents, saved = step.parents, list(step.saved)
+            parents, saved, is_weights = step.parents, list(step.saved), bool(step.weights)
             step = None
             if saved:
                 while self.again and saved:
@@ -221,6 +223,9 @@ class Tape:
             self._release(gradient)
             while saved:
                 saved.pop(0)
+            if is_weights and not self._has_gradient:
+                self._has_gradient = True
+                self.events.append(GRADIENT)
             for (parent, *_), own in zip(parents, owns, strict=True):
                 self._accumulate(gradients, parent, own)
 

@@ -108,8 +108,12 @@ class Loss:
         embeddings'."""
         sequence, numbers, compute = self._sequence, self._numbers, self._compute
         if self.in_pieces:
-            found = self._converted(self._of_states, self._states * self._item, self._item != 4)
-            of_head = self._converted(self._of_head, self._head * numbers.weights, numbers.full and numbers.weights != 4)
+            found, of_head = self._of_states, self._of_head
+            if self._item != 4:
+                found = self._new(self._states * self._item)
+            if numbers.full and numbers.weights != 4:
+                of_head = self._new(self._head * numbers.weights, "gradients")
+            self._sequence.end(*({self._of_states, self._of_head} - {found, of_head}))
         else:
             logits = self._backward_of_logits()
             of_head = self._new(self._head * compute if numbers.full else 0, "gradients")

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
-from memtop.presets.autograd import PRODUCT, Tensor
+from memtop.presets.autograd import GRADIENT, PRODUCT, Tensor
 from memtop.presets.layers import Layer
 from memtop.presets.states import Parameter
 
@@ -25,7 +25,7 @@ _KEPT = -2
 
 Events = list[tuple[list[int], int]]
 """Events of a layer's own tensors, and after each part what ends then and is not its own, or
-PRODUCT; -1: nothing."""
+PRODUCT, GRADIENT; -1: nothing."""
 
 
 def split(events: list[int], outside: set[int]) -> Events:
@@ -34,8 +34,8 @@ def split(events: list[int], outside: set[int]) -> Events:
     found: Events = []
     part: list[int] = []
     for event in events:
-        if event == PRODUCT:
-            found.append((part, PRODUCT))
+        if event >= PRODUCT:
+            found.append((part, event))
             part = []
         elif (event if event >= 0 else ~event) not in outside:
             part.append(event)
@@ -269,6 +269,8 @@ class Sequence:
         """Those that stay."""
         self.workspace = 0
         """Bytes that the next matrix product allocates to stay."""
+        self.at_gradient: Callable[[], None] | None = None
+        """Called once, with the next gradient of a weight."""
 
     def phase(self, name: Phase) -> None:
         self.phases.append((len(self.events), name))
@@ -314,6 +316,12 @@ class Sequence:
         """A matrix product has just got its result."""
         self.begin(self.workspace, "workspace")
         self.workspace = 0
+
+    def gradient(self) -> None:
+        """A weight has just got its gradient."""
+        call, self.at_gradient = self.at_gradient, None
+        if call is not None:
+            call()
 
     def live_bytes(self) -> int:
         """What is there now."""
@@ -373,6 +381,8 @@ class Sequence:
             found += [base + event if event >= 0 else event - base for event in part]
             if outside == PRODUCT:
                 self.product()
+            elif outside == GRADIENT:
+                self.gradient()
             elif keys.get(outside, NOWHERE) >= 0:
                 found.append(~keys[outside])
 

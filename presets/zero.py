@@ -132,14 +132,16 @@ class Stages1And2(_Sharded):
 
     def begin_backward(self, *, last: bool) -> None:
         super().begin_backward(last=last)
-        self._starts_bucket = self._in_bucket < 0
+        if self._in_bucket < 0:
+            self._sequence.at_gradient = self._start_bucket
+
+    def _start_bucket(self) -> None:
+        self._in_bucket = self._sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
 
     def after_backward(self, unit: Unit) -> None:
         sequence = self._sequence
-        if self._starts_bucket and unit.count:
-            # With the first gradient.
-            self._starts_bucket = False
-            self._in_bucket = sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
+        if unit.count:
+            sequence.gradient()
         if not self._partitions:
             if self._separate and unit not in self._done:
                 self._done.add(unit)
