@@ -112,7 +112,8 @@ class Layer(Tape):
         else:
             item = x.item if kind == "llama" else 2 if vectors == 2 else 4
             narrow = self.cast(scaled, item)
-            del scaled
+            if kind == "t5":
+                del scaled
             found = self._scaled(narrow, width, max(item, vectors))
         return self.cast(found, 2) if self.numbers.narrow_norms else found
 
@@ -188,8 +189,10 @@ class Layer(Tape):
             return found
 
         low = product(self.dropout(x, numbers.dropout), rows * rank, rank * inputs)
-        scaled = self.changed(product(low, found.count, rank * outputs))
+        high = product(low, found.count, rank * outputs)
         del low
+        scaled = self.changed(high)
+        del high
         found, item = self.add(found, scaled), found.item
         del scaled
         return self.cast(found, item)
