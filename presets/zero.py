@@ -327,8 +327,7 @@ class Stage3(_Sharded):
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """DeepSpeed does so before each module, also before those without weights, about every
-        second one."""
+        """DeepSpeed does so before each module: about every second one has no weights."""
         for _ in range(2):
             together: list[Piece] = []
             most = min(self._ahead, self._most - self._live)
