@@ -40,6 +40,7 @@ class Loss:
         else:
             self._kept.append(copy)
             self._forward_whole(states)
+        self._sequence.product()
 
     def _new(self, size: int, use: str = "temporary") -> int:
         return self._sequence.begin(size, use)
