@@ -28,6 +28,7 @@ from memtop.supervisor.program import name_of
 from memtop.supervisor.wire import Change
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
+from tests.recovery.injected import TINY
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[1]
@@ -379,7 +380,7 @@ def test_the_pinned_gpu_is_in_the_environment_of_the_program(runs: Runs, tmp_pat
 def test_a_restart_with_more_processes_goes_on_with_the_next_sample(runs: Runs, tmp_path: Path, nvml_library: Path) -> None:  # noqa: F811
     script = Script(tmp_path / "script").gpu(0, total=GIB, used=0).gpu(1, total=GIB, used=0)
     runs.environment |= script.write().env(nvml_library)
-    train_on_the_cpu = ("train", "--headless", "--set", "device=cpu", "--set", "data.max_bytes=100000")
+    train_on_the_cpu = ("train", "--headless", "--set", "device=cpu", "--set", "data.max_bytes=100000", *TINY)
     runs.memtop(*train_on_the_cpu, "--name", "a", "--max-updates", "2")
     runs.memtop("restart", "a", "--gpus", "0,1", "--max-updates", "4", "--headless")
     runs.memtop(*train_on_the_cpu, "--name", "whole", "--max-updates", "4")

@@ -17,7 +17,7 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.machine_watch import energy_counters
-from memtop.supervisor.run.record.folder import create_run
+from memtop.supervisor.run.record.folder import create_run, find_run
 from memtop.supervisor.run.record.ledger import Ledger, reading_ledger
 from tests.conftest import UNTIL_GO, Runs
 from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
@@ -115,12 +115,21 @@ def test_the_report_names_a_cost_only_with_a_price(
             energy_price()
 
 
-SECONDS = 0.2
-OFTEN = f"""
+OFTEN = """
     import memtop.supervisor.monitor.nvml.device as device
-    device.SENSOR_SECONDS = {SECONDS}
+    import memtop.supervisor.run.machine_watch as machine_watch
+    device.SENSOR_SECONDS = device.PROCESS_SECONDS = machine_watch.SAMPLE_SECONDS = 0.1
 """
-"""A supervisor that reads the counter not only every few seconds."""
+"""A supervisor that looks at the counter and at the processes not only every few seconds."""
+
+
+def newest_counter(runs: Runs) -> float | None:
+    """Of the first card, in the newest sample that the supervisor has stored, in joules."""
+    with reading_ledger(find_run("a", runs.path)) as ledger:
+        assert ledger is not None
+        newest = ledger.snapshot(time.time(), 0)
+    assert newest is not None
+    return newest.gpus[0].details.energy_joules
 
 
 def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter(
@@ -158,7 +167,7 @@ def test_a_supervisor_counts_the_energy_of_each_attempt_from_the_drivers_counter
     runs.memtop("restart", "a", "--detach", "--set", "allocator=expandable_segments:True")
     # The supervisor must know the new value of the counter before the program is on the card.
     count(1, before + 5 * kwh)
-    time.sleep(30 * SECONDS)
+    runs.wait("a", lambda _: newest_counter(runs) == (before + 5 * kwh) / 1000)
     trains(2, before + 5 * kwh, kwh // 4, before=first)
     (runs.root / "go").touch()
     runs.wait("a", lambda run: run["state"] == "finished" and run["supervisor_pid"] is None)

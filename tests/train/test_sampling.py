@@ -74,15 +74,11 @@ def test_weights_and_moments_are_bitwise_those_of_a_training_without_samples(
     assert plain.channel.of("sample") == []
 
 
-def test_two_processes_with_sharded_parameters_write_together_and_save_the_same(tmp_path: Path) -> None:
-    """Under ZeRO-3 a process that wrote alone would wait forever for the other one's parameters."""
-    shared = {"world_size": 2, "batch": 2, "zero": Zero(stage=3), "target_samples": 24}
+def test_two_processes_with_sharded_parameters_write_together(tmp_path: Path) -> None:
+    """Under ZeRO-3 a process that wrote alone would wait forever for the other one's parameters.
+    The next test proves that the training is the same as without samples."""
     sample = sampling(tmp_path, every=1, temperature=0.7)
-    plain = run_trainer(tmp_path / "plain", edited(**shared))
-    sampled = run_trainer(tmp_path / "sampled", edited(**shared, sample=sample))
-    assert sampled.losses == plain.losses
-    (ours, theirs) = (sorted(one.state_dir.glob("*.safetensors")) for one in (sampled, plain))
-    assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs] != []
+    run_trainer(tmp_path / "sampled", edited(world_size=2, batch=2, zero=Zero(stage=3), target_samples=24, sample=sample))
     lines = (tmp_path / "sampled" / "attempt" / "rank-0.jsonl").read_text().splitlines()
     reports = [report for line in lines if (report := json.loads(line))["type"] == "sample"]
     assert [(report["update"], len(report["texts"]), report["problem"]) for report in reports] == [
@@ -95,9 +91,9 @@ def test_two_processes_with_sharded_parameters_write_together_and_save_the_same(
 def test_memory_that_runs_out_on_one_of_two_ranks_ends_only_the_sampling(tmp_path: Path) -> None:
     """Under ZeRO-3 each pass gathers weights from both: neither may wait for one that has left."""
     settings = edited(world_size=2, batch=2, zero=Zero(stage=3), target_samples=8 * 8)
-    places = [(-1, ""), (1, "layer"), (0, "gathering"), (1, "input"), (0, "end"), (2, "layer"), (1, "gathering")]
+    places = [(1, "layer"), (0, "gathering"), (1, "input"), (0, "end"), (2, "layer"), (1, "gathering")]
     found = []
-    for name, sample in (("plain", Sampling()), ("sampled", sampling(tmp_path, every=1))):
+    for name, sample in (("plain", Sampling()), ("sampled", sampling(tmp_path, every=1, temperature=0.7))):
         folder = tmp_path / name
         folder.mkdir()
         if sample.every:
@@ -109,10 +105,10 @@ def test_memory_that_runs_out_on_one_of_two_ranks_ends_only_the_sampling(tmp_pat
     assert sampled[0]["losses"] == plain[0]["losses"] != []
     assert {one["weights"] for one in sampled} == {plain[0]["weights"]}
     reports = sampled[0]["samples"]
-    assert [report["max_new_tokens"] for report in reports] == [512, 512, 256, 128, 64, 32, 16, 8]
-    assert [report["problem"] is None for report in reports] == [True, *[False] * 6, True]
-    assert [len(report["texts"]) for report in (reports[0], reports[-1])] == [2, 2]
-    assert reports[1]["problem"].endswith("the next ones have at most 256 tokens"), "the rank that failed was not the first"
+    assert [report["max_new_tokens"] for report in reports] == [512, 256, 128, 64, 32, 16, 8, 8]
+    assert [report["problem"] is None for report in reports] == [*[False] * 6, True, True]
+    assert [len(report["texts"]) for report in reports[-2:]] == [2, 2]
+    assert reports[0]["problem"].endswith("the next ones have at most 256 tokens"), "the rank that failed was not the first"
 
 
 def test_a_sampling_has_a_text_for_each_prompt_and_the_same_ones_with_the_same_seed(tmp_path: Path) -> None:
