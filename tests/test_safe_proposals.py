@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from memtop.cli.common import proposal_lines
 from memtop.presets import Settings, load_presets, load_recipes, resolve
 from memtop.presets.comparison import outlook
-from memtop.presets.estimate import estimate
+from memtop.presets.estimate import Estimate, estimate
 from memtop.presets.files import usable
 from memtop.presets.measured import GpuKind, Learned, Measured, model_key
 from memtop.presets.parameters import stored_config
+from memtop.supervisor import plan
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.plan import Card, Need, largest_safe, splits_of, ways
@@ -71,6 +73,23 @@ REFUSED = {("sft-qlora", "stage3"), ("sft-qlora", "minimal")}
 LADDER = [(recipe, preset) for recipe in ASKED for preset in usable(load_presets(), recipe) if (recipe, preset) not in REFUSED]
 
 
+_known: dict[bytes, Estimate] = {}
+
+
+def estimated_once(settings: Settings, config: Mapping[str, Any], *, generation: int, capacity: int | None) -> Estimate:
+    """`estimate`: memtop and the judge ask the same half of the time, and the tests each other's
+    questions."""
+    question = msgspec.json.encode((settings, config, generation, capacity))
+    if question not in _known:
+        _known[question] = estimate(settings, config, generation=generation, capacity=capacity)
+    return _known[question]
+
+
+@pytest.fixture(autouse=True)
+def _each_estimate_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "estimate", estimated_once)
+
+
 class World(NamedTuple):
     """What trainings take in truth, and what memtop knows of it."""
 
@@ -104,7 +123,7 @@ class World(NamedTuple):
         config, room = stored_config(settings), on.total_bytes - self.outside
         assert config is not None
         room -= room % (64 * MIB)
-        return round(self.ratio * estimate(settings, config, generation=on.generation, capacity=room).reserved)
+        return round(self.ratio * estimated_once(settings, config, generation=on.generation, capacity=room).reserved)
 
     def is_safe(self, settings: Settings, on: Card) -> bool:
         assert on.total_bytes is not None
