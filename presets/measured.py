@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.decoding import decoder_of
 from memtop.presets.fields import SPLIT, memory_shape
 from memtop.presets.files import user_cache
 from memtop.presets.parameters import stored_config
@@ -186,7 +187,7 @@ def _batches(settings: Settings) -> list[int]:
 @functools.lru_cache(maxsize=4 * KEPT)
 def _shape(encoded: bytes) -> dict[str, Any]:
     """What shapes the peak, except the micro-batch. A forecast asks for that of every row."""
-    settings = msgspec.json.decode(encoded, type=Settings)
+    settings = decoder_of(Settings).decode(encoded)
     # Evaluations have a peak of their own.
     left_out = (*SPLIT, "eval_batch")
     values = {name: value for name, value in memory_shape(settings, "peak").items() if name not in left_out}
@@ -257,7 +258,7 @@ def _read(path: Path) -> tuple[list[tuple[bytes, Measured | None]], str | None]:
     problem = None
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append((line, msgspec.json.decode(line, type=Measured)))
+            rows.append((line, decoder_of(Measured).decode(line)))
         except msgspec.MsgspecError as error:
             rows.append((line, None))
             problem = problem or f"{path}: line {number} is left out: {error}"

@@ -24,6 +24,7 @@ import msgspec
 
 import memtop
 from memtop.presets import user_cache
+from memtop.presets.decoding import decoder_of
 from memtop.presets.gpu_support import TorchBuild
 from memtop.presets.measured import GpuKind, Learned, learned
 from memtop.presets.torch_build import installed_build
@@ -413,7 +414,7 @@ def _asked(path: str) -> Proof:
     answer = next((line for line in reversed(done.stdout.splitlines()) if b'"version"' in line), b"")
     end = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
     try:
-        return msgspec.json.decode(answer, type=Proof)
+        return decoder_of(Proof).decode(answer)
     except msgspec.DecodeError:
         words = done.stderr.decode(errors="replace").strip().splitlines()
         return Proof(problem=f"it ended with {end}{': ' + words[-1] if words else ''}")

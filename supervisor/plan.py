@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from memtop.presets import Settings
 from memtop.presets.choosing import COMMUNICATION_BYTES, CONTEXT_BYTES
 from memtop.presets.comparison import Pace, other_changes, pace
+from memtop.presets.decoding import decoder_of
 from memtop.presets.estimate import estimate
 from memtop.presets.fields import training_unchanged
 from memtop.presets.measured import GpuKind
@@ -199,7 +200,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=512)
 def _estimated(question: bytes) -> Need | str:
-    asked = msgspec.json.decode(question, type=_Question)
+    asked = decoder_of(_Question).decode(question)
     try:
         found = estimate(asked.settings, asked.config, generation=asked.generation, capacity=asked.capacity)
     except UnknownMemoryError as error:

@@ -74,7 +74,7 @@ def data_consequences(before: Settings, after: Settings) -> tuple[str, ...]:
     """What an edit does to the samples of an update and to their length, in lines."""
     lines = [describe_split(before, after)]
     if after.seq_len != before.seq_len:
-        lines.append(f"seq_len {before.seq_len} -> {after.seq_len}: a changed seq_len changes the data")
+        lines.append(f"seq_len {before.seq_len} -> {after.seq_len}: the rest of the epoch is cut at the new length")
     return tuple(lines)
 
 

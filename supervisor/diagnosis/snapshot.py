@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.pickled import BEGINNINGS, FORGOTTEN, Items, Refused, read
@@ -238,7 +239,7 @@ class _Visitor:
     def text(self, text: str) -> None:
         if self.kept is None:
             try:
-                self.kept = msgspec.json.decode(text, type=Kept)
+                self.kept = decoder_of(Kept).decode(text)
             except msgspec.DecodeError as error:
                 raise Refused(f"is damaged: what memtop has written into it cannot be read: {error}") from None
             holders = [_Named(*holder) for holder in self.kept.holders]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive, is_stopped
 from memtop.supervisor.monitor.processes.signals import user_name
@@ -39,7 +40,7 @@ _RETRY_SECONDS = 0.05
 @cache
 def _decoder() -> msgspec.json.Decoder[Message]:
     # Made when the first message comes: that takes longer than to load this module.
-    return msgspec.json.Decoder(Message)
+    return decoder_of(Message)
 
 
 def socket_path(run_folder: Path) -> Path:

@@ -322,8 +322,9 @@ def restart_reason(change: Change) -> str:
 
 
 def split_change(before: Settings | None, after: Settings | None) -> str:
-    """How a restart changes the effective batch, as the end of a sentence; empty if it does not."""
-    if before is None or after is None or before.splits == after.splits:
+    """How a restart changes the samples of an update or their length, as the end of a sentence;
+    empty if it does not."""
+    if before is None or after is None or (before.splits, before.seq_len) == (after.splits, after.seq_len):
         return ""
     return f"; {describe_split(before, after)}"
 

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.presets.files import PresetFileError, parse, user_config
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.record.folder import RunFolder, read_json, write_json
@@ -117,7 +118,7 @@ def claims(content: bytes) -> Iterator[Claim]:
     """The lines of `notices.jsonl`. A line that was cut is left out."""
     for line in content.splitlines():
         try:
-            yield msgspec.json.decode(line, type=Claim)
+            yield decoder_of(Claim).decode(line)
         except msgspec.DecodeError:
             continue
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.program import Knobs
 from memtop.supervisor.recovery.values import UPDATE_PHASES
 
@@ -396,7 +397,7 @@ Report = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[Report]:
-    return msgspec.json.Decoder(Report)  # takes 4 ms to make
+    return decoder_of(Report)  # takes 4 ms to make
 
 
 def decode(line: bytes) -> Report | None:

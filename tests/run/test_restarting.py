@@ -201,6 +201,9 @@ def test_a_restart_says_what_becomes_of_the_effective_batch() -> None:
     assert split in accepted.message
     assert split in brain.messages("attempt")[0]
     assert explain.split_change(SETTINGS, SETTINGS) == ""
+    shorter = explain.split_change(SETTINGS, replace(SETTINGS, seq_len=SETTINGS.seq_len // 2))
+    assert "tokens per update" in shorter
+    assert shorter.endswith("(-50.0 %): changes training")
 
 
 def test_a_change_that_cannot_be_is_refused_as_wrong_usage() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
@@ -88,4 +89,4 @@ class TabSampler:
                 line = b""
         if not line:
             raise MemtopError("memtop watch --serve has ended")
-        return msgspec.json.decode(line, type=MachineSnapshot)
+        return decoder_of(MachineSnapshot).decode(line)

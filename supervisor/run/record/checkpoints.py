@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.record.folder import name_aside, open_to_read
 from memtop.supervisor.run.reports import Count, Time, Word
@@ -50,7 +51,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     manifest_path = folder / "manifest.json"
     try:
         with open_to_read(manifest_path) as file:
-            manifest = msgspec.json.decode(file.read(), type=_Manifest)
+            manifest = decoder_of(_Manifest).decode(file.read())
     except FileNotFoundError:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was interrupted")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.checks import did_you_mean
+from memtop.presets.decoding import decoder_of
 from memtop.presets.program_profiles import ProgramProfile
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
@@ -389,7 +390,7 @@ class _Damaged(Exception):
 
 def _read(path: Path, shape: type[T], *, own: bool = False) -> T:
     try:
-        return msgspec.json.decode(_content(path, own=own), type=shape)
+        return decoder_of(shape).decode(_content(path, own=own))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _Damaged(str(error)) from None
 

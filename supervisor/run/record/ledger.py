@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.killed import recorded_signal, state_word
@@ -260,8 +261,8 @@ class Ledger:
 
     @staticmethod
     def _attempt(row: dict[str, Any]) -> Attempt:
-        row["settings"] = None if row["settings"] is None else msgspec.json.decode(row["settings"], type=Settings)
-        row["change"], row["launched"] = msgspec.json.decode(row["change"], type=Change), bool(row["launched"])
+        row["settings"] = None if row["settings"] is None else decoder_of(Settings).decode(row["settings"])
+        row["change"], row["launched"] = decoder_of(Change).decode(row["change"]), bool(row["launched"])
         row["diagnosis"] = None if row["diagnosis"] is None else msgspec.json.decode(row["diagnosis"])
         return Attempt(**row)
 
@@ -276,7 +277,7 @@ class Ledger:
     def configurations(self) -> list[configurations.ConfigurationRecord]:
         """All configurations of the run, oldest first."""
         rows = self._db.execute("SELECT record FROM configurations ORDER BY number")
-        return [msgspec.json.decode(text, type=configurations.ConfigurationRecord) for (text,) in rows]
+        return [decoder_of(configurations.ConfigurationRecord).decode(text) for (text,) in rows]
 
     # --- reports ---
 
@@ -382,7 +383,7 @@ class Ledger:
         back; of old updates one for several."""
         sql = "SELECT attempt, time, report, updates FROM metrics WHERE time IS NOT NULL ORDER BY time"
         return [
-            StoredStep(attempt, time, msgspec.json.decode(text, type=Step), updates)
+            StoredStep(attempt, time, decoder_of(Step).decode(text), updates)
             for attempt, time, text, updates in self._db.execute(sql)
         ]
 
@@ -464,7 +465,7 @@ class Ledger:
         """
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
-        return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)
+        return None if row is None else decoder_of(MachineSnapshot).decode(row[0])
 
 
 def _by_process(reports: Iterable[Report]) -> Iterator[list[Step]]:

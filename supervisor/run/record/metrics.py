@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Metric
 
@@ -71,7 +72,7 @@ def add(db: sqlite3.Connection, attempt: int, steps: Iterable[Step]) -> None:
     if steps and any(step.loss is None for step in steps):
         # The output may have been read before the agent's report.
         known = {
-            update: msgspec.json.decode(report, type=Step)
+            update: decoder_of(Step).decode(report)
             for update, report in db.execute(
                 'SELECT "update", report FROM metrics WHERE attempt = ? AND "update" BETWEEN ? AND ? AND tier = 1',
                 (attempt, min(step.update for step in steps), max(step.update for step in steps)),
@@ -89,7 +90,7 @@ def fill_in(db: sqlite3.Connection, attempt: int, steps: Iterable[Step]) -> None
         if found is not None and found[1] > 1:
             continue  # an old update, merged with others
         if found is not None:
-            step = _filled(msgspec.json.decode(found[0], type=Step), step)
+            step = _filled(decoder_of(Step).decode(found[0]), step)
         _insert(db, [_Row(attempt, step, 1, step.loss)], tier=1)
 
 
@@ -148,7 +149,7 @@ def _thin_tier(db: sqlite3.Connection, tier: int, kept: int, at_once: int) -> bo
         ' WHERE tier = ? AND (m.attempt, m."update") < (?, ?) ORDER BY m.attempt, m."update"',
         old,
     ).fetchall()
-    found = ((_Row(n, msgspec.json.decode(text, type=Step), *rest), counts) for n, text, *rest, counts in rows)
+    found = ((_Row(n, decoder_of(Step).decode(text), *rest), counts) for n, text, *rest, counts in rows)
     groups = itertools.groupby(found, lambda one: (one[0].attempt, one[0].step.update // coarser, one[1]))
     merged = [_merged([row for row, _ in group]) for _, group in groups]
     db.execute('DELETE FROM metrics WHERE tier = ? AND (attempt, "update") < (?, ?)', old)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.checkpoints import link_or_copy, why
@@ -87,7 +88,7 @@ def read(path: Path) -> Checkpoint:
     problem, update = None, None
     try:
         with open_to_read(path / _STATE) as file:
-            update = msgspec.json.decode(file.read(), type=_TrainerState).global_step
+            update = decoder_of(_TrainerState).decode(file.read()).global_step
     except FileNotFoundError:
         problem = f"{path / _STATE} is missing: the save was interrupted"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
