@@ -432,6 +432,49 @@ def test_without_torch_it_is_an_estimate(
     assert "estimated without a dry run: no Python with torch was found" in told
 
 
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 2}
+
+
+def test_without_a_gpu_a_model_without_an_estimate_gets_a_bound_and_the_way_to_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    bare = replace(gpus_of.sample(), gpus=())
+    monkeypatch.setattr(gpus_of, "sample", lambda: bare)
+    (model / "config.json").write_text(json.dumps(MIXTRAL))
+    assert run(["plan", "--model", str(model)]) == 0
+    out, told = capsys.readouterr()
+    assert "GPU memory  at least " in out
+    assert "only a bound: model.config.model_type mixtral: no estimate for this architecture" in told
+    assert "memtop: no GPU is here: with --vram GIB, which says how large yours is, a dry run foresees this model" in told
+    less = {name: value for name, value in MIXTRAL.items() if name != "intermediate_size"}
+    (model / "config.json").write_text(json.dumps(less))
+    assert run(["plan", "--model", str(model)]) == 2
+    assert "its configuration lacks intermediate_size; no GPU is here: with --vram GIB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "said"),
+    [
+        ({"model_type": "t5"}, ["--method", "lora"], "this recipe trains causal language models"),
+        ({"model_type": "gpt2"}, ["--method", "lora", "--set", "lora.targets=nope"], "lora.targets nope: "),
+        ({"model_type": "gpt2"}, ["--method", "qlora"], "lora.targets q_proj"),
+    ],
+)
+def test_without_a_gpu_wrong_settings_are_named(
+    config: dict[str, Any],
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+) -> None:
+    bare = replace(gpus_of.sample(), gpus=())
+    monkeypatch.setattr(gpus_of, "sample", lambda: bare)
+    (model / "config.json").write_text(json.dumps(config))
+    assert run(["plan", "--model", str(model), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 NEW = {**LLAMA, "model_type": "quokka", "tie_word_embeddings": False}
 NEW_LEAST = 300 * 64 + 2 * 3 * 64 * 128 // 2
 

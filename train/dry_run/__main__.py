@@ -6,7 +6,8 @@ A request is {"settings": ..., "generation": 80, "capacity": BYTES or null}: the
 the GPU's compute capability without its point, and the bytes that torch can reserve there. The
 answer is {"foresight": ...} (see `run.Foresight`), or {"problem": TEXT, "of_model": ...} if it
 cannot be foreseen; of_model says whether the settings may be right (see `UnknownModelError`).
-Answers are kept in FOLDER: the same question is answered without loading torch.
+Answers are kept in FOLDER: the same question is answered without loading torch. With
+"only_check": true the model is built and not run; the answer is then {} or {"problem": ...}.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: Settings
     generation: Positive
     capacity: Positive | None = None
+    only_check: bool = False
 
 
 def main() -> int:
@@ -42,7 +44,7 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
-        answer = None if kept is None else kept.find(request)
+        answer = None if kept is None or request.only_check else kept.find(request)
         if answer is None:
             with contextlib.redirect_stdout(sys.stderr):
                 found = _foreseen(request)
@@ -59,7 +61,7 @@ def _foreseen(request: Request) -> dict[str, Any]:
 
     from memtop.train import BadInputError, UnknownModelError
     from memtop.train.dry_run.build import training_of
-    from memtop.train.dry_run.run import foresee, needing_most
+    from memtop.train.dry_run.run import check, foresee, needing_most
 
     transformers_logging.set_verbosity_error()
     try:
@@ -68,6 +70,9 @@ def _foreseen(request: Request) -> dict[str, Any]:
             generation=request.generation,
             capacity=request.capacity,
         )
+        if request.only_check:
+            check(training)
+            return {}
         return {"foresight": msgspec.to_builtins(foresee(needing_most(training)))}
     except BadInputError as error:
         return {"problem": str(error), "of_model": isinstance(error, UnknownModelError)}

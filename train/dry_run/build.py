@@ -160,8 +160,6 @@ def config_of(training: Training) -> Any:
     """The Hugging Face configuration; BadInputError if it or the training contradicts itself."""
     if training.method != "full" and training.lora is None:
         raise BadInputError(f"method {training.method}: needs lora.r and lora.alpha")
-    if training.loss == "pieces" and training.loss_chunk < 0 and training.capacity is None:
-        raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
     _refuse_contradictions(training)
     if not isinstance(training.config, dict):
         refuse_other_models(training.settings(training.config), training.config)

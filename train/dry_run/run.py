@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtop.presets.allocator import MIB, Allocator, CannotFit
 from memtop.presets.schema import Zero
 from memtop.presets.sequence import Phase
-from memtop.train import UnknownModelError, objective
+from memtop.train import BadInputError, UnknownModelError, objective
 from memtop.train.dry_run.build import (
     DTYPES,
     Training,
@@ -91,9 +91,17 @@ class Foresight(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+def check(training: Training) -> None:
+    """BadInputError if it cannot be built. Without a capacity, this is all that is known of a
+    training whose loss follows it."""
+    meta_model(training, config_of(training))
+
+
 def foresee(training: Training) -> Foresight:
     """The memory of this training; BadInputError if it cannot be built or run."""
     began = time.perf_counter()
+    if training.loss == "pieces" and training.loss_chunk < 0 and training.capacity is None:
+        raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
     trace = _traced(training)
     capacity = training.capacity
     fits, lacking, retries = None, None, 0
