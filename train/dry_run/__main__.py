@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from memtop import presets
 from memtop.presets import Settings
 from memtop.presets.fields import memory_shape
 from memtop.presets.parameters import stored_config
@@ -84,7 +85,8 @@ class _Kept:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         versions = [f"{name} {_version(name)}" for name in _LIBRARIES]
-        sources = [path.read_bytes() for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py"))]
+        train, own = Path(__file__).resolve().parents[1], Path(presets.__file__).resolve().parent
+        sources = [path.read_bytes() for folder in (train, own) for path in sorted(folder.rglob("*.py"))]
         self._code = hashlib.blake2b(b"\0".join([*map(str.encode, versions), *sources])).hexdigest()
 
     def find(self, request: Request) -> bytes | None:
