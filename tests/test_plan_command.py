@@ -707,6 +707,22 @@ def test_a_plan_takes_every_setting_of_a_training(capsys: pytest.CaptureFixture[
     assert found["gpu"]["components"]["activations"] < plain["gpu"]["components"]["activations"]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_key_value_heads": 3}, "model.config.num_key_value_heads 3: does not divide num_attention_heads 4"),
+        ({"num_hidden_layers": 0}, "model.config.num_hidden_layers 0: must be a whole number from 1 on"),
+        ({"attention_dropout": 1.5}, "model.config.attention_dropout 1.5: must be a number from 0 to 1"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused(
+    values: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | values))
+    assert run(["plan", "--model", str(model), "--vram", "8"]) == 2
+    assert capsys.readouterr() == ("", f"memtop: {said}\n")
+
+
 def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
     assert run(["plan", "--model", str(tmp_path), "--method", "lora", "--vram", "4"]) == 2

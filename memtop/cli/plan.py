@@ -29,11 +29,13 @@ from memtop.cli.plan_output import (
     print_all,
 )
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets.architectures import shape_of
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config
+from memtop.presets.states import UnknownMemoryError, WrongValueError
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Interpreter, learned_on
@@ -123,6 +125,7 @@ def plan(
     card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    _refuse_wrong_values(settings)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
     if _is_of_unknown_kind(machine, vram):
@@ -207,6 +210,14 @@ def _settings(
         return replace(settings, model=placed_model(settings.model), device="cuda"), reason
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
+
+
+def _refuse_wrong_values(settings: Settings) -> None:
+    try:
+        shape_of(stored_config(settings) or {})
+    except UnknownMemoryError as error:
+        if isinstance(error, WrongValueError):
+            raise UsageError(str(error)) from None
 
 
 def _place_of(model: str) -> dict[str, Any]:

@@ -359,8 +359,12 @@ def test_answers_that_were_kept_are_of_the_same_code(
         ({"config": {**LLAMA, "num_attention_heads": 7}}, "model.config: "),
         (
             {"config": {**LLAMA, "num_key_value_heads": 3}},
-            "model.config: the memory of a llama model cannot be foreseen with these values: it fails without numbers in its "
-            "tensors (RuntimeError); a short run measures it: memtop train --max-updates 3",
+            "model.config.num_key_value_heads 3: does not divide num_attention_heads 8",
+        ),
+        (
+            {"config": {**LLAMA, "model_type": "olmo", "num_key_value_heads": 3}},
+            "model.config: the memory of a olmo model cannot be foreseen with these values: it fails in a dry run, "
+            "perhaps only there: RuntimeError: ",
         ),
         ({"config": {"model_type": "vit"}}, "model_type vit: transformers has no causal language model"),
         ({"config": {"model_type": "modernbert"}}, "model_type modernbert: transformers has no causal language model"),

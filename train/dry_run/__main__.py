@@ -61,8 +61,8 @@ def _foreseen(request: Request) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     from memtop.train import BadInputError, UnknownModelError
-    from memtop.train.dry_run.build import training_of
-    from memtop.train.dry_run.run import check, foresee, needing_most
+    from memtop.train.dry_run.build import check, training_of
+    from memtop.train.dry_run.run import foresee, needing_most
 
     transformers_logging.set_verbosity_error()
     try:

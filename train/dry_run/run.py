@@ -31,6 +31,7 @@ from memtop.train.dry_run.build import (
     layers_of,
     make_fake,
     meta_model,
+    refuse_wrong_values,
     with_layers,
 )
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
@@ -40,6 +41,7 @@ from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
 from memtop.train.dry_run.zero3 import ZeroStage3
 from memtop.train.dry_run.zero12 import ZeroStages1And2
 from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
+from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 
@@ -89,12 +91,6 @@ class Foresight(msgspec.Struct, frozen=True, kw_only=True):
     host: HostMemory | None
     """None without ZeRO: then only the GPU's memory is foreseen."""
     seconds: float
-
-
-def check(training: Training) -> None:
-    """BadInputError if it cannot be built. Without a capacity, this is all that is known of a
-    training whose loss follows it."""
-    meta_model(training, config_of(training))
 
 
 def foresee(training: Training) -> Foresight:
@@ -216,12 +212,14 @@ def _blaming_model(config: Any) -> Iterator[None]:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors") from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
-        raise _unforeseeable(config, f"it fails without numbers in its tensors ({type(error).__name__})") from error
+        refuse_wrong_values(config)
+        why = f"it fails in a dry run, perhaps only there: {type(error).__name__}: {brief(error)}"
+        raise _unforeseeable(config, why) from error
 
 
 def _unforeseeable(config: Any, why: str) -> UnknownModelError:
     what = f"the memory of a {config.model_type} model cannot be foreseen with these values"
-    return UnknownModelError(f"model.config: {what}: {why}; a short run measures it: memtop train --max-updates 3")
+    return UnknownModelError(f"model.config: {what}: {why}; a short run would measure it")
 
 
 @contextmanager
