@@ -10,6 +10,7 @@ import msgspec
 
 from memtop.presets.autograd import Tensor
 from memtop.presets.layers import Kernel, Layer
+from memtop.presets.parameters import too_large
 from memtop.presets.states import UnknownMemoryError, WrongValueError
 
 BF16_FROM = 80
@@ -159,6 +160,9 @@ class _Values:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         kind = config.get("model_type")
+        if (large := too_large(config)) is not None:
+            name, value, most = large
+            raise WrongValueError(f"model.config.{name} {value}: must be at most {most}")
         if not kind:
             raise UnknownMemoryError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
         if not isinstance(kind, str) or kind not in _DEFAULTS:

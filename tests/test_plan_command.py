@@ -712,6 +712,9 @@ def test_a_plan_takes_every_setting_of_a_training(capsys: pytest.CaptureFixture[
     [
         ({"num_key_value_heads": 3}, "model.config.num_key_value_heads 3: does not divide num_attention_heads 4"),
         ({"num_hidden_layers": 0}, "model.config.num_hidden_layers 0: must be a whole number from 1 on"),
+        ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers 1000000000: must be at most 10000"),
+        ({"hidden_size": 10**12}, "model.config.hidden_size 1000000000000: must be at most 16777216"),
+        ({"model_type": "mixtral", "vocab_size": 10**12}, "model.config.vocab_size 1000000000000: must be at most 16777216"),
         ({"attention_dropout": 1.5}, "model.config.attention_dropout 1.5: must be a number from 0 to 1"),
     ],
 )
