@@ -660,6 +660,8 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
     [
         (["--", "python", __file__], "-- COMMAND: it names no model"),
         (["--", "python", "nope.py"], f"COMMAND python nope.py: no such file; looked for {Path.cwd() / 'nope.py'}"),
+        (["--model", "gpt2", "--", "python", "nope.py"], "COMMAND python nope.py: no such file"),
+        (["--", "nope"], "-- COMMAND: memtop can read only a Python script (python train.py ...); leave out the command"),
         (["--", "torchrun", "nope/train.py", "--lr", "1"], "COMMAND torchrun nope/train.py: no such file; looked for "),
         (["--", "python", "-m", "nope"], "-- COMMAND: it names no model"),
         (["first-run", "--", "python", "train.py"], "RECIPE with -- COMMAND: leave it out"),
@@ -734,7 +736,9 @@ def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[s
 
 def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     split = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps=2")
-    command = ("python", "run_clm.py", "--model_name_or_path", str(model), *split, "--block_size", "64", "--fp16")
+    script = model / "run_clm.py"
+    script.touch()
+    command = ("python", str(script), "--model_name_or_path", str(model), *split, "--block_size", "64", "--fp16")
     more = ("--optim", "adamw_bnb_8bit", "--gradient_checkpointing")
     assert run(["plan", "--vram", "1", "--json", "--", *command, *more]) == 0
     found = json.loads(capsys.readouterr().out)
