@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +35,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor import dry_runs, language, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
+from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import (
     SURE,
@@ -800,3 +805,38 @@ def test_the_smallest_split_is_not_one_that_keeps_gradients_for_nothing() -> Non
     found = smallest(settings, card, quick)
     assert found is not None
     assert (found[0].batch, found[0].accumulation) == (4, 1)
+
+
+def test_a_dry_run_ends_with_the_process_that_asked_for_it() -> None:
+    asking = """if True:
+        from msgspec.structs import replace
+        from memtop.presets import load_presets, load_recipes, resolve
+        from memtop.presets.schema import Zero
+        from memtop.supervisor.dry_runs import DryRuns
+
+        settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"], whole=False)
+        # With ZeRO each layer runs, and that takes many minutes.
+        model = {"config": settings.model["config"] | {"num_hidden_layers": 9000}}
+        runs = DryRuns("")
+        print(runs._process.pid, flush=True)
+        runs.foresee(replace(settings, model=model, zero=Zero(stage=3)), generation=80, capacity=1 << 40)
+    """
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    with subprocess.Popen([sys.executable, "-c", asking], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = identify(int(parent.stdout.readline()))
+        assert child is not None
+        # It loads torch when it has got the question.
+        wait_for(lambda: "libtorch" in Path(f"/proc/{child.pid}/maps").read_text(encoding="utf-8"))
+        parent.terminate()
+    try:
+        wait_for(lambda: not is_alive(child))
+    finally:
+        if is_alive(child):
+            os.kill(child.pid, signal.SIGKILL)

@@ -16,7 +16,9 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import select
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def main() -> int:
+    threading.Thread(target=_end_with_the_reader, args=(sys.stdout.fileno(),), daemon=True).start()
     kept = _Kept(Path(sys.argv[1])) if len(sys.argv) > 1 else None
     # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -55,6 +58,15 @@ def main() -> int:
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
     return 0
+
+
+def _end_with_the_reader(answers: int) -> None:
+    """End this process when nobody can read its answers any more: who asked was killed."""
+    poller = select.poll()
+    # Without a mask, only the closed end of a pipe or a terminal is told.
+    poller.register(answers, 0)
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll()):
+        os._exit(1)
 
 
 def _foreseen(request: Request) -> dict[str, Any]:
