@@ -10,7 +10,8 @@ import msgspec
 
 from memtop.presets.autograd import Tensor
 from memtop.presets.layers import Kernel, Layer
-from memtop.presets.states import UnknownMemoryError
+from memtop.presets.parameters import too_large
+from memtop.presets.states import UnknownMemoryError, WrongValueError
 
 BF16_FROM = 80
 """The compute capability from which on a GPU computes in bf16 and has flash attention."""
@@ -159,6 +160,9 @@ class _Values:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         kind = config.get("model_type")
+        if (large := too_large(config)) is not None:
+            name, value, most = large
+            raise WrongValueError(f"model.config.{name} {value}: must be at most {most}")
         if not kind:
             raise UnknownMemoryError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
         if not isinstance(kind, str) or kind not in _DEFAULTS:
@@ -171,7 +175,7 @@ class _Values:
     def whole(self, name: str) -> int:
         value = self._values[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UnknownMemoryError(f"model.config.{name} {value}: must be a whole number from 1 on")
+            raise WrongValueError(f"model.config.{name} {value}: must be a whole number from 1 on")
         return value
 
     def whole_or(self, name: str, other: int) -> int:
@@ -182,8 +186,8 @@ class _Values:
 
     def share(self, name: str) -> float:
         value = self._values.get(name) or 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UnknownMemoryError(f"model.config.{name} {value}: must be a number from 0 to 1")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise WrongValueError(f"model.config.{name} {value}: must be a number from 0 to 1")
         return float(value)
 
     def is_on(self, name: str) -> bool:
@@ -218,8 +222,8 @@ class _Values:
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The sizes of the model with this configuration; UnknownMemoryError if it is not known or
-    makes no sense."""
+    """The sizes of the model with this configuration; UnknownMemoryError if it is not known, and
+    WrongValueError if it makes no sense."""
     values = _Values(config)
     return {"gpt2": _gpt2_shape, "t5": _t5_shape}.get(values.kind, _causal_shape)(values)
 
@@ -230,7 +234,8 @@ def _causal_shape(values: _Values) -> Shape:
     layers, key_heads = values.whole("num_hidden_layers"), values.whole_or("num_key_value_heads", heads)
     _divides("num_key_value_heads", key_heads, "num_attention_heads", heads)
     if not values.has("head_dim"):
-        _divides("num_attention_heads", heads, "hidden_size", hidden)
+        # Whether it works otherwise depends on the architecture.
+        _divides("num_attention_heads", heads, "hidden_size", hidden, UnknownMemoryError)
     biased = values.is_on("attention_bias") and kind != "mistral"
     return Shape(
         kind=kind,
@@ -316,9 +321,9 @@ def _t5_shape(values: _Values) -> Shape:
     )
 
 
-def _divides(name: str, value: int, of: str, whole: int) -> None:
+def _divides(name: str, value: int, of: str, whole: int, error: type[UnknownMemoryError] = WrongValueError) -> None:
     if whole % value:
-        raise UnknownMemoryError(f"model.config.{name} {value}: does not divide {of} {whole}")
+        raise error(f"model.config.{name} {value}: does not divide {of} {whole}")
 
 
 # --- layers ---------------------------------------------------------------------------------------

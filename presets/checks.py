@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
+from memtop.presets.parameters import too_large
 from memtop.presets.schema import Lora, Preset, Sampling, Settings
 
 
@@ -133,6 +134,9 @@ def _check_counts(settings: Settings) -> None:
         raise SettingsError("epochs", 0, "the run has no end; give --max-updates N or --set epochs=E")
     if settings.load_best_at_end and not settings.eval_every:
         raise SettingsError("load_best_at_end", "true", "nothing is evaluated; add --set eval_every=N")
+    if (large := too_large(settings.model.get("config") or {})) is not None:
+        name, value, most = large
+        check_bounds(f"model.config.{name}", value, 1, most)
     if not -1 <= settings.loss_chunk <= _MOST_TOKENS:
         raise SettingsError(
             "loss_chunk",

@@ -167,6 +167,15 @@ def model_size(settings: Settings) -> ModelSize | None:
     return ModelSize(all=found, trained=trained, embedded=min(embedded, found))
 
 
+def too_large(config: Config) -> tuple[str, int, int] | None:
+    """A value beyond all models that exist: its name, itself, and the most. With more, only
+    counting the layers takes minutes."""
+    for name, value in config.items():
+        if type(value) is int and value > (most := _MOST.get(name, value)):
+            return name, value, most
+    return None
+
+
 class LeastSize(NamedTuple):
     """What is known of a model's size: the true one is not smaller."""
 
@@ -182,6 +191,10 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _WORDS = ("vocab_size",)
 _INNER = ("intermediate_size", "d_ff", "ffn_dim", "n_inner")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_MOST = {
+    **dict.fromkeys((*_LAYERS, "num_decoder_layers", "encoder_layers", "decoder_layers"), 10_000),
+    **dict.fromkeys((*_WIDTH, *_WORDS, *_INNER, "num_attention_heads", "n_head", "num_heads", "head_dim", "d_kv"), 1 << 24),
+}
 _NARROW = ("embedding_size", "word_embed_proj_dim")
 """Of models whose embeddings are narrower than their layers."""
 _SHARED = ("num_hidden_groups", "num_mem_blocks")

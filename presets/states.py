@@ -20,6 +20,10 @@ class UnknownMemoryError(ValueError):
     """The memory cannot be estimated; the text says why, as one line."""
 
 
+class WrongValueError(UnknownMemoryError):
+    """No model works with this value."""
+
+
 class Parameter(NamedTuple):
     """A matrix, or with 0 columns a vector. `item`: bytes of a number; 0: it is in 4 bits."""
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -56,9 +56,20 @@ class DryRuns:
 
     def foresee(self, settings: Settings, *, generation: int, capacity: int | None) -> Foreseen:
         """The memory of a run with these settings; NotForeseenError with the reason."""
+        answer = self._asked({"settings": settings, "generation": generation, "capacity": capacity})
+        if answer.foresight is None:
+            raise NotForeseenError(answer.problem or "the dry run gave no reason", of_model=answer.of_model)
+        return answer.foresight
+
+    def check(self, settings: Settings, *, generation: int) -> None:
+        """NotForeseenError if a dry run would refuse these settings, whatever the GPU's memory."""
+        answer = self._asked({"settings": settings, "generation": generation, "only_check": True})
+        if answer.problem is not None:
+            raise NotForeseenError(answer.problem, of_model=answer.of_model)
+
+    def _asked(self, question: dict[str, Any]) -> _Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        question = {"settings": settings, "generation": generation, "capacity": capacity}
         try:
             self._process.stdin.write(msgspec.json.encode(question) + b"\n")
             self._process.stdin.flush()
@@ -67,10 +78,7 @@ class DryRuns:
         line = self._process.stdout.readline()
         if not line:
             raise NotForeseenError(self._death())
-        answer = msgspec.json.decode(line, type=_Answer)
-        if answer.foresight is None:
-            raise NotForeseenError(answer.problem or "the dry run gave no reason", of_model=answer.of_model)
-        return answer.foresight
+        return msgspec.json.decode(line, type=_Answer)
 
     def close(self) -> None:
         self._process.kill()

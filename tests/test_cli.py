@@ -142,6 +142,10 @@ def command(name: str) -> click.Command:
         (["train", "--set", "learnin_rate=1"], "learnin_rate: unknown key; did you mean learning_rate? There are batch, "),
         (["train", "--set", "learning_rate=abc"], "learning_rate 'abc': must be a number\n"),
         (["train", "--set", "precision=fp17"], "precision 'fp17': there are auto, fp32, bf16, fp16; did you mean fp16?"),
+        (
+            ["train", "--set", "model.config.num_hidden_layers=1000000000"],
+            "model.config.num_hidden_layers 1000000000: must be at most 10000\n",
+        ),
         (["train", "--set", "speed"], "--set 'speed': give KEY=VALUE"),
         (["train", "--gpus", "a"], "--gpus 'a': give different device indices"),
         (["train", "--gpus", "9999"], "--gpus 9999: "),

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +35,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor import dry_runs, language, units
 from memtop.supervisor.dry_runs import DryRuns
 from memtop.supervisor.interpreters import Search
+from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import (
     SURE,
@@ -447,6 +452,49 @@ def test_without_torch_it_is_an_estimate(
     assert "estimated without a dry run: no Python with torch was found" in told
 
 
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 2}
+
+
+def test_without_a_gpu_a_model_without_an_estimate_gets_a_bound_and_the_way_to_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    bare = replace(gpus_of.sample(), gpus=())
+    monkeypatch.setattr(gpus_of, "sample", lambda: bare)
+    (model / "config.json").write_text(json.dumps(MIXTRAL))
+    assert run(["plan", "--model", str(model)]) == 0
+    out, told = capsys.readouterr()
+    assert "GPU memory  at least " in out
+    assert "only a bound: model.config.model_type mixtral: no estimate for this architecture" in told
+    assert "memtop: no GPU is here: with --vram GIB, which says how large yours is, a dry run foresees this model" in told
+    less = {name: value for name, value in MIXTRAL.items() if name != "intermediate_size"}
+    (model / "config.json").write_text(json.dumps(less))
+    assert run(["plan", "--model", str(model)]) == 2
+    assert "its configuration lacks intermediate_size; no GPU is here: with --vram GIB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "said"),
+    [
+        ({"model_type": "t5"}, ["--method", "lora"], "this recipe trains causal language models"),
+        ({"model_type": "gpt2"}, ["--method", "lora", "--set", "lora.targets=nope"], "lora.targets nope: "),
+        ({"model_type": "gpt2"}, ["--method", "qlora"], "lora.targets q_proj"),
+    ],
+)
+def test_without_a_gpu_wrong_settings_are_named(
+    config: dict[str, Any],
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+) -> None:
+    bare = replace(gpus_of.sample(), gpus=())
+    monkeypatch.setattr(gpus_of, "sample", lambda: bare)
+    (model / "config.json").write_text(json.dumps(config))
+    assert run(["plan", "--model", str(model), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 NEW = {**LLAMA, "model_type": "quokka", "tie_word_embeddings": False}
 NEW_LEAST = 300 * 64 + 2 * 3 * 64 * 128 // 2
 
@@ -632,6 +680,8 @@ def test_in_chinese_no_comma_and_no_bracket_is_of_half_width(
     [
         (["--", "python", __file__], "-- COMMAND: it names no model"),
         (["--", "python", "nope.py"], f"COMMAND python nope.py: no such file; looked for {Path.cwd() / 'nope.py'}"),
+        (["--model", "gpt2", "--", "python", "nope.py"], "COMMAND python nope.py: no such file"),
+        (["--", "nope"], "-- COMMAND: memtop can read only a Python script (python train.py ...); leave out the command"),
         (["--", "torchrun", "nope/train.py", "--lr", "1"], "COMMAND torchrun nope/train.py: no such file; looked for "),
         (["--", "python", "-m", "nope"], "-- COMMAND: it names no model"),
         (["first-run", "--", "python", "train.py"], "RECIPE with -- COMMAND: leave it out"),
@@ -679,6 +729,25 @@ def test_a_plan_takes_every_setting_of_a_training(capsys: pytest.CaptureFixture[
     assert found["gpu"]["components"]["activations"] < plain["gpu"]["components"]["activations"]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_key_value_heads": 3}, "model.config.num_key_value_heads 3: does not divide num_attention_heads 4"),
+        ({"num_hidden_layers": 0}, "model.config.num_hidden_layers 0: must be a whole number from 1 on"),
+        ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers 1000000000: must be at most 10000"),
+        ({"hidden_size": 10**12}, "model.config.hidden_size 1000000000000: must be at most 16777216"),
+        ({"model_type": "mixtral", "vocab_size": 10**12}, "model.config.vocab_size 1000000000000: must be at most 16777216"),
+        ({"attention_dropout": 1.5}, "model.config.attention_dropout 1.5: must be a number from 0 to 1"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused(
+    values: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | values))
+    assert run(["plan", "--model", str(model), "--vram", "8"]) == 2
+    assert capsys.readouterr() == ("", f"memtop: {said}\n")
+
+
 def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
     assert run(["plan", "--model", str(tmp_path), "--method", "lora", "--vram", "4"]) == 2
@@ -687,7 +756,9 @@ def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[s
 
 def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     split = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps=2")
-    command = ("python", "run_clm.py", "--model_name_or_path", str(model), *split, "--block_size", "64", "--fp16")
+    script = model / "run_clm.py"
+    script.touch()
+    command = ("python", str(script), "--model_name_or_path", str(model), *split, "--block_size", "64", "--fp16")
     more = ("--optim", "adamw_bnb_8bit", "--gradient_checkpointing")
     assert run(["plan", "--vram", "1", "--json", "--", *command, *more]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -749,3 +820,38 @@ def test_the_smallest_split_is_not_one_that_keeps_gradients_for_nothing() -> Non
     found = smallest(settings, card, quick)
     assert found is not None
     assert (found[0].batch, found[0].accumulation) == (4, 1)
+
+
+def test_a_dry_run_ends_with_the_process_that_asked_for_it() -> None:
+    asking = """if True:
+        from msgspec.structs import replace
+        from memtop.presets import load_presets, load_recipes, resolve
+        from memtop.presets.schema import Zero
+        from memtop.supervisor.dry_runs import DryRuns
+
+        settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"], whole=False)
+        # With ZeRO each layer runs, and that takes many minutes.
+        model = {"config": settings.model["config"] | {"num_hidden_layers": 9000}}
+        runs = DryRuns("")
+        print(runs._process.pid, flush=True)
+        runs.foresee(replace(settings, model=model, zero=Zero(stage=3)), generation=80, capacity=1 << 40)
+    """
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    with subprocess.Popen([sys.executable, "-c", asking], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = identify(int(parent.stdout.readline()))
+        assert child is not None
+        # It loads torch when it has got the question.
+        wait_for(lambda: "libtorch" in Path(f"/proc/{child.pid}/maps").read_text(encoding="utf-8"))
+        parent.terminate()
+    try:
+        wait_for(lambda: not is_alive(child))
+    finally:
+        if is_alive(child):
+            os.kill(child.pid, signal.SIGKILL)

@@ -29,11 +29,13 @@ from memtop.cli.plan_output import (
     print_all,
 )
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets.architectures import shape_of
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config
+from memtop.presets.states import UnknownMemoryError, WrongValueError
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Interpreter, learned_on
@@ -123,6 +125,7 @@ def plan(
     card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
+    _refuse_wrong_values(settings)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
     if _is_of_unknown_kind(machine, vram):
@@ -209,6 +212,14 @@ def _settings(
         raise UsageError(str(error)) from None
 
 
+def _refuse_wrong_values(settings: Settings) -> None:
+    try:
+        shape_of(stored_config(settings) or {})
+    except UnknownMemoryError as error:
+        if isinstance(error, WrongValueError):
+            raise UsageError(str(error)) from None
+
+
 def _place_of(model: str) -> dict[str, Any]:
     """The `model` of the settings; UsageError for a file that is no config.json."""
     path = Path(model).expanduser()
@@ -249,6 +260,8 @@ class _Answers:
         """Why there is no dry run."""
         self.is_wrong = False
         """Whether that is for the settings: no model could run with them."""
+        self.lacks_size = False
+        """Whether a dry run could foresee it if it were known how large the GPU is."""
         self._runs = None if found is None else DryRuns(found.path)
         self.learned = learned(card.kind) if found is None else learned_on(card.kind, found.path)
         self.card = card.with_processes(processes, self.learned.context_bytes(processes))
@@ -284,7 +297,9 @@ class _Answers:
         key = msgspec.json.encode(settings, order="deterministic")
         if key not in self._known:
             try:
-                self._known[key] = _need(self._foreseen(settings))
+                self._known[key] = None if open_loss else _need(self._foreseen(settings))
+                if open_loss:
+                    self._check(settings)
             except NotForeseenError as error:
                 self.problem, self.is_wrong, self._known[key] = str(error), not error.of_model, None
         return self._known[key]
@@ -312,6 +327,14 @@ class _Answers:
         """What it needs at the least, if more is not known; or why that is not known."""
         return str(self.problem) if self.is_wrong else bound_of(settings, self.card)
 
+    def _check(self, settings: Settings) -> None:
+        assert self._runs is not None
+        self._runs.check(settings, generation=self.card.generation)
+        # The check may have downloaded the model's configuration.
+        reason = self._estimates.plain(settings)
+        if isinstance(reason, str):
+            self.problem, self.lacks_size = reason, True
+
     def _foreseen(self, settings: Settings) -> Foreseen:
         assert self._runs is not None
         return self._runs.foresee(settings, generation=self.card.generation, capacity=self.card.torch_bytes)
@@ -327,6 +350,8 @@ def _need(found: Foreseen) -> Need:
 
 
 # --- what it prints -------------------------------------------------------------------------------
+
+_WITH_VRAM = "no GPU is here: with --vram GIB, which says how large yours is, a dry run foresees this model"
 
 
 def _print_one(
@@ -353,9 +378,8 @@ def _print_one(
         if answers.is_wrong:
             raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
         if isinstance(bound, str):
-            raise UsageError(
-                f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
-            )
+            why = f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
+            raise UsageError(f"{why}; {_WITH_VRAM}" if answers.lacks_size else why)
         if as_json:
             gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
             row = document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
@@ -364,6 +388,8 @@ def _print_one(
         print_lines(*heading(settings, own, assumed), *bound_text(bound, card))
         print_lines(*host_text(host, on_gpu=card.total_bytes is not None))
         print_message(f"memtop: this is no peak, only a bound: {answers.problem}")
+        if answers.lacks_size:
+            print_message(f"memtop: {_WITH_VRAM}")
         return
     peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
     best = largest_safe(settings, card, answers.quick, answers.sure)

@@ -49,8 +49,13 @@ def text_of(path: Path) -> str | None:
 def no_such_file(words: str, file: str, cwd: str = "") -> UsageError:
     """`words`: the command up to this file, which it names and which is not there."""
     path = Path(cwd).absolute() / file
-    near = [str(Path(file).parent / one.name) for one in files_in(path.parent)]
+    kind = "*.py" if path.suffix == ".py" else "*"
+    near = [str(Path(file).parent / one.name) for one in files_in(path.parent) if one.match(kind) and _is_offered(one)]
     return UsageError(f"COMMAND {words}: no such file; looked for {path}{did_you_mean(file, near)}")
+
+
+def _is_offered(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".")
 
 
 def files_in(folder: Path) -> list[Path]:

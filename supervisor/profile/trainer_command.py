@@ -94,12 +94,12 @@ def trainer_command(
     `model`, `seq_len`, `processes`: for a command that does not say them.
     """
     options = _Options(words, cwd)
+    if options.missing is not None:
+        raise no_such_file(*options.missing, cwd)
     for name in _REFUSED:
         if options.is_on(name):
             raise _unforeseen(name, options.text(name))
     path = model or options.text("model_name_or_path", "model_name", "model")
-    if path is None and options.missing is not None:
-        raise no_such_file(*options.missing, cwd)
     if path is None:
         raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
     method = _method(options)
@@ -140,7 +140,10 @@ class _Options:
             if program.command is None:
                 program, self.defaults = Program(words, cwd, starter=own.starter), own
         if program.command is None:
-            raise UsageError("-- COMMAND: is no Python program; give --model and --method of it")
+            raise UsageError(
+                "-- COMMAND: memtop can read only a Python script (python train.py ...); "
+                "leave out the command and give --model NAME|PATH --method full|lora|qlora"
+            )
         script, module = program.command.script, program.command.module
         is_there = script is None or (program.cwd / script).exists()
         self.missing = None if script is None or is_there else (" ".join(words[: program.command.begins]), script)

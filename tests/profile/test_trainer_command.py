@@ -13,6 +13,12 @@ from memtop.supervisor.profile.trainer_command import TrainerCommand, trainer_co
 CLM = "run_clm.py --model_name_or_path gpt2 --block_size 512"
 
 
+@pytest.fixture(autouse=True)
+def scripts(tmp_path: Path) -> None:
+    for name in ("run_clm.py", "sft.py", "train.py"):
+        (tmp_path / name).touch()
+
+
 def read(text: str, cwd: Path) -> TrainerCommand:
     return trainer_command(tuple(text.split()), str(cwd))
 
@@ -157,9 +163,12 @@ def test_the_strategy_of_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("make train", "is no Python program"),
+        ("make train", "-- COMMAND: memtop can read only a Python script"),
+        ("python /tmp", "leave out the command and give --model NAME.PATH --method full.lora.qlora"),
+        ("python -c x", "-- COMMAND: memtop can read only a Python script"),
         ("python -m run_clm --block_size 8", "it names no model"),
-        ("python run_clm.py --block_size 8", "COMMAND python run_clm.py: no such file; looked for "),
+        ("python run_clm.py --block_size 8", "it names no model"),
+        ("python nope.py --model_name_or_path m", "COMMAND python nope.py: no such file; looked for "),
         ("python run_clm.py --model_name_or_path m", "does not say how long a sample is"),
         (f"python {CLM} --fsdp full_shard", "--fsdp full_shard: the memory of a program with it"),
         (f"python {CLM} --torch_compile", "--torch_compile true: the memory"),
@@ -197,3 +206,17 @@ def test_what_a_command_does_not_say_can_be_given(tmp_path: Path) -> None:
     words = ("torchrun", "--nproc_per_node", "gpu", "train.py")
     found = trainer_command(words, str(tmp_path), model="m", seq_len=128, processes=3)
     assert (found.model, found.values["seq_len"], found.processes) == ("m", "128", 3)
+
+
+def test_for_a_missing_script_only_scripts_are_proposed(tmp_path: Path) -> None:
+    def refused(folder: Path) -> str:
+        with pytest.raises(UsageError) as caught:
+            trainer_command(("python", "trian.py"), str(folder), model="m", seq_len=8)
+        return str(caught.value)
+
+    assert refused(tmp_path).endswith("/trian.py; did you mean train.py?")
+    folder = tmp_path / "others"
+    (folder / "trains.py").mkdir(parents=True)
+    for name in (".train.py", "train.pyc"):
+        (folder / name).touch()
+    assert refused(folder).endswith("/trian.py")

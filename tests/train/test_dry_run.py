@@ -20,11 +20,13 @@ from transformers import LlamaConfig, masking_utils
 
 from bench.predict import MIB
 from bench.published import A6000, T4, a6000_training, t4_training
+from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.allocator import Allocator
 from memtop.presets.logits import ROWS
 from memtop.presets.schema import Lora, Settings, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run import layers, results, run, trace
+from memtop.train.dry_run.__main__ import Request, _Kept
 from memtop.train.dry_run.build import Training, config_of, meta_model, training_of, with_layers
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
@@ -326,6 +328,22 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
     assert state() == before
 
 
+@pytest.mark.parametrize(("folder", "name"), [("presets", "allocator.py"), ("train", "objective.py"), ("dry_run", "run.py")])
+def test_answers_that_were_kept_are_of_the_same_code(
+    folder: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"], whole=False)
+    question, read = Request(settings=settings, generation=80), Path.read_bytes
+    _Kept(tmp_path).keep(question, b"{}")
+    assert _Kept(tmp_path).find(question) == b"{}"
+
+    def changed(path: Path) -> bytes:
+        return read(path) + b"#" if (path.parent.name, path.name) == (folder, name) else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert _Kept(tmp_path).find(question) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -341,8 +359,12 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
         ({"config": {**LLAMA, "num_attention_heads": 7}}, "model.config: "),
         (
             {"config": {**LLAMA, "num_key_value_heads": 3}},
-            "model.config: the memory of a llama model cannot be foreseen with these values: it fails without numbers in its "
-            "tensors (RuntimeError); a short run measures it: memtop train --max-updates 3",
+            "model.config.num_key_value_heads 3: does not divide num_attention_heads 8",
+        ),
+        (
+            {"config": {**LLAMA, "model_type": "olmo", "num_key_value_heads": 3}},
+            "model.config: the memory of a olmo model cannot be foreseen with these values: it fails in a dry run, "
+            "perhaps only there: RuntimeError: ",
         ),
         ({"config": {"model_type": "vit"}}, "model_type vit: transformers has no causal language model"),
         ({"config": {"model_type": "modernbert"}}, "model_type modernbert: transformers has no causal language model"),

@@ -336,6 +336,7 @@ def test_weights_leave_the_gpu_to_become_one_tensor_if_both_do_not_fit() -> None
         (LLAMA | {"hidden_size": 1000}, {}, "model.config.num_attention_heads 16: does not divide hidden_size 1000"),
         (LLAMA | {"hidden_act": "mish"}, {}, "model.config.hidden_act mish: no estimate for this function"),
         ({"model_type": "gpt2", "resid_pdrop": "0.1"}, {}, "model.config.resid_pdrop 0.1: must be a number"),
+        ({"model_type": "gpt2", "attn_pdrop": 2}, {}, "model.config.attn_pdrop 2: must be a number from 0 to 1"),
         ({"model_type": "gpt2", "add_cross_attention": True}, {}, "model.config.add_cross_attention true"),
         (LLAMA, {"task": "seq2seq"}, "task seq2seq: does not go together with model_type llama"),
         (T5, {}, "task causal: does not go together with model_type t5"),

@@ -6,7 +6,8 @@ A request is {"settings": ..., "generation": 80, "capacity": BYTES or null}: the
 the GPU's compute capability without its point, and the bytes that torch can reserve there. The
 answer is {"foresight": ...} (see `run.Foresight`), or {"problem": TEXT, "of_model": ...} if it
 cannot be foreseen; of_model says whether the settings may be right (see `UnknownModelError`).
-Answers are kept in FOLDER: the same question is answered without loading torch.
+Answers are kept in FOLDER: the same question is answered without loading torch. With
+"only_check": true the model is built and not run; the answer is then {} or {"problem": ...}.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import select
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from memtop import presets
 from memtop.presets import Settings
 from memtop.presets.fields import memory_shape
 from memtop.presets.parameters import stored_config
@@ -34,15 +38,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: Settings
     generation: Positive
     capacity: Positive | None = None
+    only_check: bool = False
 
 
 def main() -> int:
+    threading.Thread(target=_end_with_the_reader, args=(sys.stdout.fileno(),), daemon=True).start()
     kept = _Kept(Path(sys.argv[1])) if len(sys.argv) > 1 else None
     # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
-        answer = None if kept is None else kept.find(request)
+        answer = None if kept is None or request.only_check else kept.find(request)
         if answer is None:
             with contextlib.redirect_stdout(sys.stderr):
                 found = _foreseen(request)
@@ -54,11 +60,20 @@ def main() -> int:
     return 0
 
 
+def _end_with_the_reader(answers: int) -> None:
+    """End this process when nobody can read its answers any more: who asked was killed."""
+    poller = select.poll()
+    # Without a mask, only the closed end of a pipe or a terminal is told.
+    poller.register(answers, 0)
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll()):
+        os._exit(1)
+
+
 def _foreseen(request: Request) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     from memtop.train import BadInputError, UnknownModelError
-    from memtop.train.dry_run.build import training_of
+    from memtop.train.dry_run.build import check, training_of
     from memtop.train.dry_run.run import foresee, needing_most
 
     transformers_logging.set_verbosity_error()
@@ -68,6 +83,9 @@ def _foreseen(request: Request) -> dict[str, Any]:
             generation=request.generation,
             capacity=request.capacity,
         )
+        if request.only_check:
+            check(training)
+            return {}
         return {"foresight": msgspec.to_builtins(foresee(needing_most(training)))}
     except BadInputError as error:
         return {"problem": str(error), "of_model": isinstance(error, UnknownModelError)}
@@ -79,7 +97,8 @@ class _Kept:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         versions = [f"{name} {_version(name)}" for name in _LIBRARIES]
-        sources = [path.read_bytes() for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py"))]
+        train, own = Path(__file__).resolve().parents[1], Path(presets.__file__).resolve().parent
+        sources = [path.read_bytes() for folder in (train, own) for path in sorted(folder.rglob("*.py"))]
         self._code = hashlib.blake2b(b"\0".join([*map(str.encode, versions), *sources])).hexdigest()
 
     def find(self, request: Request) -> bytes | None:

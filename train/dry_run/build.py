@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from memtop.presets import Settings
+from memtop.presets.architectures import shape_of
 from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Lora, Method, Positive, Zero
+from memtop.presets.states import UnknownMemoryError, WrongValueError
 from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.trace import Trace
@@ -160,8 +162,6 @@ def config_of(training: Training) -> Any:
     """The Hugging Face configuration; BadInputError if it or the training contradicts itself."""
     if training.method != "full" and training.lora is None:
         raise BadInputError(f"method {training.method}: needs lora.r and lora.alpha")
-    if training.loss == "pieces" and training.loss_chunk < 0 and training.capacity is None:
-        raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
     _refuse_contradictions(training)
     if not isinstance(training.config, dict):
         refuse_other_models(training.settings(training.config), training.config)
@@ -200,6 +200,15 @@ def _refuse_contradictions(training: Training) -> None:
         raise BadInputError(f"autocast {training.autocast}: {zero} computes in the precision of the weights; leave it out")
     if training.keep_gradients:
         raise BadInputError(f"keep_gradients true: {zero} releases gradients in each update; leave it out")
+
+
+def refuse_wrong_values(config: Any) -> None:
+    """BadInputError if no model of this architecture works with the configuration's values."""
+    try:
+        shape_of(config.to_dict())
+    except UnknownMemoryError as error:
+        if isinstance(error, WrongValueError):
+            raise BadInputError(str(error)) from None
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -244,6 +253,12 @@ def meta_model(training: Training, config: Any) -> Any:
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(kind)
         return found
+
+
+def check(training: Training) -> None:
+    """BadInputError if it cannot be built. Without a capacity, this is all that is known of a
+    training whose loss follows it."""
+    meta_model(training, config_of(training))
 
 
 def _in_4_bits(training: Training, model: Any, kind: torch.dtype) -> None:

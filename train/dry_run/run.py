@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtop.presets.allocator import MIB, Allocator, CannotFit
 from memtop.presets.schema import Zero
 from memtop.presets.sequence import Phase
-from memtop.train import UnknownModelError, objective
+from memtop.train import BadInputError, UnknownModelError, objective
 from memtop.train.dry_run.build import (
     DTYPES,
     Training,
@@ -31,6 +31,7 @@ from memtop.train.dry_run.build import (
     layers_of,
     make_fake,
     meta_model,
+    refuse_wrong_values,
     with_layers,
 )
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
@@ -40,6 +41,7 @@ from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
 from memtop.train.dry_run.zero3 import ZeroStage3
 from memtop.train.dry_run.zero12 import ZeroStages1And2
 from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
+from memtop.train.model import brief
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 
@@ -94,6 +96,8 @@ class Foresight(msgspec.Struct, frozen=True, kw_only=True):
 def foresee(training: Training) -> Foresight:
     """The memory of this training; BadInputError if it cannot be built or run."""
     began = time.perf_counter()
+    if training.loss == "pieces" and training.loss_chunk < 0 and training.capacity is None:
+        raise BadInputError("loss_chunk -1: is chosen by the GPU's memory; give a capacity, or the tokens of a piece")
     trace = _traced(training)
     capacity = training.capacity
     fits, lacking, retries = None, None, 0
@@ -208,12 +212,14 @@ def _blaming_model(config: Any) -> Iterator[None]:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors") from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
-        raise _unforeseeable(config, f"it fails without numbers in its tensors ({type(error).__name__})") from error
+        refuse_wrong_values(config)
+        why = f"it fails in a dry run, perhaps only there: {type(error).__name__}: {brief(error)}"
+        raise _unforeseeable(config, why) from error
 
 
 def _unforeseeable(config: Any, why: str) -> UnknownModelError:
     what = f"the memory of a {config.model_type} model cannot be foreseen with these values"
-    return UnknownModelError(f"model.config: {what}: {why}; a short run measures it: memtop train --max-updates 3")
+    return UnknownModelError(f"model.config: {what}: {why}; a short run would measure it")
 
 
 @contextmanager
