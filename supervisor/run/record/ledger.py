@@ -459,7 +459,7 @@ class Ledger:
         return configurations.with_peaks(host_memory(*sizes), () if metrics.of_gpu(self._db) else self.configurations())
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
-        """The newest full snapshot between the two moments. Only the last hour of a run has some."""
+        """The newest full snapshot between the two moments. Only the last hour has some."""
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else decoder_of(MachineSnapshot).decode(row[0])
