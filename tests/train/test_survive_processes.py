@@ -219,7 +219,8 @@ def test_adapters_in_16_bits_train_on_two_ranks_what_they_train_on_one(tmp_path:
 
 def test_a_model_that_does_not_fit_while_loading_is_reported(tmp_path: Path) -> None:
     settings = edited()
-    wide = {**settings.model["config"], "intermediate_size": 1 << 42}
+    # 4 TiB for each matrix of the inner layer.
+    wide = {**settings.model["config"], "hidden_size": 1 << 16, "head_dim": 8, "intermediate_size": 1 << 24}
     process = trainer(tmp_path, msgspec.structs.replace(settings, model={"config": wide}))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
