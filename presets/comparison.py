@@ -49,11 +49,16 @@ def _lost_moments(before: Optimizer, after: Optimizer) -> str | None:
 
 def _notes(before: Settings, after: Settings) -> Iterator[str]:
     if before.seq_len != after.seq_len:
-        packed = before.task == "causal"
-        rest = "the rest of the epoch is cut anew, nothing repeats" if packed else "rows are cut at another length"
-        yield f"T {before.seq_len} -> {after.seq_len}: other data: {rest}"
+        yield describe_cut(before, after)
     if before.effective_batch != after.effective_batch:
         yield describe_split(before, after)
+
+
+def describe_cut(before: Settings, after: Settings) -> str:
+    """What another T does to the samples, in one line."""
+    packed = before.task == "causal"
+    rest = "the rest of the epoch is cut anew, nothing repeats" if packed else "rows are cut at another length"
+    return f"T {before.seq_len} -> {after.seq_len}: other data: {rest}"
 
 
 def describe_split(before: Settings, after: Settings) -> str:

@@ -20,7 +20,7 @@ from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
-from memtop.presets.states import Parameter, UnknownMemoryError, numbers_of
+from memtop.presets.states import Parameter, UnknownMemoryError, WrongValueError, numbers_of
 from memtop.presets.updates import Unit
 from memtop.presets.zero import engine_of
 
@@ -64,6 +64,17 @@ def estimate(settings: Settings, config: Mapping[str, Any], *, generation: int, 
     there, which decide how many logits exist at one time; None: enough for the most.
     """
     return _Run(settings, shape_of(config), generation, capacity).estimate()
+
+
+def wrong_value(config: Mapping[str, Any]) -> str | None:
+    """Why no model works with this configuration, as one line; None if that is not known."""
+    try:
+        shape_of(config)
+    except WrongValueError as error:
+        return str(error)
+    except UnknownMemoryError:
+        return None
+    return None
 
 
 _NONE = Tensors([], [])
@@ -117,8 +128,7 @@ class _Start(NamedTuple):
     """Of frozen embeddings, whose gradient makes checkpoints run backward, before a dropout or a
     factor changes them."""
     held: int
-    """What the loss of an earlier micro-batch still holds, with those embeddings and their
-    gradient."""
+    """What else the loss of an earlier micro-batch still holds."""
 
 
 class _Run:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.comparison import compatibility, describe_split, other_changes, risk
+from memtop.presets.comparison import compatibility, describe_cut, describe_split, other_changes, risk
 from memtop.presets.edits import is_for_each
 from memtop.presets.fields import can_change_live
 from memtop.presets.schema import Settings
@@ -74,7 +74,7 @@ def data_consequences(before: Settings, after: Settings) -> tuple[str, ...]:
     """What an edit does to the samples of an update and to their length, in lines."""
     lines = [describe_split(before, after)]
     if after.seq_len != before.seq_len:
-        lines.append(f"seq_len {before.seq_len} -> {after.seq_len}: the rest of the epoch is cut at the new length")
+        lines.append(describe_cut(before, after))
     return tuple(lines)
 
 

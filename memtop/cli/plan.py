@@ -29,13 +29,12 @@ from memtop.cli.plan_output import (
     print_all,
 )
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
-from memtop.presets.architectures import shape_of
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
+from memtop.presets.estimate import wrong_value
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config
-from memtop.presets.states import UnknownMemoryError, WrongValueError
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Interpreter, learned_on
@@ -125,7 +124,8 @@ def plan(
     card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
-    _refuse_wrong_values(settings)
+    if (wrong := wrong_value(stored_config(settings) or {})) is not None:
+        raise UsageError(wrong)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
     if _is_of_unknown_kind(machine, vram):
@@ -212,14 +212,6 @@ def _settings(
         raise UsageError(str(error)) from None
 
 
-def _refuse_wrong_values(settings: Settings) -> None:
-    try:
-        shape_of(stored_config(settings) or {})
-    except UnknownMemoryError as error:
-        if isinstance(error, WrongValueError):
-            raise UsageError(str(error)) from None
-
-
 def _place_of(model: str) -> dict[str, Any]:
     """The `model` of the settings; UsageError for a file that is no config.json."""
     path = Path(model).expanduser()
@@ -297,9 +289,11 @@ class _Answers:
         key = msgspec.json.encode(settings, order="deterministic")
         if key not in self._known:
             try:
-                self._known[key] = None if open_loss else _need(self._foreseen(settings))
                 if open_loss:
+                    self._known[key] = None
                     self._check(settings)
+                else:
+                    self._known[key] = _need(self._foreseen(settings))
             except NotForeseenError as error:
                 self.problem, self.is_wrong, self._known[key] = str(error), not error.of_model, None
         return self._known[key]
@@ -328,6 +322,7 @@ class _Answers:
         return str(self.problem) if self.is_wrong else bound_of(settings, self.card)
 
     def _check(self, settings: Settings) -> None:
+        """NotForeseenError if no model works with these settings; else why they are not known."""
         assert self._runs is not None
         self._runs.check(settings, generation=self.card.generation)
         # The check may have downloaded the model's configuration.
@@ -395,8 +390,8 @@ def _print_one(
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
     others = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
-    found = [(way, host if own is not None else on_host(way.settings)) for way in others]
-    found = [(way, of_host) for way, of_host in found if not of_host.is_too_little]
+    hosts = (host if own is not None else on_host(way.settings) for way in others)
+    found = [(way, of_host) for way, of_host in zip(others, hosts, strict=True) if not of_host.is_too_little]
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}

@@ -90,7 +90,7 @@ def test_all_that_a_preset_changes_is_listed() -> None:
 def test_another_sequence_length_changes_the_data() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "seq_len": "64"}, "standard")
     assert plan.change == Change(assignments={"seq_len": "64"})
-    assert "seq_len 128 -> 64: the rest of the epoch is cut at the new length" in plan.lines
+    assert "T 128 -> 64: other data: the rest of the epoch is cut anew, nothing repeats" in plan.lines
 
 
 def test_a_preset_brings_its_own_split_and_is_sent_by_name() -> None:

@@ -61,9 +61,9 @@ def main() -> int:
 
 
 def _end_with_the_reader(answers: int) -> None:
-    """End this process when nobody can read its answers any more: who asked was killed."""
+    """End this process once the process that asked has ended: nobody reads the answers then."""
     poller = select.poll()
-    # Without a mask, only the closed end of a pipe or a terminal is told.
+    # With an empty mask, poll only reports that the other end of the pipe is closed.
     poller.register(answers, 0)
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll()):
         os._exit(1)

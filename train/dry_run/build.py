@@ -12,10 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from memtop.presets import Settings
-from memtop.presets.architectures import shape_of
 from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Lora, Method, Positive, Zero
-from memtop.presets.states import UnknownMemoryError, WrongValueError
 from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
 from memtop.train.dry_run.trace import Trace
@@ -200,15 +198,6 @@ def _refuse_contradictions(training: Training) -> None:
         raise BadInputError(f"autocast {training.autocast}: {zero} computes in the precision of the weights; leave it out")
     if training.keep_gradients:
         raise BadInputError(f"keep_gradients true: {zero} releases gradients in each update; leave it out")
-
-
-def refuse_wrong_values(config: Any) -> None:
-    """BadInputError if no model of this architecture works with the configuration's values."""
-    try:
-        shape_of(config.to_dict())
-    except UnknownMemoryError as error:
-        if isinstance(error, WrongValueError):
-            raise BadInputError(str(error)) from None
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")

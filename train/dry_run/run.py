@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit
+from memtop.presets.estimate import wrong_value
 from memtop.presets.schema import Zero
 from memtop.presets.sequence import Phase
 from memtop.train import BadInputError, UnknownModelError, objective
@@ -31,7 +32,6 @@ from memtop.train.dry_run.build import (
     layers_of,
     make_fake,
     meta_model,
-    refuse_wrong_values,
     with_layers,
 )
 from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
@@ -212,7 +212,8 @@ def _blaming_model(config: Any) -> Iterator[None]:
         raise _unforeseeable(config, "what it allocates depends on the numbers in its tensors") from error
     # A model can fail at anything, and so can a tensor without contents.
     except Exception as error:
-        refuse_wrong_values(config)
+        if (wrong := wrong_value(config.to_dict())) is not None:
+            raise BadInputError(wrong) from error
         why = f"it fails in a dry run, perhaps only there: {type(error).__name__}: {brief(error)}"
         raise _unforeseeable(config, why) from error
 
