@@ -11,7 +11,6 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -35,12 +34,6 @@ ANSWER_SECONDS = 30.0
 LOOK_SECONDS = 2.0
 """How often a command looks at a supervisor that says nothing."""
 _RETRY_SECONDS = 0.05
-
-
-@cache
-def _decoder() -> msgspec.json.Decoder[Message]:
-    # Made when the first message comes: that takes longer than to load this module.
-    return decoder_of(Message)
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -320,7 +313,7 @@ def _supervisor_pid(folder: RunFolder) -> int:
 
 def _decoded(folder: RunFolder, line: bytes) -> Message:
     try:
-        message: Message = _decoder().decode(line)
+        message: Message = decoder_of(Message).decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(folder, " ".join(str(error).split())) from None
     return message

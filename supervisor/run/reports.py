@@ -8,7 +8,6 @@ has a value out of bounds, becomes `Unknown`: the rules warn of it once and do n
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any
 
 import msgspec
@@ -395,17 +394,12 @@ Report = (
 )
 
 
-@functools.cache
-def _decoder() -> msgspec.json.Decoder[Report]:
-    return decoder_of(Report)  # takes 4 ms to make
-
-
 def decode(line: bytes) -> Report | None:
     """The report in one line of a journal; None if the line is no JSON object (a full disk cuts
     lines).
     """
     try:
-        report: Report = _decoder().decode(line)
+        report: Report = decoder_of(Report).decode(line)
     except msgspec.ValidationError as error:
         return _not_understood(line, str(error))
     except RecursionError:
