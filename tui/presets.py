@@ -103,6 +103,8 @@ class PresetDialog(Dialog[str]):
         foresee = await learn()
         for name, after in self._possible.items():
             self._peaks[name] = await asyncio.to_thread(foresee, after)
+            if not self.is_open:
+                return
             self.query_one(LineList).redraw()
             self._describe()
 

@@ -101,7 +101,8 @@ class RestartDialog(FormDialog[RestartRequest]):
 
     async def _learn(self) -> None:
         self._learned = await earlier_runs(self._dashboard.store)
-        self.judge()
+        if self.is_open:
+            self.judge()
 
     def _take(self, store: Store) -> None:
         self._run = store.run or self._run
@@ -155,7 +156,8 @@ class RestartDialog(FormDialog[RestartRequest]):
     async def _foresee_in_thread(self, after: Settings, outlook: Outlook) -> None:
         self._seen = await asyncio.to_thread(what_if, outlook, after)
         self._asked = None
-        self.query_one("#outlook", LinePanel).show(self._dashboard.store)
+        if self.is_open:
+            self.query_one("#outlook", LinePanel).show(self._dashboard.store)
 
     def _failed(self) -> tuple[Settings, ...]:
         return failed_settings(self._dashboard.store.configurations)

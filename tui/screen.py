@@ -144,8 +144,12 @@ class ClosingScreen(Screen[T]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the screen has widgets to draw on: a closed one has none."""
-        return self.is_mounted and self in self.app.screen_stack
+        """Whether the screen has widgets to draw on.
+
+        A closed screen has none, nor has one whose widgets are being removed because the program
+        ends: work that goes on in a thread may finish then.
+        """
+        return self.is_mounted and self in self.app.screen_stack and self.display
 
     def dismiss(self, result: T | None = None) -> AwaitComplete:
         """Close with a result.

@@ -209,13 +209,14 @@ class WholeLogScreen(FullScreen):
 
     def __init__(self, dashboard: Dashboard, folder: Path) -> None:
         super().__init__(dashboard, id="whole-log-screen")
+        self.page = WholeLog()
         self._folder = RunFolder(folder)
         self._matches: list[Row] = []
         self._match: int | None = None
 
     def compose(self) -> ComposeResult:
         yield self.title_panel()
-        yield WholeLog()
+        yield self.page
         yield Input(id="whole-log-search", placeholder=tr("find in all attempts"), compact=True)
         yield self.message_panel()
         yield KeyLine(self)
@@ -224,10 +225,6 @@ class WholeLogScreen(FullScreen):
         self.query_one(Input).display = False
         self.follow(self.dashboard, self.show_panels)
         self._read()
-
-    @property
-    def page(self) -> WholeLog:
-        return self.query_one(WholeLog)
 
     def headline(self, store: Store) -> Line:
         return named("Log of {name}", self._folder.name)
@@ -308,6 +305,8 @@ class WholeLogScreen(FullScreen):
             except OSError as error:
                 self.say(f"the log cannot be searched: {error.strerror}", "bad")
                 return
+        if not self.is_open:
+            return
         page.refresh()
         if self._matches:
             self._show_match(len(self._matches) - 1)

@@ -3,14 +3,18 @@ failed."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Button, Input, Select
 
 from memtop.presets.measured import ENOUGH_UPDATES, GpuKind, Measured, model_key, remember
@@ -300,6 +304,42 @@ async def test_a_screen_is_usable_while_peaks_are_foreseen(
         assert before not in words(app) or key == "5"
     assert where
     assert threading.main_thread() not in where, "keys are answered meanwhile"
+
+
+class HeldBack(Widget):
+    """It goes only after what its screen foresees, so the screen has lost all other widgets."""
+
+    async def on_unmount(self) -> None:
+        while any(worker.group == FORECAST and worker.is_running for worker in self.workers):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("key", ["r", "5"])
+async def test_a_peak_may_be_foreseen_while_the_screen_loses_its_widgets(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Textual removes a screen's widgets before it ends what the screen does in a thread."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    begun, closes = threading.Event(), threading.Event()
+    shown: list[Screen[Any]] = []
+
+    def late(*_: Any) -> str:
+        begun.set()
+        assert closes.wait(60)
+        while len(shown[0].children) > 1:
+            time.sleep(0.001)
+        return "no estimate"
+
+    monkeypatch.setattr(forecast, "estimated", late)
+    feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(T5, world_size=1, batch=8)))
+    async with opened(feed, size=(160, 50)) as (app, pilot):
+        await pilot.press(key)
+        while not begun.is_set():
+            await pilot.pause(0.01)
+        shown.append(app.screen)
+        await app.screen.mount(HeldBack())
+        closes.set()
+    assert not shown[0].children
 
 
 def lines_of(outlook: Outlook, settings: Settings) -> list[Line]:

@@ -317,6 +317,8 @@ class DashboardScreen(Dashboard):
 
     def say(self, text: str, kind: str = "note") -> None:
         """Show a message above the buttons; if another screen is open, also as a toast."""
+        if not self.display:
+            return  # an answer that comes while the dashboard closes
         self.flash.show_message(text, kind, self.store, self.size.height)
         # A toast would cover these lines, so there is none while they are visible.
         if kind in ("good", "bad", "failed") and self.app.screen is not self:

@@ -147,7 +147,8 @@ class HistoryScreen(FullScreen):
             self._problem = str(error)
         finally:
             self._reading = False
-        self._show_when_possible()
+        if self.is_open:
+            self._show_when_possible()
 
     def _buckets(self, key: str, name: str) -> list[Bucket]:
         """The ledger's values up to the start of the last hour, then the values in memory."""
