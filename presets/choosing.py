@@ -3,17 +3,18 @@
 The forecast of the peak decides. If the peak cannot be foreseen, the least that the model needs
 decides.
 
-One process takes the recipe's own values (`standard`), if necessary with a smaller micro-batch.
-ZeRO would not help: on one process it shards nothing, and it switches off in-process survival and
-live edits. If no micro-batch fits, the run takes the first preset of the ladder that offloads and
-fits. Several processes take the preset that the ladder's guide names for the free memory, or the
-next smaller one that fits.
+One process takes the recipe's own values (`standard`), if necessary with a smaller micro-batch, or
+with gradient checkpointing, which computes the same with less memory. ZeRO would not help: on one
+process it shards nothing, and it switches off in-process survival and live edits. If no micro-batch
+fits, the run takes the first preset of the ladder that offloads and fits. Several processes take
+the preset that the ladder's guide names for the free memory, or the next smaller one that fits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -122,9 +123,10 @@ def choose_preset(
 
 
 def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Foresee) -> tuple[Preset, str]:
-    """`standard` if the run fits, if need be with a smaller micro-batch; otherwise the first preset
-    of the ladder that offloads and fits."""
-    settings, smaller = under(plain), [*_with_smaller_batches(plain, under)]
+    """`standard` if the run fits, if need be with a smaller micro-batch or gradient checkpointing;
+    otherwise the first preset of the ladder that offloads and fits."""
+    settings, checkpointed = under(plain), replace(plain, gradient_checkpointing=True)
+    without_offload = [[preset, *_with_smaller_batches(preset, under)] for preset in (plain, checkpointed)]
     first = foresee(settings)
     if first is None:
         size = model_size(settings)
@@ -135,7 +137,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
             needed = need(of, size)
             return Taken(needed, needed / max(1, free_bytes))
 
-        first, smaller = foresee(settings), []  # whatever the batch is
+        first, without_offload = foresee(settings), [[plain]]  # neither of them changes this
         what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
         words = f"{what} need {_gib(first)}"
     else:
@@ -145,21 +147,29 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
         return plain, f"preset standard: {reason}"
     if settings.auto_batch:
         # The search ends with one sample, if need be.
-        least = foresee(under(smaller[-1])) if smaller else None
-        if least is not None:
+        ends, _ = _taken((presets[-1] for presets in without_offload), under, foresee)
+        end, least = _best(ends, free_bytes)
+        if end.gradient_checkpointing:
+            reason = f"{_free(free_bytes)}, foreseen to peak at {_gib(least)} with one sample and gradient checkpointing"
+        elif len(without_offload) > 1:
             reason = f"{_free(free_bytes)}, foreseen to peak at {_gib(least)} with one sample"
-        least = least or first
         reason = f"preset standard: {reason}{_above(least, free_bytes)}"
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
-        return plain, reason if fits(least.size, free_bytes) else f"{reason}. {advice}"
+        chosen = checkpointed if end.gradient_checkpointing else plain
+        return chosen, reason if fits(least.size, free_bytes) else f"{reason}. {advice}"
     offload = [preset for _, preset in _rungs() if preset.zero is not None and preset.zero.saves_memory(1)]
-    possible, refused = _taken([plain, *smaller, *offload], under, foresee)
+    possible, refused = _taken([*chain(*without_offload), *offload], under, foresee)
     preset, found = _best(possible, free_bytes)
     if preset in offload:
         reason += f"; with this offload {_gib(found)}"
     elif preset is not plain:
-        chosen = under(preset)
-        reason += f"; with batch {chosen.batch} x {chosen.accumulation} at {_gib(found)}"
+        after = under(preset)
+        if not preset.gradient_checkpointing:
+            reason += f"; with batch {after.batch} x {after.accumulation} at {_gib(found)}"
+        elif after.batch == settings.batch:
+            reason += f"; with gradient checkpointing at {_gib(found)}"
+        else:
+            reason += f"; with batch {after.batch} x {after.accumulation} and gradient checkpointing at {_gib(found)}"
     reason = f"preset {preset.name}: {reason}{_above(found, free_bytes)}"
     return preset, reason if fits(found.size, free_bytes) or not refused else f"{reason}; not possible: {'; '.join(refused)}"
 

@@ -113,11 +113,15 @@ def english_in_chinese(reason: str) -> list[str]:
         language.use("en")
 
 
-def peaks(each: float, *, base: float = 1.0, offloaded: float = 0.5, total: float = 8.0, others: float = 0.0) -> Foresee:
-    """A forecast in GiB: of each sample in a micro-batch, and of all else."""
+def peaks(
+    each: float, *, base: float = 1.0, offloaded: float = 0.5, total: float = 8.0, others: float = 0.0, kept: float = 1.0
+) -> Foresee:
+    """A forecast in GiB: of each sample in a micro-batch, of which checkpointing keeps a part, and
+    of all else."""
 
     def foresee(settings: Settings) -> Taken:
-        size = each * settings.batch + (offloaded if settings.zero.offload_optimizer else base)
+        part = kept if settings.gradient_checkpointing and not settings.zero.stage else 1.0
+        size = each * part * settings.batch + (offloaded if settings.zero.offload_optimizer else base)
         return Taken(round(size * GIB), (size + others) / total)
 
     return foresee
@@ -129,6 +133,9 @@ def peaks(each: float, *, base: float = 1.0, offloaded: float = 0.5, total: floa
     [
         (8.0, peaks(0.3), "standard", 16, ", foreseen to peak at ~5.80 GiB"),
         (8.0, peaks(0.4), "standard", 8, ", foreseen to peak at ~7.40 GiB; with batch 8 x 8 at ~4.20 GiB"),
+        (8.0, peaks(3.0, kept=0.1), "standard", 1, "at ~49.00 GiB; with batch 1 x 64 at ~4.00 GiB"),
+        (8.0, peaks(6.0, kept=0.05), "standard", 16, "at ~97.00 GiB; with gradient checkpointing at ~5.80 GiB"),
+        (8.0, peaks(6.0, kept=0.1), "standard", 8, "; with batch 8 x 8 and gradient checkpointing at ~5.80 GiB"),
         (8.0, peaks(1.0, base=6.0), "stage2_offload", 2, "at ~22.00 GiB; with this offload ~2.50 GiB"),
         (8.0, peaks(4.0, base=6.0), "minimal", 1, "at ~70.00 GiB; with this offload ~4.50 GiB"),
         (8.0, peaks(9.0, offloaded=2.0), "standard", 1, "with batch 1 x 64 at ~10.00 GiB: not below 85 % of the free memory"),
@@ -159,11 +166,23 @@ def test_a_batch_that_the_person_gave_stays() -> None:
         assert "batch" not in given or of(preset).batch == 16
 
 
+def test_checkpointing_that_the_person_switched_off_stays_off() -> None:
+    of = under("pretrain-causal", gradient_checkpointing="false")
+    preset, _ = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(6.0, kept=0.1, offloaded=0.0, base=6.0))
+    assert preset.name == "minimal"
+    assert not of(preset).gradient_checkpointing
+
+
 def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
     of = under("pretrain-causal", auto_batch="true")
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(0.4))
     assert (preset.name, preset.max_batch) == ("standard", None)
     assert reason.endswith("foreseen to peak at ~1.40 GiB with one sample")
+    assert not of(preset).gradient_checkpointing
+    preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0, kept=0.5))
+    assert (preset.name, preset.max_batch, of(preset).gradient_checkpointing) == ("standard", None, True)
+    assert reason.endswith("foreseen to peak at ~5.00 GiB with one sample and gradient checkpointing")
+    assert english_in_chinese(reason) == []
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0))
     assert preset.name == "standard"
     assert "at ~9.00 GiB with one sample: not below 85 % of the free memory. memtop cannot offload" in reason

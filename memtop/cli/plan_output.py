@@ -170,7 +170,8 @@ def _parts(components: Mapping[str, int], *, measured_context: bool = False) -> 
 def heading(settings: Settings, own: TrainerCommand | None, assumed: list[str]) -> Iterator[str]:
     comma = separator(", ")
     method = "" if settings.lora is None else f"{comma}{settings.method} r {settings.lora.r}"
-    what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}"
+    checkpointing = f"{comma}{tr('gradient checkpointing')}" if settings.gradient_checkpointing else ""
+    what = f"{settings.split_text} = {settings.effective_batch}{comma}T {settings.seq_len}{method}{checkpointing}"
     if own is None:
         yield f"recipe {settings.recipe}, preset {settings.preset}: {what}"
     else:
