@@ -118,8 +118,14 @@ SHARDED = {"world_size": 4, "precision": "bf16"}
         pytest.param("T5-base", FULL | {"batch": 16, "task": "seq2seq", "accumulation": 4}, marks=pytest.mark.long),
         ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=1), "batch": 8}),
         ("SmolLM2-135M", FULL | SHARDED | {"zero": Zero(stage=2, offload_optimizer=True), "batch": 8}),
-        ("SmolLM2-360M", FULL | SHARDED | {"zero": Zero(stage=3), "gradient_checkpointing": True}),
-        ("Qwen2.5-0.5B", SHARDED | {"zero": Zero(stage=3), "method": "lora", "lora": ALL, "model": {"path": "read"}}),
+        pytest.param(
+            "SmolLM2-360M", FULL | SHARDED | {"zero": Zero(stage=3), "gradient_checkpointing": True}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            "Qwen2.5-0.5B",
+            SHARDED | {"zero": Zero(stage=3), "method": "lora", "lora": ALL, "model": {"path": "read"}},
+            marks=pytest.mark.long,
+        ),
         (
             "Qwen2.5-0.5B",
             FULL | SHARDED | {"zero": Zero(stage=3, offload_optimizer=True, offload_parameters=True), "batch": 8},
