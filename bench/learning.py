@@ -32,7 +32,7 @@ from memtop.presets.parameters import stored_config
 from memtop.supervisor.plan import Card
 from memtop.supervisor.recovery.forecast import Estimates, spread
 
-_RESULTS = Path(__file__).parent / "results" / "2026-11-28-calibrated.json"
+_RESULTS = Path(__file__).parent / "results" / "2026-11-29-calibrated.json"
 _COUNTS = (1, 2, 4, 5, 8, 12)
 _DRAWN = 300
 _REPEATED = 50
