@@ -33,6 +33,7 @@ from memtop.tui.restart_plan import (
     RestartPlan,
     can_be_live,
     not_live_yet,
+    nothing_left_with,
     number_text,
     restart_plan,
     where_it_resumes,
@@ -171,7 +172,10 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._plan = plan
         for name in NUMBER_FIELDS:
             self.query_one(f"#{name}", Input).set_class(name == plan.wrong_field, "-wrong")
-        self.show_judgement(plan.problem, plan.lines)
+        # The run may end while the form is open.
+        complete = nothing_left_with(self._run, plan.after)
+        self.show_judgement(plan.problem or complete, plan.lines)
+        self.query_one("#resumes").display = complete is None
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         waits = plan.after is not None and not_live_yet(self._settings, plan.after, self._run)
         self.query_one("#live").display = live
