@@ -242,7 +242,7 @@ _OF_A_RUN = ("recovery", "configurations", "speed", "samples", "whole_log")
 
 def offered(action: Action, store: Store) -> bool:
     """Whether the action exists at all in this dashboard."""
-    if action.group in ("run", "machine") and store.read_only:
+    if why_read_only(action, store) is not None:
         return False
     if action.group == "replay":
         return store.replaying
@@ -250,6 +250,13 @@ def offered(action: Action, store: Store) -> bool:
     if action.id == "metrics":
         return store.run is not None
     return has_run or (action.group != "run" and action.id not in _OF_A_RUN)
+
+
+def why_read_only(action: Action, store: Store) -> str | None:
+    """Why the action changes nothing in a read-only dashboard; None if that is no reason."""
+    if not store.read_only or action.group not in ("run", "machine"):
+        return None
+    return "a replay is read-only" if store.replaying else no_changes(store)
 
 
 def no_changes(store: Store) -> str | None:

@@ -571,6 +571,8 @@ async def test_read_only_has_no_actions() -> None:
         assert shown == {action.id for action in BAR if action.group not in ("run", "machine")} - nothing_to_show
         assert {"detach", "help", "processes"} <= shown
         for key in ("f", "k", "r", "1", "c", "s"):
+            app.dashboard.say("")
             await press(pilot, key)
             assert app.screen is app.dashboard
+            assert ": read-only: nothing can be changed from here" in screen_text(app)
         assert feed.requests == []
