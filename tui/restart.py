@@ -98,6 +98,7 @@ class RestartDialog(FormDialog[RestartRequest]):
     def on_mount(self) -> None:
         # The run's state may change while the form is open.
         self.follow(self._dashboard, self._take)
+        self.watch(self.query_one("#preset", Select), "expanded", self._make_room)
         self.run_worker(self._learn())
 
     async def _learn(self) -> None:
@@ -109,6 +110,10 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._run = store.run or self._run
         self.query_one("#resumes", Words).say(tr(where_it_resumes(self._run)))
         self.judge()
+
+    def _make_room(self, is_open: bool) -> None:
+        """The text stands beside the open list of presets, not below it."""
+        self.query_one(".dialog").set_class(is_open, "-list")
 
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, message: Select.Changed) -> None:
