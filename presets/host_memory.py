@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.presets.decoding import decoder_of
 from memtop.presets.fields import HOST_LEVELS
 from memtop.presets.files import PresetFileError, parse
 from memtop.presets.schema import HostLevel, Settings
@@ -39,6 +40,7 @@ class HostPlan(msgspec.Struct, frozen=True):
 @cache
 def host_rows() -> tuple[HostRow, ...]:
     """The thresholds in descending order of memory."""
+    decoder_of(list[HostRow])  # two threads of the dashboard may be here at one time
     try:
         rows = msgspec.convert(parse(_FILE)["rows"], list[HostRow])
     except msgspec.ValidationError as error:

@@ -453,7 +453,7 @@ def _read_kept() -> dict[str, _Kept]:
     if file is None:
         return {}
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, _Kept])
+        return decoder_of(dict[str, _Kept]).decode(file.read_bytes())
     except (OSError, msgspec.DecodeError):
         return {}  # none is kept: each is asked again
 

@@ -21,11 +21,11 @@ from memtop.supervisor.recovery.configuration import edited, kept_length
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.explain import length_change, phase_peaks, phases_scale, why_no_phases
 from memtop.supervisor.wire import Change, Configuration, RunState
-from memtop.tui.keymap import BY_ID, no_changes, obstacle
+from memtop.tui.keymap import no_changes, restart_in_progress
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
-from memtop.tui.restart_plan import where_it_goes_on, where_it_resumes
+from memtop.tui.restart_plan import nothing_left_with, where_it_goes_on, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
 from memtop.tui.words import OUTCOMES
@@ -125,7 +125,9 @@ class ConfigurationsScreen(FullScreen):
     @work(group="actions", exclusive=True)
     async def _go_back(self, wanted: Configuration, with_state: bool) -> None:
         store = self.dashboard.store
-        problem = no_changes(store) or obstacle(BY_ID["restart"], store)
+        problem = no_changes(store) or restart_in_progress(store)
+        if problem is None and store.run is not None and not with_state:
+            problem = nothing_left_with(store.run, wanted.settings)
         change = rollback(wanted, self._rows, with_state=with_state) if problem is None else problem
         if isinstance(change, str):
             self.say(change)

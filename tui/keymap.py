@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memtop.supervisor.wire import Phase, RunState
+from memtop.tui.restart_plan import nothing_left_with
 from memtop.tui.store import ConnectionState, Store, candidates, holders
 from memtop.tui.words import lack_of_memory
 
@@ -241,7 +242,7 @@ _OF_A_RUN = ("recovery", "configurations", "speed", "samples", "whole_log")
 
 def offered(action: Action, store: Store) -> bool:
     """Whether the action exists at all in this dashboard."""
-    if action.group in ("run", "machine") and store.read_only:
+    if why_read_only(action, store) is not None:
         return False
     if action.group == "replay":
         return store.replaying
@@ -249,6 +250,13 @@ def offered(action: Action, store: Store) -> bool:
     if action.id == "metrics":
         return store.run is not None
     return has_run or (action.group != "run" and action.id not in _OF_A_RUN)
+
+
+def why_read_only(action: Action, store: Store) -> str | None:
+    """Why the action changes nothing in a read-only dashboard; None if that is no reason."""
+    if not store.read_only or action.group not in ("run", "machine"):
+        return None
+    return "a replay is read-only" if store.replaying else no_changes(store)
 
 
 def no_changes(store: Store) -> str | None:
@@ -279,14 +287,30 @@ def obstacle(action: Action, store: Store) -> str | None:
     if action.id == "undo" and len(store.configurations) < 2:
         return "the run has had only one configuration"
     if action.id in ("restart", "preset", "undo"):
-        # The user may replace a restart that memtop has announced but not started.
-        under_way = run.state is Phase.STOPPING or (run.state is Phase.RESTARTING and store.proposal is None)
-        return "a restart is already in progress" if under_way else None
+        settings = store.configurations[-2].settings if action.id == "undo" else run.settings
+        return restart_in_progress(store) or nothing_left_with(run, settings)
     if run.state.final:
         return f"the run is {run.word}"
     if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
         return f"the run is not training yet; its state is {run.state.value}"
     return None
+
+
+def restart_in_progress(store: Store) -> str | None:
+    """Whether the run restarts already, in words. The user may replace a restart that memtop has
+    announced but not started."""
+    run = store.run
+    under_way = run is not None and (run.state is Phase.STOPPING or (run.state is Phase.RESTARTING and store.proposal is None))
+    return "a restart is already in progress" if under_way else None
+
+
+def has_button(action: Action, store: Store) -> bool:
+    """Whether there is ever anything to do for the action in this run, as far as it has gone."""
+    run = store.run
+    if run is None or action.group != "run":
+        return offered(action, store)
+    is_over = run.state.final and action.id in ("free", "checkpoint", "stop")
+    return offered(action, store) and not is_over and foreign(action, run) is None
 
 
 def is_idle(action: Action, store: Store) -> bool:

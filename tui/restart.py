@@ -33,6 +33,7 @@ from memtop.tui.restart_plan import (
     RestartPlan,
     can_be_live,
     not_live_yet,
+    nothing_left_with,
     number_text,
     restart_plan,
     where_it_resumes,
@@ -97,6 +98,7 @@ class RestartDialog(FormDialog[RestartRequest]):
     def on_mount(self) -> None:
         # The run's state may change while the form is open.
         self.follow(self._dashboard, self._take)
+        self.watch(self.query_one("#preset", Select), "expanded", self._make_room)
         self.run_worker(self._learn())
 
     async def _learn(self) -> None:
@@ -108,6 +110,10 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._run = store.run or self._run
         self.query_one("#resumes", Words).say(tr(where_it_resumes(self._run)))
         self.judge()
+
+    def _make_room(self, is_open: bool) -> None:
+        """The text stands beside the open list of presets, not below it."""
+        self.query_one(".dialog").set_class(is_open, "-list")
 
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, message: Select.Changed) -> None:
@@ -171,7 +177,10 @@ class RestartDialog(FormDialog[RestartRequest]):
         self._plan = plan
         for name in NUMBER_FIELDS:
             self.query_one(f"#{name}", Input).set_class(name == plan.wrong_field, "-wrong")
-        self.show_judgement(plan.problem, plan.lines)
+        # The run may end while the form is open.
+        complete = nothing_left_with(self._run, plan.after)
+        self.show_judgement(plan.problem or complete, plan.lines)
+        self.query_one("#resumes").display = complete is None
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         waits = plan.after is not None and not_live_yet(self._settings, plan.after, self._run)
         self.query_one("#live").display = live

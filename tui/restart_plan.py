@@ -140,6 +140,15 @@ def nothing_left(run: RunState, at: Checkpoint | None) -> str | None:
     return explain.nothing_left(run.name, at.updates, total, by_memtop=by_memtop) if at.updates >= total else None
 
 
+def nothing_left_with(run: RunState, settings: Settings | None) -> str | None:
+    """Why these settings leave nothing to train in a run of a recipe: it is complete, and they have
+    its length. None if that is not so, or not known."""
+    now = run.settings
+    if now is None or settings is None or (settings.target_samples, settings.epochs) != (now.target_samples, now.epochs):
+        return None
+    return nothing_left(run, run.checkpoint)
+
+
 def where_it_resumes(run: RunState) -> str:
     """One sentence on the update from which the restarted run resumes."""
     checkpoint = run.checkpoint

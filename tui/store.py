@@ -272,8 +272,12 @@ def step_peak(store: Store, gpu: GpuSample) -> int | None:
 
 
 def trains_on_cpu(store: Store) -> bool:
-    """Whether the processes of the run have reported, and none of them a GPU."""
-    return store.run is not None and store.run.alive and bool(store.run.ranks) and not _ranks(store)
+    """Whether all processes of the run have reported the memory of an update, and neither they nor
+    the driver a GPU."""
+    run = store.run
+    if run is None or not run.alive or not run.ranks or any(rank.rss_bytes is None for rank in run.ranks):
+        return False
+    return not _ranks(store) and not any(rank.device_uuid for rank in placed(run.ranks, store.gpus))
 
 
 def _ranks(store: Store) -> list[RankMemory]:

@@ -28,6 +28,7 @@ from memtop.tui.processes.screen import ProcessesScreen
 from memtop.tui.restart import RestartDialog
 from memtop.tui.screen import ConfirmDialog
 from tests.tui.support import (
+    CONFIGURATIONS,
     SETTINGS,
     RecordingFeed,
     RecordingProcessActions,
@@ -369,6 +370,32 @@ async def test_leaving_a_run_that_is_over() -> None:
     assert app.return_value.action == "ended"
 
 
+async def test_a_complete_run_offers_no_restart_and_says_why() -> None:
+    saved = wire.Checkpoint(path="x", updates=60, samples_seen=1920, complete=True)
+    over = running(gpu(), state=wire.Phase.FINISHED, alive=False, updates=60, checkpoint=saved)
+    words = "nothing is left to train: 60 updates are done, and the length is 60; `memtop restart tiny --max-updates N`"
+    for size in ((80, 24), (160, 50)):
+        feed = RecordingFeed(running(gpu()), CONFIGURATIONS)
+        async with opened(feed, "r", size=size) as (app, pilot):
+            feed.send(over)
+            await settle(pilot)
+            assert app.screen.query_one("#confirm", Button).disabled, "the run has ended while the form was open"
+            await press(pilot, "escape")
+            for name in ("free", "checkpoint", "stop", "undo"):
+                assert not app.screen.query_one(f"#action-{name}").display
+            for name in ("restart", "preset"):
+                assert app.screen.query_one(f"#action-{name}").has_class("-unavailable")
+            for keys in ("r", "5", "U"), ("u", "enter"):
+                for key in keys:
+                    await press(pilot, key)
+                assert words in " ".join(screen_text(app).split())
+            await press(pilot, "c")
+            assert "Returns to the newest checkpoint" in screen_text(app), "from there something is left to train"
+            await press(pilot, "escape", "escape", "s")
+            assert "Stop: the run is finished" in screen_text(app)
+            assert feed.requests == []
+
+
 async def test_help_lists_every_action_and_opens_at_its_beginning_and_scrolls() -> None:
     async with opened(training_feed(), size=(120, 72)) as (app, pilot):
         await click(pilot, "#action-help")
@@ -544,6 +571,8 @@ async def test_read_only_has_no_actions() -> None:
         assert shown == {action.id for action in BAR if action.group not in ("run", "machine")} - nothing_to_show
         assert {"detach", "help", "processes"} <= shown
         for key in ("f", "k", "r", "1", "c", "s"):
+            app.dashboard.say("")
             await press(pilot, key)
             assert app.screen is app.dashboard
+            assert ": read-only: nothing can be changed from here" in screen_text(app)
         assert feed.requests == []

@@ -12,7 +12,7 @@ from memtop.tui.app import DashboardApp
 from memtop.tui.demo import RECORDING, demo_feed
 from memtop.tui.recovery import OomCard
 from memtop.tui.replay import Clock, ReplayFeed, StreamRecording
-from tests.tui.support import press, screen_text, settle
+from tests.tui.support import press, resize, screen_text, settle
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,12 @@ async def test_the_demo_opens_on_a_training_run_and_says_what_it_is() -> None:
         assert "tiny-llama" in text
         assert "GPU 1  RTX A4500" in text
         assert "Restart…" not in text, "a replay is read-only"
+        for size in ((80, 24), (160, 50)):
+            await resize(pilot, *size)
+            for key, name in (("r", "Restart"), ("5", "Preset"), ("c", "Checkpoint"), ("k", "Kill strays")):
+                await press(pilot, key)
+                assert f"{name}: a replay is read-only" in screen_text(app)
+                assert app.screen is app.dashboard
 
 
 async def test_the_failure_in_the_demo_has_its_recovery_card_and_its_configurations(recording: StreamRecording) -> None:

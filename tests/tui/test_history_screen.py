@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ def test_the_cursor_reads_least_mean_and_most() -> None:
     curve = Curve("swap", "bytes", [Bucket(START, 50, 0, 1024, 2048), *values((50, 50, 5.0))])
     view = HistoryView(START, START + 100, cursor=START + 20)
     assert plain(reading(curve, view, 59)) == "at the cursor  mean 1 KiB  least 0 B  most 2 KiB"
+    for width, words in ((50, "mean 1 KiB  least 0 B  most 2 KiB"), (36, "mean 1 KiB  most 2 KiB"), (30, "mean 1 KiB")):
+        longer = replace(curve, title="swap of both")
+        assert plain(reading(longer, view, width)) == words
+        assert plain(draw([longer], view, width, 20)[1]) == f"swap of both{words:>{width - 12}}"
     assert plain(reading(curve, HistoryView(START, START + 100), 59)) == "5 B"
     assert plain(reading(curve, HistoryView(START, START + 200), 59)) == "not known"
 

@@ -322,16 +322,25 @@ def test_a_run_that_holds_nothing_of_a_gpu_has_no_zeros_there(width: int) -> Non
     card = gpu(processes=(process(5),))
     on_cpu = RankMemory(rank=0, pid=7, connected=True, rss_bytes=GIB)
     elsewhere = replace(on_cpu, device_uuid="GPU-other", allocated_bytes=GIB, reserved_bytes=GIB)
-    # 9 GiB have no known owner: before its ranks report, they may be the run's.
-    for ranks, words in (
-        ((on_cpu,), "run on the CPU: see RAM"),
-        ((elsewhere,), "nothing of this run"),
-        ((), "this run –"),
+    connected = replace(on_cpu, rss_bytes=None)
+    # 9 GiB have no known owner: before its ranks report, they may be the run's; those of one's own
+    # program always, because only torch's GPUs are known of it.
+    for ranks, settings, words in (
+        ((on_cpu,), SETTINGS, "run on the CPU: see RAM"),
+        ((on_cpu,), None, "this run –"),
+        ((on_cpu, connected), SETTINGS, "this run –"),
+        ((connected,), SETTINGS, "this run –"),
+        ((elsewhere,), SETTINGS, "nothing of this run"),
+        ((elsewhere, connected), SETTINGS, "this run –"),
+        ((), SETTINGS, "this run –"),
     ):
-        store = store_of(wire.StateUpdate(run=run_state(ranks=ranks), machine=machine(card)))
+        store = store_of(wire.StateUpdate(run=run_state(ranks=ranks, settings=settings), machine=machine(card)))
         legend = plain(vram_legend(store, card, width))
         assert legend.startswith(words)
         assert "alloc" not in text_of([*draw_gpu(store, card, width, 8), *draw_gpu_details(store, card, width)])
+    listed = gpu(processes=(process(7, used_bytes=None, run=None),))
+    store = store_of(wire.StateUpdate(run=run_state(ranks=(on_cpu,)), machine=machine(listed)))
+    assert plain(vram_legend(store, listed, width)).startswith("this run –"), "the driver lists its process there"
     here = replace(elsewhere, device_uuid=card.uuid)
     store = store_of(wire.StateUpdate(run=run_state(ranks=(here,)), machine=machine(card)))
     assert plain(vram_legend(store, card, width)).startswith("█ alloc 1.0")

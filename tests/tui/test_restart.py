@@ -119,6 +119,23 @@ async def test_a_preset_chosen_afterwards_keeps_what_was_typed_and_lists_what_it
         assert feed.requests == [Restart(id=1, change=change)]
 
 
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_open_list_of_presets_covers_no_text(size: tuple[int, int]) -> None:
+    async with opened(RecordingFeed(running(gpu())), "r", size=size) as (app, pilot):
+        app.screen.query_one("#preset", Select).value = "extreme"
+        await press(pilot, "tab", "tab", "tab")
+        before = app.screen.query_one("#consequences").region
+        await press(pilot, "enter")
+        presets = app.screen.query_one("#preset SelectOverlay").region
+        for name in ("consequences", "outlook", "resumes"):
+            region = app.screen.query_one(f"#{name}").region
+            assert region.bottom > presets.y, "it is beside the list"
+            assert region.right <= presets.x
+        assert "gradient checkpointing on: less memory, slower" in words(app)
+        await press(pilot, "escape")
+        assert app.screen.query_one("#consequences").region == before
+
+
 async def test_another_sequence_length_says_the_tokens_per_update_and_not_that_nothing_changes() -> None:
     async with opened(RecordingFeed(running(gpu())), "r", size=(120, 35)) as (app, pilot):
         app.screen.query_one("#batch", Input).value = "4"

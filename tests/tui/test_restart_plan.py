@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Zero
 from memtop.supervisor.wire import Change, Checkpoint, Phase
 from memtop.tui.restart_plan import number_text, restart_plan, where_it_resumes
+from memtop.tui.run_feed import _unsupervised
 from tests.tui.support import NOW, SETTINGS, run_state
 
 SAME = {"batch": "8", "accumulation": "4", "seq_len": "128"}
@@ -77,6 +78,8 @@ def test_a_complete_run_is_not_said_to_resume() -> None:
     words = "nothing is left to train: 20 updates are done, and the length is 20; `memtop restart "
     assert where_it_resumes(run).startswith(words)
     assert where_it_resumes(replace(run, total_updates=21)).startswith("resumes at update 20")
+    assert _unsupervised(run).reason == "the run is over (finished)"
+    assert "r or memtop restart tiny" in _unsupervised(replace(run, total_updates=21)).reason
 
 
 def test_all_that_a_preset_changes_is_listed() -> None:

@@ -15,7 +15,7 @@ from textual.timer import Timer
 
 from memtop.supervisor.language import tr
 from memtop.supervisor.wire import Phase
-from memtop.tui.keymap import BAR, Action, foreign, is_idle, key_of, label_of, obstacle, offered
+from memtop.tui.keymap import BAR, Action, has_button, is_idle, key_of, label_of, obstacle
 from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel, RoleStyles
 from memtop.tui.store import Store
@@ -93,8 +93,7 @@ class ActionBar(Container):
         room = _IN_TWO_LINES if grid else width
         for button in sorted(buttons, key=lambda one: _rank(one.action)):
             takes = 1 if grid else button.wanted_width
-            never = store.run is not None and foreign(button.action, store.run) is not None
-            shown = offered(button.action, store) and not never
+            shown = has_button(button.action, store)
             if _optional(button.action):
                 shown = shown and obstacle(button.action, store) is None
                 if shown and room < takes:

@@ -41,7 +41,7 @@ from memtop.tui.dashboard.notice import draw_notice, notice
 from memtop.tui.dashboard.panels import ProcessPanel, gpu_panel
 from memtop.tui.dashboard.result import DashboardResult, result_of
 from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition
-from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
+from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered, why_read_only
 from memtop.tui.machine import gpu as gpu_drawing
 from memtop.tui.machine.host import draw_host
 from memtop.tui.pace import Pace
@@ -348,7 +348,8 @@ class DashboardScreen(Dashboard):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "do" and parameters:
-            return offered(BY_ID[str(parameters[0])], self.store)
+            wanted = BY_ID[str(parameters[0])]
+            return offered(wanted, self.store) or why_read_only(wanted, self.store) is not None
         return True
 
     @on(ActionButton.Pressed)
@@ -369,7 +370,7 @@ class DashboardScreen(Dashboard):
     def action_do(self, action_id: str, key: str) -> None:
         """Do the action of a key or a button, or show why it cannot be done now."""
         action = BY_ID[action_id]
-        problem = obstacle(action, self.store)
+        problem = why_read_only(action, self.store) or obstacle(action, self.store)
         if problem is not None and self.store.is_being_read:
             self._chosen = (action_id, key)
         elif problem is not None:

@@ -11,7 +11,7 @@ from memtop.supervisor.monitor.history import Bucket, resample
 from memtop.supervisor.monitor.sampler import Hysteresis
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import MARKED, Extent, blank, cell_roles, mark_limits, memory_bounds, merged, nice_bounds, paint
-from memtop.tui.line import MUTED, Line, between, fact, fit, join, join_fitting, line, spread
+from memtop.tui.line import MUTED, Line, between, fact, fit, join, join_fitting, line, spread, width_of
 from memtop.tui.metrics.curves import Track
 
 LABEL_WIDTH = 9
@@ -81,7 +81,8 @@ def value_words(unit: str, value: float) -> str:
 
 
 def reading(curve: Curve, view: HistoryView, width: int) -> Line:
-    """The curve's value at the cursor."""
+    """The curve's value at the cursor, beside its title. The axis says where the cursor is, so this
+    gives way first, then the least value."""
     count = cells(width)
     each = (view.end - view.start) / count
     start = view.start + _column(view, count) * each
@@ -94,7 +95,10 @@ def reading(curve: Curve, view: HistoryView, width: int) -> Line:
     if mean == high:
         return line((mean, "strong"))
     where = line(("newest" if view.cursor is None else "at the cursor", MUTED))
-    return join((where, fact("mean", mean), fact("least", value_words(curve.unit, bucket.low)), fact("most", high)))
+    least, most = fact("least", value_words(curve.unit, bucket.low)), fact("most", high)
+    facts = (where, fact("mean", mean), least, most), (fact("mean", mean), least, most), (fact("mean", mean), most)
+    room = width - width_of(line(curve.title)) - 2
+    return next((found for found in map(join, facts) if width_of(found) <= room), fact("mean", mean))
 
 
 def _column(view: HistoryView, count: int) -> int:

@@ -111,10 +111,14 @@ def _absent(store: Store, parts: VramParts) -> Line:
     """Why the legend has no parts of the run; empty if it has."""
     if not _is_absent(parts):
         return ()
-    if store.run is not None and store.run.alive and not store.run.ranks and parts.unaccounted_bytes:
-        # Memory without a known owner may be the run's.
-        return fact("this run", units.UNKNOWN)
-    return line(("run on the CPU: see RAM" if trains_on_cpu(store) else "nothing of this run", MUTED))
+    run, on_cpu = store.run, trains_on_cpu(store)
+    if run is not None and run.alive and parts.unaccounted_bytes:
+        # Memory without a known owner may be the run's, until its processes say where they train.
+        # One's own program may use a GPU without torch.
+        elsewhere = run.ranks and all(rank.device_uuid is not None for rank in run.ranks)
+        if not elsewhere and (not on_cpu or run.settings is None):
+            return fact("this run", units.UNKNOWN)
+    return line(("run on the CPU: see RAM" if on_cpu else "nothing of this run", MUTED))
 
 
 def _own(parts: VramParts) -> list[Part]:
