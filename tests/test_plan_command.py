@@ -738,6 +738,10 @@ def test_a_plan_takes_every_setting_of_a_training(capsys: pytest.CaptureFixture[
         ({"hidden_size": 10**12}, "model.config.hidden_size 1000000000000: must be at most 16777216"),
         ({"model_type": "mixtral", "vocab_size": 10**12}, "model.config.vocab_size 1000000000000: must be at most 16777216"),
         ({"attention_dropout": 1.5}, "model.config.attention_dropout 1.5: must be a number from 0 to 1"),
+        (
+            {"model_type": "gpt2", "n_positions": 256},
+            "seq_len 512: beyond the model's 256 positions; give at most 256",
+        ),
     ],
 )
 def test_a_model_that_cannot_run_is_refused(
@@ -746,6 +750,14 @@ def test_a_model_that_cannot_run_is_refused(
     (model / "config.json").write_text(json.dumps(LLAMA | values))
     assert run(["plan", "--model", str(model), "--vram", "8"]) == 2
     assert capsys.readouterr() == ("", f"memtop: {said}\n")
+
+
+def test_a_length_that_the_model_is_not_made_for_is_said(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
+    said = "T 128 is longer than the 64 tokens that the model is made for: it trains, but may learn badly"
+    for length, words in (("64", 0), ("128", 1)):
+        assert run(["plan", "--model", str(model), "--vram", "8", "--seq-len", length]) == 0
+        assert capsys.readouterr().err.count(f"memtop: {said}\n") == words
 
 
 def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
