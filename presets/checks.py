@@ -119,8 +119,9 @@ def longer_than_known(settings: Settings) -> str | None:
     longest = _positions(stored_config(settings) or {})
     if longest is None or settings.seq_len <= longest:
         return None
-    beyond = f"T {settings.seq_len} is longer than the {longest} tokens that the model is made for"
-    return f"{beyond}: it trains, but may learn badly"
+    return (
+        f"T {settings.seq_len} is longer than the {longest} tokens that the model is made for: it trains, but may learn badly"
+    )
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

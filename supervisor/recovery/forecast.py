@@ -65,11 +65,11 @@ class _Scale(NamedTuple):
     def raised(self, to: float) -> _Scale:
         """With an earlier run that was too short, or had shorter samples, and yet needed so many
         times the estimate."""
-        return self._at_least(to, f"{self.basis}; raised, because an earlier run needed more")
+        return self._at_least(to, f"{self.basis}; raised, because an earlier run needed more than foreseen")
 
     def lifted(self, to: float) -> _Scale:
         """With a failure that needed at least so many times the estimate."""
-        return self._at_least(to, f"{self.basis}; lifted, because it needed more when it ran out of memory")
+        return self._at_least(to, f"{self.basis}; lifted, because it needed more than foreseen when it ran out of memory")
 
     def _at_least(self, to: float, basis: str) -> _Scale:
         if to <= self.middle:

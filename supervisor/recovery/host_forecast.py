@@ -45,7 +45,7 @@ class HostEstimates(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(found, str):
             return found
         times = max((self._ratio(*one) for one in self.known[-NEWEST:]), default=0.0)
-        basis = "estimate; raised, because the run has needed more" if times > 1 else "estimate"
+        basis = "estimate; raised, because the run has needed more than foreseen" if times > 1 else "estimate"
         floor = max((size for batch, size in exact.items() if batch < settings.batch), default=0)
 
         def size(estimated: int) -> int:

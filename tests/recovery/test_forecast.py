@@ -328,7 +328,7 @@ def test_a_failure_lifts_the_estimate_and_never_lowers_it() -> None:
     assert (kept.peak_bytes, kept.basis) == (need(small).reserved + CONTEXT, "estimate")
     lifted = by_estimate(small, known(T5, 1.2, failed=True))
     assert lifted.peak_bytes == pytest.approx(need(small).reserved * 1.2 + CONTEXT, rel=1e-6)
-    assert lifted.basis == "estimate; lifted, because it needed more when it ran out of memory"
+    assert lifted.basis == "estimate; lifted, because it needed more than foreseen when it ran out of memory"
     expandable = replace(small, allocator="expandable_segments:True")
     assert "lifted" not in by_estimate(expandable, known(T5, 1.2, failed=True)).basis, "fragments may have been the cause"
 
@@ -429,7 +429,7 @@ def test_on_the_cpu_a_measured_peak_raises_the_estimate_and_never_lowers_it() ->
     for more in (host_peak(4, 2 * of_four), host_peak(4, 2 * of_four, failed=True)):
         raised = on_host(more).predicted(eight)
         assert raised.peak_bytes == pytest.approx(2 * plain, rel=1e-6)
-        assert raised.basis == "estimate; raised, because the run has needed more"
+        assert raised.basis == "estimate; raised, because the run has needed more than foreseen"
     earlier = on_host(host_peak(8, 3.0), host_peak(4, of_four)).predicted(eight)
     assert earlier.basis.startswith("line through peaks") or earlier.is_measured
     assert earlier.peak_bytes == gib(3)
