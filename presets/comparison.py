@@ -173,7 +173,7 @@ def _change(name: str, before: Settings, after: Settings, label: str | None = No
     old, new = value_of(before, name), value_of(after, name)
     label = name if label is None else label
     if name.startswith("zero."):
-        return f"{before.zero} -> {after.zero}"
+        return f"{before.zero.words} -> {after.zero.words}"
     if name == "pin_memory":
         return f"{label} {'where memory allows' if new is None else shown(new)}"
     if name == "lora.targets" and old and new and len(old) != len(new):

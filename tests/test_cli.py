@@ -300,9 +300,9 @@ def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     heads = ["key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch"]
     assert re.split(r" {2,}", lines[0]) == heads
     low = next(line for line in lines if line.startswith("6 "))
-    assert re.split(r" {2,}", low) == ["6", "low", "4 x 8 x 1", "32", "128", "4096", "plain", "resumes"]
+    assert re.split(r" {2,}", low) == ["6", "low", "4 x 8 x 1", "32", "128", "4096", "no ZeRO", "resumes"]
     assert low.index("low") == lines[0].index("preset")
-    assert low.index("plain") == lines[0].index("strategy")
+    assert low.index("no ZeRO") == lines[0].index("strategy")
     assert low.index("4096") + 4 == lines[0].index("tokens/update") + len("tokens/update")
     speeds = [line.strip() for line in lines if line.startswith("     speed: ")]
     assert any(line.startswith("speed: not known: whether the data still come in time is not known") for line in speeds)
@@ -311,7 +311,7 @@ def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     assert any(line.startswith("     速度：未知：") for line in chinese)
     low = next(line for line in chinese if line.startswith("6 "))
     translate = Catalogue(read_catalogue("zh")).translate
-    assert cell_len(low[: low.index(translate("plain"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])
+    assert cell_len(low[: low.index(translate("no ZeRO"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])
     screen = Terminal(
         [sys.executable, "-m", "memtop", "presets"], columns=80, rows=160, cwd=str(runs.root), environment=runs.environment
     )

@@ -711,7 +711,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
     said = capsys.readouterr().out
-    assert "no split with this effective batch and these settings is safe" in said
+    assert "no: each batch that keeps the effective batch needs 85 % of the GPU or more" in said
     assert re.search(r"^smallest    1 x \d+ x 1: ~.* !! danger$", said, re.MULTILINE)
     found = document(capsys, "pretrain-causal", "--vram", "0.6")
     assert found["max_safe_batch"] is None

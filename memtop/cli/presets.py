@@ -65,7 +65,9 @@ def presets(name: str | None, as_json: bool) -> int:
             if run is None
             else f"(compared with {run.name}, the newest run in progress; "
             "`memtop presets NAME` compares a preset for another recipe with that recipe)",
-            "(switch: what becomes of a run that switches to the preset; it keeps effective batch, T, LoRA and learning rate)",
+            "(B x A x W: batch of one pass x passes per update x processes = effective batch; T: tokens per sample)",
+            "(strategy: what ZeRO divides among the GPUs; +opt, +par: optimizer state, parameters in host memory)",
+            "(switch: whether a run in progress goes on where it is; effective batch, T, LoRA and learning rate stay the same)",
             "(a new run: what differs with `memtop train --fresh --preset NAME`, which takes all values of the preset)",
         )
     return 0
@@ -138,7 +140,7 @@ def _peak(look: Outlook, foresee: Foresee) -> Forecast | str:
 
 def _describe(s: Settings) -> str:
     method = "" if s.lora is None else f", {s.method} r {s.lora.r}"
-    return f"{s.split_text} = {s.effective_batch}, T {s.seq_len}, {s.zero}{method}"
+    return f"{s.split_text} = {s.effective_batch}, T {s.seq_len}, {s.zero.words}{method}"
 
 
 def _row(look: Outlook, peak: Forecast | str) -> dict[str, Any]:
