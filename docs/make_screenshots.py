@@ -101,7 +101,7 @@ def _moment(recording: StreamRecording, picture: Picture) -> float:
 def _with_gpus(machine: MachineSnapshot, count: int) -> MachineSnapshot:
     """Fewer or more cards than the recording has; the added ones are copies."""
     if count == 0:
-        return replace(machine, gpus=(), gpu_note="no NVIDIA GPU: libnvidia-ml not found")
+        return replace(machine, gpus=(), gpu_note="no NVIDIA GPU: no NVIDIA driver found")
     added = [replace(machine.gpus[n % 2], index=n, uuid=f"GPU-{n}-demo", processes=()) for n in range(2, count)]
     return replace(machine, gpus=(*machine.gpus, *added))
 

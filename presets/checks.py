@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from memtop.presets.fields import FIELDS, MOST_SAMPLES, OTHER_NAMES, value_of
-from memtop.presets.parameters import too_large
+from memtop.presets.parameters import language_part, stored_config, too_large
 from memtop.presets.schema import Lora, Preset, Sampling, Settings
 
 
@@ -87,18 +87,52 @@ def check(settings: Settings) -> Settings:
     _check_left_out(settings.leave_out)
     if settings.python and not settings.python.startswith("/"):
         raise SettingsError("python", settings.python, "give its whole path, which begins with /")
-    longest = max_seq_len(settings)
-    if longest is not None and settings.seq_len > longest:
-        raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
+    check_model(settings, stored_config(settings) or {}, is_new="config" in settings.model)
     return settings
 
 
-def max_seq_len(settings: Settings) -> int | None:
-    """The longest sequence that the model's configuration allows, in tokens; None if it sets no
-    limit."""
-    config = settings.model.get("config", {})
-    value = config.get("max_position_embeddings") or config.get("n_positions")
-    return value if isinstance(value, int) else None
+TABLES = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "biogpt"), 1024),
+    **dict.fromkeys(("gptj", "codegen", "gpt_neo", "opt"), 2048),
+    "openai-gpt": 512,
+    "ctrl": 256,
+}
+"""Architectures that look positions up in a table, so that they fail beyond its end, and how long
+it is if the configuration does not say."""
+
+
+def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool = False) -> None:
+    """SettingsError for a value with which no model of this configuration can train.
+
+    `is_new`: its weights are new, so it knows no other lengths than those that it names.
+    """
+    if (large := too_large(config)) is not None:
+        name, value, most = large
+        check_bounds(f"model.config.{name}", value, 1, most)
+    kind, longest = language_part(config).get("model_type"), _positions(config)
+    if (is_new or kind in TABLES) and longest is not None and settings.seq_len > longest:
+        raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
+
+
+def longer_than_known(settings: Settings) -> str | None:
+    """That the samples are longer than those of the model's earlier training; None if not."""
+    longest = _positions(stored_config(settings) or {})
+    if longest is None or settings.seq_len <= longest:
+        return None
+    return (
+        f"T {settings.seq_len} is longer than the {longest} tokens that the model is made for: it trains, but may learn badly"
+    )
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that the model is made for, in tokens; None if its configuration does
+    not say."""
+    config = language_part(config)
+    kind = config.get("model_type")
+    # T5 has no use for its n_positions.
+    names = ("n_positions", "max_position_embeddings") if kind in TABLES else ("max_position_embeddings",)
+    known = (value for name in names if type(value := config.get(name)) is int)
+    return next(known, TABLES.get(str(kind)))
 
 
 _EFFECTIVE = 1 << 24
@@ -134,9 +168,6 @@ def _check_counts(settings: Settings) -> None:
         raise SettingsError("epochs", 0, "the run has no end; give --max-updates N or --set epochs=E")
     if settings.load_best_at_end and not settings.eval_every:
         raise SettingsError("load_best_at_end", "true", "nothing is evaluated; add --set eval_every=N")
-    if (large := too_large(settings.model.get("config") or {})) is not None:
-        name, value, most = large
-        check_bounds(f"model.config.{name}", value, 1, most)
     if not -1 <= settings.loss_chunk <= _MOST_TOKENS:
         raise SettingsError(
             "loss_chunk",

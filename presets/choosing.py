@@ -141,7 +141,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
         what = "base, adapters and optimizer" if settings.lora is not None else "weights, gradients and optimizer"
         words = f"{what} need {_gib(first)}"
     else:
-        words = f"foreseen to peak at {_gib(first)}"
+        words = f"estimated to peak at {_gib(first)}"
     reason = f"{_free(free_bytes)}, {words}"
     if first.share < MOST:
         return plain, f"preset standard: {reason}"
@@ -150,9 +150,9 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
         ends, _ = _taken((presets[-1] for presets in without_offload), under, foresee)
         end, least = _best(ends, free_bytes)
         if end.gradient_checkpointing:
-            reason = f"{_free(free_bytes)}, foreseen to peak at {_gib(least)} with one sample and gradient checkpointing"
+            reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with one sample and gradient checkpointing"
         elif len(without_offload) > 1:
-            reason = f"{_free(free_bytes)}, foreseen to peak at {_gib(least)} with one sample"
+            reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with one sample"
         reason = f"preset standard: {reason}{_above(least, free_bytes)}"
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
         chosen = checkpointed if end.gradient_checkpointing else plain
@@ -184,8 +184,8 @@ def _for_several(free_bytes: int, presets: list[Preset], where: str, under: Unde
     preset, found = _best(possible, free_bytes)
     above = _above(found, free_bytes)
     if preset is first:
-        return first, f"preset {first.name}: {free}, {where}, foreseen to peak at {_gib(found)}{above}"
-    words = f"{first.name}, {where}, is foreseen to peak at {_gib(possible[0][1])}, {preset.name} at {_gib(found)}"
+        return first, f"preset {first.name}: {free}, {where}, estimated to peak at {_gib(found)}{above}"
+    words = f"{first.name}, {where}, is estimated to peak at {_gib(possible[0][1])}, {preset.name} at {_gib(found)}"
     return preset, f"preset {preset.name}: {free}; {words}{above}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from memtop.presets.checks import SettingsError, check
+from memtop.presets.checks import SettingsError, check, longer_than_known
 from memtop.presets.edits import apply_preset, draft, take_whole
 from memtop.presets.fields import FIELDS, SPLIT, differing, saves_memory, training_unchanged, value_of
 from memtop.presets.schema import Optimizer, Preset, Recipe, Settings, nearest_splits
@@ -58,7 +58,8 @@ def describe_cut(before: Settings, after: Settings) -> str:
     """What another T does to the samples, in one line."""
     packed = before.task == "causal"
     rest = "the rest of the epoch is cut anew, nothing repeats" if packed else "rows are cut at another length"
-    return f"T {before.seq_len} -> {after.seq_len}: other data: {rest}"
+    longer = longer_than_known(after)
+    return f"T {before.seq_len} -> {after.seq_len}: other data: {rest}{f'; {longer}' if longer else ''}"
 
 
 def describe_split(before: Settings, after: Settings) -> str:
@@ -172,7 +173,7 @@ def _change(name: str, before: Settings, after: Settings, label: str | None = No
     old, new = value_of(before, name), value_of(after, name)
     label = name if label is None else label
     if name.startswith("zero."):
-        return f"{before.zero} -> {after.zero}"
+        return f"{before.zero.words} -> {after.zero.words}"
     if name == "pin_memory":
         return f"{label} {'where memory allows' if new is None else shown(new)}"
     if name == "lora.targets" and old and new and len(old) != len(new):

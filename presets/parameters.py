@@ -173,7 +173,15 @@ def too_large(config: Config) -> tuple[str, int, int] | None:
     for name, value in config.items():
         if type(value) is int and value > (most := _MOST.get(name, value)):
             return name, value, most
-    return None
+    part = language_part(config)
+    found = None if part is config else too_large(part)
+    return None if found is None else (f"text_config.{found[0]}", *found[1:])
+
+
+def language_part(config: Config) -> Config:
+    """Of a configuration for several kinds of input, that of the language model; else itself."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
 
 
 class LeastSize(NamedTuple):
@@ -258,8 +266,9 @@ def _model_folder(settings: Settings) -> Path | None:
     path = settings.model.get("path")
     if not isinstance(path, str):
         return None
-    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for some texts
-        return Path(path)
+    folder = os.path.expanduser(path)  # noqa: PTH111 - as in memtop/cli/recipes.py
+    if os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises for some texts
+        return Path(folder)
     variables, home = os.environ, os.path.expanduser("~/.cache")  # noqa: PTH111 - as in memtop/cli/recipes.py
     cache = variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME') or home}/huggingface"
     repository = Path(variables.get("HF_HUB_CACHE") or f"{cache}/hub") / f"models--{path.replace('/', '--')}"

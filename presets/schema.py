@@ -52,6 +52,11 @@ class Zero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ]
         return f"ZeRO-{self.stage}" + (f" + {' and '.join(offloaded)} offload" if offloaded else "")
 
+    @property
+    def words(self) -> str:
+        """The strategy as people read it. As text it is stored, too."""
+        return str(self) if self.stage else "no ZeRO"
+
     def saves_memory(self, processes: int) -> bool:
         """Whether a GPU needs less memory than without ZeRO. On one process only offloading saves
         any."""
@@ -61,7 +66,7 @@ class Zero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def short(self) -> str:
         """The strategy in at most 15 characters, for tables."""
         marks = ("+opt" if self.offload_optimizer else "") + ("+par" if self.offload_parameters else "")
-        return f"ZeRO-{self.stage}{' ' if marks else ''}{marks}" if self.stage else "plain"
+        return f"ZeRO-{self.stage}{' ' if marks else ''}{marks}" if self.stage else self.words
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

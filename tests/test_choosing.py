@@ -131,8 +131,8 @@ def peaks(
 @pytest.mark.parametrize(
     ("gib", "foresee", "name", "batch", "words"),
     [
-        (8.0, peaks(0.3), "standard", 16, ", foreseen to peak at ~5.80 GiB"),
-        (8.0, peaks(0.4), "standard", 8, ", foreseen to peak at ~7.40 GiB; with batch 8 x 8 at ~4.20 GiB"),
+        (8.0, peaks(0.3), "standard", 16, ", estimated to peak at ~5.80 GiB"),
+        (8.0, peaks(0.4), "standard", 8, ", estimated to peak at ~7.40 GiB; with batch 8 x 8 at ~4.20 GiB"),
         (8.0, peaks(3.0, kept=0.1), "standard", 1, "at ~49.00 GiB; with batch 1 x 64 at ~4.00 GiB"),
         (8.0, peaks(6.0, kept=0.05), "standard", 16, "at ~97.00 GiB; with gradient checkpointing at ~5.80 GiB"),
         (8.0, peaks(6.0, kept=0.1), "standard", 8, "; with batch 8 x 8 and gradient checkpointing at ~5.80 GiB"),
@@ -140,7 +140,7 @@ def peaks(
         (8.0, peaks(4.0, base=6.0), "minimal", 1, "at ~70.00 GiB; with this offload ~4.50 GiB"),
         (8.0, peaks(9.0, offloaded=2.0), "standard", 1, "with batch 1 x 64 at ~10.00 GiB: not below 85 % of the free memory"),
         # What it needs without activations is more than there is, but the forecast knows better.
-        (0.5, peaks(0.01, base=0.2, total=0.5), "standard", 16, ", foreseen to peak at ~0.36 GiB"),
+        (0.5, peaks(0.01, base=0.2, total=0.5), "standard", 16, ", estimated to peak at ~0.36 GiB"),
         # Other programs hold the rest: no preset could keep the GPU below 85 %.
         (1.0, peaks(0.11, base=0.05, others=7.0), "standard", 4, "at ~0.49 GiB: with other programs 94 % of the GPU"),
         (2.0, peaks(0.1, base=0.05, others=6.0), "standard", 4, "with batch 4 x 16 at ~0.45 GiB"),
@@ -177,11 +177,11 @@ def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
     of = under("pretrain-causal", auto_batch="true")
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(0.4))
     assert (preset.name, preset.max_batch) == ("standard", None)
-    assert reason.endswith("foreseen to peak at ~1.40 GiB with one sample")
+    assert reason.endswith("estimated to peak at ~1.40 GiB with one sample")
     assert not of(preset).gradient_checkpointing
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0, kept=0.5))
     assert (preset.name, preset.max_batch, of(preset).gradient_checkpointing) == ("standard", None, True)
-    assert reason.endswith("foreseen to peak at ~5.00 GiB with one sample and gradient checkpointing")
+    assert reason.endswith("estimated to peak at ~5.00 GiB with one sample and gradient checkpointing")
     assert english_in_chinese(reason) == []
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0))
     assert preset.name == "standard"
@@ -196,21 +196,21 @@ def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
             12,
             {"deepspeed": 11, "stage2_offload": 10.3},
             "stage3",
-            "12.00 GiB of GPU memory free; deepspeed, from 12 GiB on, is foreseen to peak at ~11.00 GiB, stage3 at ~1.00 GiB",
+            "12.00 GiB of GPU memory free; deepspeed, from 12 GiB on, is estimated to peak at ~11.00 GiB, stage3 at ~1.00 GiB",
         ),
         # A larger preset than that of the guide is never taken, whatever is foreseen.
         (
             5,
             {"stage3": 7, "minimal": 6},
             "minimal",
-            "5.00 GiB of GPU memory free; stage3, from 4 up to 6 GiB, is foreseen to peak at ~7.00 GiB, minimal at ~6.00 GiB: "
+            "5.00 GiB of GPU memory free; stage3, from 4 up to 6 GiB, is estimated to peak at ~7.00 GiB, minimal at ~6.00 GiB: "
             "not below 85 % of the free memory",
         ),
         (
             3,
             {"minimal": 4},
             "minimal",
-            "3.00 GiB of GPU memory free, below 4 GiB, foreseen to peak at ~4.00 GiB: not below 85 % of the free memory",
+            "3.00 GiB of GPU memory free, below 4 GiB, estimated to peak at ~4.00 GiB: not below 85 % of the free memory",
         ),
     ],
 )

@@ -292,17 +292,17 @@ def test_the_ladder_shows_the_values_after_a_switch_and_those_of_its_guide(runs:
     assert rows["stage2_offload"]["zero"] == {"stage": 2, "offload_optimizer": True, "offload_parameters": False}
     assert "gradient checkpointing on" in rows["stage2_offload"]["changes"]
     assert "lora.r 64 -> 48" in rows["stage2_offload"]["reason_whole"]
-    assert "with --fresh: effective batch 16 -> 18 (+12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
+    assert "a new run: effective batch 16 -> 18 (+12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
 
 
 def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     lines = runs.memtop("presets").stdout.splitlines()
-    heads = ["key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch", "with --fresh"]
+    heads = ["key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch"]
     assert re.split(r" {2,}", lines[0]) == heads
     low = next(line for line in lines if line.startswith("6 "))
-    assert re.split(r" {2,}", low) == ["6", "low", "4 x 8 x 1", "32", "128", "4096", "plain", "resumes", "resumes"]
+    assert re.split(r" {2,}", low) == ["6", "low", "4 x 8 x 1", "32", "128", "4096", "no ZeRO", "resumes"]
     assert low.index("low") == lines[0].index("preset")
-    assert low.index("plain") == lines[0].index("strategy")
+    assert low.index("no ZeRO") == lines[0].index("strategy")
     assert low.index("4096") + 4 == lines[0].index("tokens/update") + len("tokens/update")
     speeds = [line.strip() for line in lines if line.startswith("     speed: ")]
     assert any(line.startswith("speed: not known: whether the data still come in time is not known") for line in speeds)
@@ -311,7 +311,7 @@ def test_presets_are_a_table_with_a_heading(runs: Runs) -> None:
     assert any(line.startswith("     速度：未知：") for line in chinese)
     low = next(line for line in chinese if line.startswith("6 "))
     translate = Catalogue(read_catalogue("zh")).translate
-    assert cell_len(low[: low.index(translate("plain"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])
+    assert cell_len(low[: low.index(translate("no ZeRO"))]) == cell_len(chinese[0][: chinese[0].index(translate("strategy"))])
     screen = Terminal(
         [sys.executable, "-m", "memtop", "presets"], columns=80, rows=160, cwd=str(runs.root), environment=runs.environment
     )
@@ -347,9 +347,9 @@ def test_presets_are_compared_with_the_run_in_progress(runs: Runs) -> None:
     assert rows[0]["switch_whole"] == "refused"
     assert "beyond the model's 1024 positions" in rows[0]["reason_whole"]
     table = runs.memtop("presets")
-    refused = next(line for line in table.stdout.splitlines() if "with --fresh: refused: " in line)
-    assert refused.strip() == f"with --fresh: refused: {rows[0]['reason_whole']}"
-    assert len(re.findall("with --fresh: ", table.stdout)) == sum(
+    refused = next(line for line in table.stdout.splitlines() if "a new run: refused: " in line)
+    assert refused.strip() == f"a new run: refused: {rows[0]['reason_whole']}"
+    assert len(re.findall("a new run: ", table.stdout)) == sum(
         row["switch_whole"] == "refused" or row["guide_effective_batch"] != row["effective_batch"] for row in rows
     )
     assert "(compared with a, the newest run in progress; " in table.stderr

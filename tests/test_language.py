@@ -68,7 +68,7 @@ def test_every_entry_translates_a_text_of_memtop() -> None:
     for path in (*(ROOT / "presets").rglob("*.toml"), ROOT / "supervisor/recovery/advice.toml"):
         texts |= {" ".join(text.split()) for text in strings_of(tomllib.loads(path.read_text(encoding="utf-8")))}
     texts |= {os.strerror(number) for number in errno.errorcode}
-    texts |= {"Usage: ", "Options", "Options:", "Commands", "plain -> plain", *texts_of_msgspec()}
+    texts |= {"Usage: ", "Options", "Options:", "Commands", "no ZeRO -> no ZeRO", *texts_of_msgspec()}
     known = "\n".join(text for text in texts if _WORDS.search(text))
     pieces = {piece for entry in read_catalogue("zh") for piece in literals(entry)} - texts
     assert [piece for piece in pieces if not is_put_together(piece, known)] == []

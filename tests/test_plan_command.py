@@ -261,7 +261,8 @@ def test_a_run_that_may_not_have_seen_the_longest_samples_raises_a_plan_and_neve
     keep(a4500, settings, round(factor * exact), updates=5)
     found = document(capsys, *words)
     assert found["gpu"]["peak_bytes"] == pytest.approx(max(1, factor) * exact + 300 * MIB, rel=1e-4)
-    assert (found["gpu"]["calibrated"] == "dry run; raised, because an earlier run needed more") is (factor > 1)
+    raised = "dry run; raised, because an earlier run needed more than foreseen"
+    assert (found["gpu"]["calibrated"] == raised) is (factor > 1)
     row = found["measured"]
     assert (row["run"], row["is_whole"]) == ("/runs/first", False)
     assert row["of_foreseen"] == pytest.approx(factor, rel=1e-4)
@@ -710,7 +711,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 def test_a_batch_that_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "pretrain-causal", "--vram", "0.6"]) == 0
     said = capsys.readouterr().out
-    assert "no split with this effective batch and these settings is safe" in said
+    assert "no: each batch that keeps the effective batch needs 85 % of the GPU or more" in said
     assert re.search(r"^smallest    1 x \d+ x 1: ~.* !! danger$", said, re.MULTILINE)
     found = document(capsys, "pretrain-causal", "--vram", "0.6")
     assert found["max_safe_batch"] is None
@@ -738,6 +739,10 @@ def test_a_plan_takes_every_setting_of_a_training(capsys: pytest.CaptureFixture[
         ({"hidden_size": 10**12}, "model.config.hidden_size 1000000000000: must be at most 16777216"),
         ({"model_type": "mixtral", "vocab_size": 10**12}, "model.config.vocab_size 1000000000000: must be at most 16777216"),
         ({"attention_dropout": 1.5}, "model.config.attention_dropout 1.5: must be a number from 0 to 1"),
+        (
+            {"model_type": "gpt2", "n_positions": 256},
+            "seq_len 512: beyond the model's 256 positions; give at most 256",
+        ),
     ],
 )
 def test_a_model_that_cannot_run_is_refused(
@@ -746,6 +751,14 @@ def test_a_model_that_cannot_run_is_refused(
     (model / "config.json").write_text(json.dumps(LLAMA | values))
     assert run(["plan", "--model", str(model), "--vram", "8"]) == 2
     assert capsys.readouterr() == ("", f"memtop: {said}\n")
+
+
+def test_a_length_that_the_model_is_not_made_for_is_said(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
+    said = "T 128 is longer than the 64 tokens that the model is made for: it trains, but may learn badly"
+    for length, words in (("64", 0), ("128", 1)):
+        assert run(["plan", "--model", str(model), "--vram", "8", "--seq-len", length]) == 0
+        assert capsys.readouterr().err.count(f"memtop: {said}\n") == words
 
 
 def test_a_lora_that_matches_no_layer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

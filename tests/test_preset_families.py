@@ -160,7 +160,7 @@ def test_an_outlook_distinguishes_a_switch_from_a_new_run() -> None:
     assert (look.kept.effective_batch, look.whole.effective_batch) == (16, 18)
     assert look.changes == [
         "split 4 x 4 x 1 -> 2 x 8 x 1",
-        "plain -> ZeRO-2 + optimizer offload",
+        "no ZeRO -> ZeRO-2 + optimizer offload",
         "gradient checkpointing on",
         "workers 0 -> 2",
     ]

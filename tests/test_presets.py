@@ -21,7 +21,8 @@ from memtop.presets import (
     load_recipes,
     resolve,
 )
-from memtop.presets.comparison import changes, describe_split, outlook, pace
+from memtop.presets.checks import longer_than_known
+from memtop.presets.comparison import changes, describe_cut, describe_split, outlook, pace
 from memtop.presets.edits import assign, find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
 from memtop.presets.keys import LISTS, choices, keys
@@ -165,6 +166,52 @@ def test_wrong_values_are_refused_in_one_line_with_field_and_value(edit: dict[st
         edit_settings(BASE, **edit)  # type: ignore[arg-type]
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "edit", "message"),
+    [
+        ({"model_type": "gpt2", "n_positions": 512}, {"seq_len": "513"}, "seq_len 513: beyond the model's 512 positions"),
+        ({"model_type": "gpt2"}, {"seq_len": "1025"}, "seq_len 1025: beyond the model's 1024 positions; give at most 1024"),
+        ({"model_type": "llama", "num_hidden_layers": 10**9}, {}, "model.config.num_hidden_layers 1000000000: must be at most"),
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_size": 10**12}},
+            {},
+            "model.config.text_config.hidden_size 1000000000000: must be at most 16777216",
+        ),
+        ({"model_type": "gpt2", "n_positions": 512}, {"seq_len": "512"}, ""),
+        ({"model_type": "t5", "n_positions": 512}, {"seq_len": "1024"}, ""),
+        ({"model_type": "llama", "max_position_embeddings": 512}, {"seq_len": "1024"}, ""),
+    ],
+)
+def test_values_of_a_model_that_is_read_are_refused_as_those_of_a_new_one(
+    config: dict[str, object], edit: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    for path in (str(tmp_path), "~"):
+        assert refusal_of_edit({"model.path": path, **edit}).startswith(message)
+        assert message or not refusal_of_edit({"model.path": path, **edit})
+
+
+def refusal_of_edit(assignments: dict[str, str]) -> str:
+    try:
+        edit_settings(BASE, assignments=assignments)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def test_longer_samples_than_a_model_is_made_for_are_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"model_type": "llama", "max_position_embeddings": 512}))
+    before = edit_settings(BASE, assignments={"model.path": str(tmp_path), "seq_len": "512"})
+    assert longer_than_known(before) is None
+    longer = replace(before, seq_len=513)
+    assert (
+        longer_than_known(longer)
+        == "T 513 is longer than the 512 tokens that the model is made for: it trains, but may learn badly"
+    )
+    assert describe_cut(before, longer).endswith(f"nothing repeats; {longer_than_known(longer)}")
 
 
 def test_a_searched_batch_keeps_the_effective_batch_and_ends_with_a_given_one() -> None:

@@ -212,15 +212,20 @@ def test_a_new_run_says_the_peak_and_what_would_be_safe(
     assert "cannot be foreseen: what the model is made of is not known" in said(8.0, **{"model.path": "nobody/has-this"})
 
 
-def test_headless_leaves_out_only_a_peak_that_the_launch_has_said(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headless_leaves_out_only_a_peak_that_the_launch_has_said(
+    data: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: of_size(24.0))
 
     def told(**assignments: str) -> int | None:
         return train.new_run("sft-lora", None, Change(assignments={**data.assignments, **assignments}), None).told
 
     Path("llama").mkdir()
-    Path("llama/config.json").write_text(json.dumps({**LLAMA_7B, "num_hidden_layers": 2}))
+    Path("llama/config.json").write_text(json.dumps({**LLAMA_7B, "num_hidden_layers": 2, "max_position_embeddings": 2048}))
     assert told(**{"model.path": "llama"}) == 1
+    assert "made for" not in capsys.readouterr().err
+    assert told(**{"model.path": "llama", "seq_len": "4096"}) == 1
+    assert "memtop: T 4096 is longer than the 2048 tokens that the model is made for: it trains, " in capsys.readouterr().err
     assert told(**{"model.path": "nobody/has-this"}) is None, "its peak is foreseen after its download"
     assert told(**{"model.path": "llama", "device": "cpu"}) is None
 

@@ -25,8 +25,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from memtop.presets import Settings
-from memtop.presets.checks import did_you_mean
+from memtop.presets import Settings, SettingsError
+from memtop.presets.checks import check_model, did_you_mean
 from memtop.train import BadInputError, UnknownModelError, first_line
 from memtop.train.agent.failures import is_lack_of_memory
 from memtop.train.data.tokens import Tokens, load_tokens
@@ -134,9 +134,14 @@ def refuse_unknown_type(where: str, kind: Any) -> None:
 
 
 def refuse_other_models(settings: Settings, config: Any) -> None:
-    """BadInputError for a model that is not for the task: of images, or an encoder alone."""
+    """BadInputError for a model that is not for the task (of images, or an encoder alone), or has
+    fewer positions than the run."""
     kinds = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if settings.task == "seq2seq" else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in kinds:
+        try:
+            check_model(settings, config.to_dict())
+        except SettingsError as error:
+            raise BadInputError(str(error)) from None
         return
     kind = config.model_type
     if hasattr(config, "vision_config"):

@@ -102,7 +102,7 @@ def _consequences(before: Settings, base: Settings, after: Settings, run: RunSta
         word = "on" if after.gradient_checkpointing else "off"
         lines.append(f"gradient checkpointing {word}: {'less memory, slower' if word == 'on' else 'more memory, faster'}")
     if after.zero != before.zero:
-        lines.append(f"{before.zero} -> {after.zero}: {_zero_words(before, after)}")
+        lines.append(f"{before.zero.words} -> {after.zero.words}: {_zero_words(before, after)}")
     if after.optimizer != before.optimizer:
         lines.append(f"optimizer {before.optimizer} -> {after.optimizer}")
     if others := other_changes(before, after, but=_EXPLAINED):

@@ -29,6 +29,7 @@ from memtop.cli.plan_output import (
     print_all,
 )
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
+from memtop.presets.checks import longer_than_known
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.estimate import wrong_value
@@ -140,6 +141,8 @@ def plan(
         _print_one(settings, own, assumed, card, answers, host_ram, machine, as_json=as_json)
         if chosen is not None and card.total_bytes is not None:
             print_message(f"memtop: {chosen}; --preset NAME chooses another")
+        if (longer := longer_than_known(settings)) is not None:
+            print_message(f"memtop: {longer}")
     finally:
         answers.close()
     return 0

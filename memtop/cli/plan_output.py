@@ -137,7 +137,7 @@ def plan_text(
     if card.total_bytes is None:
         return
     if best is None:
-        yield "fits        no split with this effective batch and these settings is safe (below 85 %)"
+        yield "fits        no: each batch that keeps the effective batch needs 85 % of the GPU or more with these settings"
         if least is not None:
             yield f"smallest    {least[0].split_text}: ~{_share(least[1], card)}"
     else:

@@ -65,8 +65,10 @@ def presets(name: str | None, as_json: bool) -> int:
             if run is None
             else f"(compared with {run.name}, the newest run in progress; "
             "`memtop presets NAME` compares a preset for another recipe with that recipe)",
-            "(switch: what becomes of a run that switches to the preset; it keeps effective batch, T, LoRA and learning rate)",
-            "(with --fresh: the same for `memtop train --fresh --preset NAME`, which takes all values of the preset)",
+            "(B x A x W: batch of one pass x passes per update x processes = effective batch; T: tokens per sample)",
+            "(strategy: what ZeRO divides among the GPUs; +opt, +par: optimizer state, parameters in host memory)",
+            "(switch: whether a run in progress goes on where it is; effective batch, T, LoRA and learning rate stay the same)",
+            "(a new run: what differs with `memtop train --fresh --preset NAME`, which takes all values of the preset)",
         )
     return 0
 
@@ -138,7 +140,7 @@ def _peak(look: Outlook, foresee: Foresee) -> Forecast | str:
 
 def _describe(s: Settings) -> str:
     method = "" if s.lora is None else f", {s.method} r {s.lora.r}"
-    return f"{s.split_text} = {s.effective_batch}, T {s.seq_len}, {s.zero}{method}"
+    return f"{s.split_text} = {s.effective_batch}, T {s.seq_len}, {s.zero.words}{method}"
 
 
 def _row(look: Outlook, peak: Forecast | str) -> dict[str, Any]:
@@ -169,10 +171,10 @@ def _row(look: Outlook, peak: Forecast | str) -> dict[str, Any]:
     }
 
 
-_HEADS = ("key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch", "with --fresh")
+_HEADS = ("key", "preset", "B x A x W", "effective", "T", "tokens/update", "strategy", "switch")
 _NUMBERS = ("effective", "T", "tokens/update")
-_LESS = ("tokens/update", "with --fresh")
-"""The columns that a narrow terminal has no room for."""
+_LESS = "tokens/update"
+"""The column that a narrow terminal has no room for."""
 
 
 def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee, *, on_gpu: bool) -> Iterator[str]:
@@ -180,7 +182,7 @@ def _table(groups: list[tuple[str, list[Outlook]]], foresee: Foresee, *, on_gpu:
     cells = [_cells(look) for _, looks in groups for look in looks]
     widths = [max(map(cell_len, column)) for column in zip(map(tr, _HEADS), *cells, strict=True)]
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < sum(widths) + 2 * len(widths)
-    shown = [place for place, head in enumerate(_HEADS) if not (narrow and head in _LESS)]
+    shown = [place for place, head in enumerate(_HEADS) if not (narrow and head == _LESS)]
 
     def aligned(row: Sequence[str]) -> str:
         padded = []
@@ -214,7 +216,7 @@ def _cells(look: Outlook) -> tuple[str, ...]:
     key = units.UNKNOWN if look.preset.key is None else str(look.preset.key)
     kept = look.kept
     numbers = (str(kept.effective_batch), str(kept.seq_len), str(kept.tokens_per_update))
-    return (key, look.preset.name, kept.split_text, *numbers, tr(kept.zero.short), tr(look.switch), tr(look.switch_whole))
+    return (key, look.preset.name, kept.split_text, *numbers, tr(kept.zero.short), tr(look.switch))
 
 
 def _details(look: Outlook) -> Iterator[str]:
@@ -223,9 +225,9 @@ def _details(look: Outlook) -> Iterator[str]:
         yield f"     switch: refused: {look.reason}"
     if look.switch_whole == "refused":
         if look.reason_whole != look.reason:
-            yield f"     with --fresh: refused: {look.reason_whole}"
+            yield f"     a new run: refused: {look.reason_whole}"
     elif look.whole.effective_batch != look.kept.effective_batch:
-        yield f"     with --fresh: effective batch {effective_change(look.kept.effective_batch, look.whole.effective_batch)}"
+        yield f"     a new run: effective batch {effective_change(look.kept.effective_batch, look.whole.effective_batch)}"
     if look.switch != "refused" and look.changes:
         yield f"     speed: {look.pace.speed or 'not known'}: {'; '.join(look.pace.basis)}"
     if look.risk is not None:
@@ -236,7 +238,9 @@ def _full(look: Outlook) -> Iterator[str]:
     whole = look.whole
     yield f"   {look.preset.description}"
     yield f"   a switch   {look.switch}: {look.reason}"
-    yield f"   whole      {look.switch_whole}: {look.reason_whole}"
-    yield f"              {_describe(whole)}, {whole.tokens_per_update} tokens per update"
+    if look.switch_whole == "refused":
+        yield f"   a new run  refused: {look.reason_whole}"
+    else:
+        yield f"   a new run  {_describe(whole)}; {whole.tokens_per_update} tokens per update"
     for change in look.whole_changes:
         yield f"              {change}"

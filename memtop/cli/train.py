@@ -40,7 +40,7 @@ from memtop.presets import (
     load_presets,
     load_recipes,
 )
-from memtop.presets.checks import did_you_mean
+from memtop.presets.checks import did_you_mean, longer_than_known
 from memtop.presets.edits import find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.presets.program_profiles import load_profiles
@@ -373,8 +373,9 @@ def new_run(
         told.append(f"trains {place.note}" if gpus else f"trains {place.note}; --gpus chooses others")
     if (words := said_at_start(python)) is not None:
         told.append(words)
-    for words in told:
-        print_message(f"memtop: {words}")
+    for words in (*told, longer_than_known(settings)):
+        if words is not None:
+            print_message(f"memtop: {words}")
     is_foreseen = _say_peak(settings, estimates_at(place, python.path))
     return NewRun(settings=settings, choice="; ".join(told) or None, told=1 if is_foreseen else None)
 

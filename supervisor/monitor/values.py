@@ -348,7 +348,7 @@ class MachineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     gpus: tuple[GpuSample, ...] = ()
     gpu_note: str | None = None
-    """Why there are no GPUs, e.g. "no NVIDIA GPU: libnvidia-ml not found". None if there are
+    """Why there are no GPUs, e.g. "no NVIDIA GPU: no NVIDIA driver found". None if there are
     some."""
     gpu_age_seconds: float | None = None
     """How old the GPUs' numbers are, if the driver is slow. None while they are fresh."""

@@ -59,7 +59,7 @@ def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int |
     grows with the batch."""
     most = math.ceil(peak_bytes * batch / peak_batch)
     basis = f"at most: the one peak at B {peak_batch}, as if all of it grew with the batch"
-    return foreseen(most, total_bytes, basis, others_bytes)
+    return foreseen(most, total_bytes, basis, others_bytes, source="line")
 
 
 def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:

@@ -265,7 +265,7 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         rate = "" if not m.swap_in_bytes_per_second else f", {units.size(m.swap_in_bytes_per_second)}/s read back"
         yield f"swap: {units.percent(m.swap_fraction)} used{rate}"
     if settings is not None and settings.accumulation > 1:
-        yield f"accumulation {settings.accumulation} slows nothing down and hardly changes the peak: it only delays the update"
+        yield f"accumulation {settings.accumulation}: so many passes make one update; it costs no speed and hardly any memory"
 
 
 def _since_start(m: Measured) -> str:

@@ -24,7 +24,7 @@ from memtop.supervisor.plan import SURE, Basis, Card, Need, estimated, largest_s
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.host_forecast import HostEstimates, host_estimates_on, host_taken_by_others
 from memtop.supervisor.recovery.peak_line import NEWEST, batch_words, forecast, foreseen, median, peaks_of
-from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak
+from memtop.supervisor.recovery.values import UPDATE_PHASES, Forecast, Peak, Source
 from memtop.supervisor.wire import Configuration, RunState
 
 _NOTHING = Learned()
@@ -65,11 +65,11 @@ class _Scale(NamedTuple):
     def raised(self, to: float) -> _Scale:
         """With an earlier run that was too short, or had shorter samples, and yet needed so many
         times the estimate."""
-        return self._at_least(to, f"{self.basis}; raised, because an earlier run needed more")
+        return self._at_least(to, f"{self.basis}; raised, because an earlier run needed more than foreseen")
 
     def lifted(self, to: float) -> _Scale:
         """With a failure that needed at least so many times the estimate."""
-        return self._at_least(to, f"{self.basis}; lifted, because it needed more when it ran out of memory")
+        return self._at_least(to, f"{self.basis}; lifted, because it needed more than foreseen when it ran out of memory")
 
     def _at_least(self, to: float, basis: str) -> _Scale:
         if to <= self.middle:
@@ -106,7 +106,7 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         key = settings_key(settings, on_gpu=True)
         exact = {peak.batch: peak.bytes for _, peak in self._whole() if peak.settings_key == key}
         if settings.batch in exact:
-            return self._foreseen(exact[settings.batch], f"measured at B {settings.batch}")
+            return self._foreseen(exact[settings.batch], f"measured at B {settings.batch}", source="measured")
         need = self.plain(settings)
         if isinstance(need, str):
             return need
@@ -118,7 +118,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
             drawn = max(floor, round(need.reserved * times) + outside)
             return drawn if ceiling is None else min(drawn, max(floor, ceiling))
 
-        return self._foreseen(size(scale.middle), scale.basis, size(scale.least), size(scale.most))
+        found = self._foreseen(size(scale.middle), scale.basis)
+        return replace(found, least_bytes=size(scale.least), most_bytes=size(scale.most))
 
     def plain(self, settings: Settings) -> Need | str:
         """What torch reserves, by the estimate alone; or why it cannot be estimated."""
@@ -166,9 +167,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
         phases = {phase: round(size * times) for phase, size in need.peaks.items() if phase in UPDATE_PHASES}
         return replace(found, phases=phases)
 
-    def _foreseen(self, size: int, basis: str, least: int | None = None, most: int | None = None) -> Forecast:
-        found = foreseen(size, self.card.total_bytes, basis, self.card.others_bytes)
-        return replace(found, least_bytes=least, most_bytes=most)
+    def _foreseen(self, size: int, basis: str, source: Source = "estimate") -> Forecast:
+        return foreseen(size, self.card.total_bytes, basis, self.card.others_bytes, source=source)
 
     def _whole(self) -> list[tuple[Settings, Peak]]:
         # A configuration that ended before its first update never reached its peak.
@@ -285,7 +285,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     def seen(self, peak: Peak) -> Forecast:
         """A measured peak as a part of the memory."""
-        return foreseen(peak.bytes, self.total_bytes, f"measured at B {peak.batch}", self.others_bytes)
+        return foreseen(peak.bytes, self.total_bytes, f"measured at B {peak.batch}", self.others_bytes, source="measured")
 
     def predicted(self, after: Settings) -> Forecast | str:
         """The forecast for these settings, or why there is none: from the line of measured peaks,

@@ -16,7 +16,7 @@ from memtop.presets.states import UnknownMemoryError
 from memtop.supervisor.monitor.values import HostSample
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.peak_line import NEWEST, foreseen
-from memtop.supervisor.recovery.values import Forecast, Peak
+from memtop.supervisor.recovery.values import Forecast, Peak, Source
 from memtop.supervisor.wire import Configuration, RunState
 
 
@@ -40,12 +40,12 @@ class HostEstimates(msgspec.Struct, frozen=True, kw_only=True):
         key = settings_key(settings, on_gpu=False)
         exact = {peak.batch: peak.bytes for _, peak in self.known if _is_whole(peak) and peak.settings_key == key}
         if settings.batch in exact:
-            return self._foreseen(exact[settings.batch], f"measured at B {settings.batch}")
+            return self._foreseen(exact[settings.batch], f"measured at B {settings.batch}", source="measured")
         found = self._estimate(settings)
         if isinstance(found, str):
             return found
         times = max((self._ratio(*one) for one in self.known[-NEWEST:]), default=0.0)
-        basis = "estimate; raised, because the run has needed more" if times > 1 else "estimate"
+        basis = "estimate; raised, because the run has needed more than foreseen" if times > 1 else "estimate"
         floor = max((size for batch, size in exact.items() if batch < settings.batch), default=0)
 
         def size(estimated: int) -> int:
@@ -54,8 +54,8 @@ class HostEstimates(msgspec.Struct, frozen=True, kw_only=True):
         drawn = self._foreseen(size(found.peak), basis)
         return replace(drawn, least_bytes=size(found.least), most_bytes=size(found.most))
 
-    def _foreseen(self, size: int, basis: str) -> Forecast:
-        return foreseen(size, self.total_bytes, basis, self.others_bytes)
+    def _foreseen(self, size: int, basis: str, source: Source = "estimate") -> Forecast:
+        return foreseen(size, self.total_bytes, basis, self.others_bytes, source=source)
 
     def _estimate(self, settings: Settings) -> HostEstimate | str:
         config = stored_config(settings) if self.config is None else self.config

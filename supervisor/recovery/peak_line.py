@@ -19,7 +19,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import band_of
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.values import Forecast, Peak
+from memtop.supervisor.recovery.values import Forecast, Peak, Source
 
 NEWEST = 3
 """So many of a run's own peaks correct an estimate at most; each takes some milliseconds."""
@@ -33,6 +33,8 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
     """What one more sample in the micro-batch needs."""
     base_bytes: float
     basis: str
+    is_estimate: bool = False
+    """Whether a part of it was not measured."""
     at_least: bool = False
     """Whether it rests on a peak that the failure cut short: the actual peak can be higher."""
     measured: Mapping[int, int] = {}
@@ -51,8 +53,10 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
     def forecast(self, batch: int, total_bytes: int | None, others_bytes: int | None = None) -> Forecast:
         """The forecast on a device (or a host limit) of `total_bytes`, of which other processes
         hold `others_bytes`."""
-        basis = f"measured at B {batch}" if batch in self.measured else self.basis
-        return foreseen(self.at(batch), total_bytes, basis, others_bytes)
+        if batch in self.measured:
+            return foreseen(self.at(batch), total_bytes, f"measured at B {batch}", others_bytes, source="measured")
+        source: Source = "estimate" if self.is_estimate else "line"
+        return foreseen(self.at(batch), total_bytes, self.basis, others_bytes, source=source)
 
     def with_activations(self, share: float, why: str) -> PeakLine:
         """An estimate: the part that grows with the batch is multiplied by `share`. It keeps no
@@ -61,6 +65,7 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
             slope_bytes=self.slope_bytes * share,
             base_bytes=self.base_bytes,
             basis=f"estimate: {why}; {self.basis}",
+            is_estimate=True,
             at_least=self.at_least,
         )
 
@@ -71,16 +76,26 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
             slope_bytes=self.slope_bytes,
             base_bytes=max(0.0, self.base_bytes + by_bytes),
             basis=f"estimate: {why}; {self.basis}",
+            is_estimate=True,
             at_least=self.at_least,
         )
 
 
-def foreseen(peak_bytes: int, total_bytes: int | None, basis: str, others_bytes: int | None = None) -> Forecast:
+def foreseen(
+    peak_bytes: int, total_bytes: int | None, basis: str, others_bytes: int | None = None, *, source: Source
+) -> Forecast:
     """A forecast with its fraction of the device and its band."""
     fraction = (peak_bytes + (others_bytes or 0)) / total_bytes if total_bytes else None
     if others_bytes:
         basis += f"; other processes hold {units.size(others_bytes)}"
-    return Forecast(peak_bytes=peak_bytes, total_bytes=total_bytes, fraction=fraction, band=band_of(fraction), basis=basis)
+    return Forecast(
+        peak_bytes=peak_bytes,
+        total_bytes=total_bytes,
+        fraction=fraction,
+        band=band_of(fraction),
+        source=source,
+        basis=basis,
+    )
 
 
 def forecast(

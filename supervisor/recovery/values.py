@@ -19,13 +19,16 @@ Class = Literal["none", "live", "resumes", "converts", "new run"]
 (live), a restart that resumes exactly, a restart that converts the optimizer's state, or a new
 run."""
 
+Source = Literal["measured", "line", "estimate"]
+"""What a forecast rests on: a peak that this run has measured with such settings, a line through
+measured peaks, or an estimate."""
 
 UPDATE_PHASES = ("forward", "backward", "optimizer")
 """Of an update: its memory has a peak in each."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """A predicted peak. `basis` names its source; never show it as a measurement."""
+    """A predicted peak; never show it as a measurement."""
 
     peak_bytes: int
     """Of the run alone."""
@@ -33,9 +36,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     fraction: float | None = None
     """Of the total, with what other processes hold."""
     band: Band = Band.UNKNOWN
+    source: Source = "line"
     basis: str
-    """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`,
-    `estimate, calibrated at B 4`."""
+    """The source in words, e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured
+    base 1.2 GiB`, `estimate, calibrated at B 4`."""
     least_bytes: int | None = None
     """The true peak is hardly below it, and hardly above `most_bytes`; None: not known."""
     most_bytes: int | None = None
@@ -51,12 +55,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     def is_measured(self) -> bool:
         """Whether it is a peak that this run has measured with such settings, so nothing is
         foreseen."""
-        return self.basis.split()[0] == "measured"
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether it rests on no line through measured peaks."""
-        return self.basis.startswith("estimate")
+        return self.source == "measured"
 
     @property
     def runs_out(self) -> bool:

@@ -88,7 +88,7 @@ def test_without_a_library(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
     document = in_subprocess({"LD_LIBRARY_PATH": str(tmp_path)})
     assert document["gpus"] == []
-    assert document["gpu_note"] == "no NVIDIA GPU: libnvidia-ml not found"
+    assert document["gpu_note"] == "no NVIDIA GPU: no NVIDIA driver found"
 
 
 def test_the_library_is_found_by_its_name(nvml_library: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_utilization_alone_never_decides(busy: float) -> None:
 
 
 def test_accumulation_slows_nothing_down() -> None:
-    assert any("accumulation 8 slows nothing down" in text for text in advise(BUSY, T5, line).evidence)
+    assert any("accumulation 8: so many passes make one update" in text for text in advise(BUSY, T5, line).evidence)
     # A small batch can leave the multiprocessors idle at any utilization.
     small = replace(BUSY, sm_active_fraction=0.2)
     assert advise(small, T5, line).bottleneck == "launch"

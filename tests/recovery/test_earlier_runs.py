@@ -230,7 +230,7 @@ def test_samples_that_may_have_been_shorter_than_others_raise_a_forecast_and_nev
     plain, size = by(ONE), need(ONE).reserved
     assert by(ONE, row(settings, 0.45, updates=updates)) == plain
     raised = by(ONE, row(settings, 1.2, updates=updates))
-    assert raised.basis == "estimate; raised, because an earlier run needed more"
+    assert raised.basis == "estimate; raised, because an earlier run needed more than foreseen"
     assert raised.peak_bytes == pytest.approx(1.2 * size + CARD.context_bytes, rel=1e-6)
     assert raised.most_bytes is not None
     assert plain.most_bytes is not None
@@ -242,7 +242,8 @@ def test_a_short_run_does_not_hide_a_long_one_of_other_settings() -> None:
     short = {"updates": 3, "run": "/runs/short"}
     assert by(ONE, near, row(ONE, 0.45, **short)) == by(ONE, near)
     both = by(ONE, near, row(ONE, 1.5, **short))
-    assert both.basis == "estimate, calibrated by 1 earlier run with another batch; raised, because an earlier run needed more"
+    raised = "raised, because an earlier run needed more than foreseen"
+    assert both.basis == f"estimate, calibrated by 1 earlier run with another batch; {raised}"
     other = row(replace(ONE, gradient_checkpointing=True), 1.5, **short)
     assert by(ONE, near, other) == by(ONE, near), "it is less like these settings"
 
@@ -299,7 +300,7 @@ def test_what_the_run_has_measured_with_its_settings_comes_before_earlier_runs()
 def test_a_failure_of_an_earlier_run_lifts_the_estimate() -> None:
     failed = row(ONE, 1.3, failed=True)
     found = by(replace(ONE, batch=ONE.batch // 2), failed)
-    assert found.basis == "estimate; lifted, because it needed more when it ran out of memory"
+    assert found.basis == "estimate; lifted, because it needed more than foreseen when it ran out of memory"
     assert "lifted" not in by(ONE, replace(failed, settings=replace(ONE, allocator="expandable_segments:True"))).basis
 
 

@@ -134,8 +134,9 @@ def test_without_a_measurement_the_reason_is_given() -> None:
 def test_a_forecast_at_a_measured_batch_is_the_measurement() -> None:
     found = line((4, 3.0), (8, 5.0), (16, 9.4))
     assert found.at(8) == gib(5.0)
-    assert found.forecast(8, CARD).basis == "measured at B 8"
-    assert found.forecast(12, CARD).basis == "line through peaks at B 4 and B 8 and B 16"
+    assert (found.forecast(8, CARD).source, found.forecast(8, CARD).basis) == ("measured", "measured at B 8")
+    drawn = found.forecast(12, CARD)
+    assert (drawn.source, drawn.basis) == ("line", "line through peaks at B 4 and B 8 and B 16")
 
 
 @pytest.mark.parametrize("stray", [0, 2, 4])
@@ -207,7 +208,9 @@ def test_a_forecast_is_never_below_a_failure_and_grows_with_the_batch(
 
 def test_an_estimate_is_named_as_one() -> None:
     found = line((16, 11.49), (32, 19.73)).with_activations(0.7, "checkpointing")
-    assert found.forecast(32, CARD).basis.startswith("estimate: checkpointing")
+    drawn = found.forecast(32, CARD)
+    assert drawn.source == "estimate"
+    assert drawn.basis.startswith("estimate: checkpointing")
     assert found.at(32) / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)
     assert not found.measured
     assert line((16, 11.49), (32, 19.73)).shifted(-gib(1), "moments").at(32) == pytest.approx(gib(18.73), abs=2)
@@ -294,7 +297,7 @@ def by_estimate(settings: Settings, *peaks: tuple[Settings, Peak]) -> Forecast:
 def test_without_a_measurement_the_estimate_has_its_known_errors() -> None:
     found = by_estimate(T5)
     size, outside = need(T5).reserved, CONTEXT + COMMUNICATION_BYTES
-    assert (found.peak_bytes, found.basis, found.total_bytes) == (size + outside, "estimate", CARD)
+    assert (found.peak_bytes, found.source, found.basis, found.total_bytes) == (size + outside, "estimate", "estimate", CARD)
     assert (found.least_bytes, found.most_bytes) == tuple(round(size * part) + outside for part in SURE["estimate"])
 
 
@@ -325,7 +328,7 @@ def test_a_failure_lifts_the_estimate_and_never_lowers_it() -> None:
     assert (kept.peak_bytes, kept.basis) == (need(small).reserved + CONTEXT, "estimate")
     lifted = by_estimate(small, known(T5, 1.2, failed=True))
     assert lifted.peak_bytes == pytest.approx(need(small).reserved * 1.2 + CONTEXT, rel=1e-6)
-    assert lifted.basis == "estimate; lifted, because it needed more when it ran out of memory"
+    assert lifted.basis == "estimate; lifted, because it needed more than foreseen when it ran out of memory"
     expandable = replace(small, allocator="expandable_segments:True")
     assert "lifted" not in by_estimate(expandable, known(T5, 1.2, failed=True)).basis, "fragments may have been the cause"
 
@@ -426,7 +429,7 @@ def test_on_the_cpu_a_measured_peak_raises_the_estimate_and_never_lowers_it() ->
     for more in (host_peak(4, 2 * of_four), host_peak(4, 2 * of_four, failed=True)):
         raised = on_host(more).predicted(eight)
         assert raised.peak_bytes == pytest.approx(2 * plain, rel=1e-6)
-        assert raised.basis == "estimate; raised, because the run has needed more"
+        assert raised.basis == "estimate; raised, because the run has needed more than foreseen"
     earlier = on_host(host_peak(8, 3.0), host_peak(4, of_four)).predicted(eight)
     assert earlier.basis.startswith("line through peaks") or earlier.is_measured
     assert earlier.peak_bytes == gib(3)

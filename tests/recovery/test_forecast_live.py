@@ -159,7 +159,7 @@ def test_remedies_know_what_earlier_runs_have_measured() -> None:
     split = next(one for one in proposal(brain).remedies if one.id == "smaller_batch")
     assert split.forecast is not None
     # Its samples differ in length, so it says how much is needed at least.
-    assert split.forecast.basis.startswith("estimate; raised, because an earlier run needed more")
+    assert split.forecast.basis.startswith("estimate; raised, because an earlier run needed more than foreseen")
     assert split.forecast.peak_bytes == (9 << 30) + 300 * MIB
 
 

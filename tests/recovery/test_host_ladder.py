@@ -78,7 +78,7 @@ def test_on_the_cpu_remedies_have_the_estimate_of_host_memory() -> None:
     # What the failed process held shows that the estimate is too low.
     dead = replace(REFUSED, process_bytes=2 * GIB)
     raised = forecast_of(climb(dead, CPU_RUN, host=host, host_estimates=estimates), "smaller_batch")
-    assert raised.basis == "estimate; raised, because the run has needed more"
+    assert raised.basis == "estimate; raised, because the run has needed more than foreseen"
     assert raised.peak_bytes > forecast_of(found, "smaller_batch").peak_bytes
     # It decides nothing: here it says that not even the smallest batch fits.
     little = climb(REFUSED, CPU_RUN, host=HostFacts(limit_bytes=GIB // 4), host_estimates=estimates)

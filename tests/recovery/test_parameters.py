@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from memtop.presets.checks import TABLES
 from memtop.presets.parameters import adapter_parameters, model_parameters, smaller_model, trained_parameters
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora
 from tests.recovery.support import FIRST, LORA, RECIPES, T5
@@ -34,6 +35,23 @@ CONFIGS: list[dict[str, Any]] = [
     {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
     QWEN_7B,
 ]
+
+
+@pytest.mark.parametrize(("kind", "length"), list(TABLES.items()))
+def test_these_architectures_fail_beyond_their_positions(kind: str, length: int) -> None:
+    """And only the others can be asked for more."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert AutoConfig.for_model(kind).max_position_embeddings == length
+    # Not all of them know all of these names.
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "dff": 16, "vocab_size": 50}
+    sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "word_embed_proj_dim": 16}
+    if kind == "gpt_neo":
+        sizes |= {"attention_types": [[["global"], 1]]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, max_position_embeddings=8, **sizes))
+    model(input_ids=torch.ones(1, 8, dtype=torch.long))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.ones(1, 9, dtype=torch.long))
 
 
 def built(config: dict[str, Any]) -> torch.nn.Module:

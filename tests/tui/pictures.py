@@ -200,7 +200,10 @@ def _with_gpus(message: FeedMessage, count: int) -> FeedMessage:
         return message
     cards = message.machine.gpus
     if count == 0:
-        return replace(message, machine=replace(message.machine, gpus=(), gpu_note="no NVIDIA GPU: libnvidia-ml not found"))
+        return replace(
+            message,
+            machine=replace(message.machine, gpus=(), gpu_note="no NVIDIA GPU: no NVIDIA driver found"),
+        )
     added = [replace(cards[n % 2], index=n, uuid=f"GPU-{n}-demo", processes=()) for n in range(2, count)]
     return replace(message, machine=replace(message.machine, gpus=(*cards, *added)))
 

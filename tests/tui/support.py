@@ -183,7 +183,7 @@ class RecordingProcessActions:
 
 def running(*gpus: GpuSample, **fields: object) -> wire.StateUpdate:
     """A state update of a training run on these GPUs."""
-    note = None if gpus else "no NVIDIA GPU: libnvidia-ml not found"
+    note = None if gpus else "no NVIDIA GPU: no NVIDIA driver found"
     return wire.StateUpdate(run=run_state(**fields), machine=machine(*gpus, note=note))
 
 

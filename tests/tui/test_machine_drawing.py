@@ -111,7 +111,7 @@ def test_growth_is_forecast_only_where_there_is_some() -> None:
 
 def test_without_a_gpu_one_honest_line() -> None:
     store = store_of(running())
-    assert plain(draw_gpu_note(store, 80, 1)[0]) == "no NVIDIA GPU: libnvidia-ml not found - training on CPU"
+    assert plain(draw_gpu_note(store, 80, 1)[0]) == "no NVIDIA GPU: no NVIDIA driver found - training on CPU"
 
 
 def test_host_memory_shows_limit_swap_and_pressure() -> None:

@@ -107,7 +107,7 @@ async def test_a_preset_chosen_afterwards_keeps_what_was_typed_and_lists_what_it
         assert "batch and accumulation stay as typed; preset minimal alone gives 1 x 32 x 1" in words(app)
         for change in (
             "gradient checkpointing on",
-            "plain -> ZeRO-3 + optimizer and parameters offload",
+            "no ZeRO -> ZeRO-3 + optimizer and parameters offload",
             "allocator default -> expandable_segments:True",
         ):
             assert change in words(app)

@@ -105,17 +105,17 @@ def test_a_preset_brings_its_own_split_and_is_sent_by_name() -> None:
 def test_a_preset_that_moves_the_optimizer_says_so() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "2", "accumulation": "16"}, "stage2_offload")
     assert plan.change == Change(preset="stage2_offload")
-    assert "plain -> ZeRO-2 + optimizer offload: less GPU memory, more host memory, slower" in plan.lines
+    assert "no ZeRO -> ZeRO-2 + optimizer offload: less GPU memory, more host memory, slower" in plan.lines
     offloaded = replace(SETTINGS, preset="stage2_offload", zero=Zero(stage=2, offload_optimizer=True), optimizer="cpu_adam")
     back = restart_plan(offloaded, SAME, "standard")
-    assert "ZeRO-2 + optimizer offload -> plain: more GPU memory, less host memory, faster" in back.lines
+    assert "ZeRO-2 + optimizer offload -> no ZeRO: more GPU memory, less host memory, faster" in back.lines
     assert "optimizer cpu_adam -> adamw" in back.lines
     assert not any("converts" in line for line in back.lines)
 
 
 def test_sharding_alone_saves_nothing_on_one_process() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "deepspeed")
-    assert "plain -> ZeRO-2: with one process sharding saves nothing" in plan.lines
+    assert "no ZeRO -> ZeRO-2: with one process sharding saves nothing" in plan.lines
 
 
 def test_fields_edited_beyond_a_preset_are_sent_with_it() -> None:

@@ -44,14 +44,14 @@ async def test_any_number_of_gpus_fits_on_any_terminal_also_when_they_come_and_g
         for columns, rows in ((80, 24), (160, 50), (120, 40), (60, 15), (200, 20), (70, 60)):
             await resize(pilot, columns, rows)
             for count in (1, 2, 8, 16, 0):
-                note = None if count else "no NVIDIA GPU: libnvidia-ml not found"
+                note = None if count else "no NVIDIA GPU: no NVIDIA driver found"
                 shown = machine(*(gpu(n, 0.4 + n / 40) for n in range(count)), note=note)
                 feed.send(wire.StateUpdate(run=run_state(), machine=shown))
                 await settle(pilot)
                 text, where = screen_text(app), (columns, rows, count)
                 assert "tiny" in text, where
                 assert "Help" in text, where
-                why = "no NVIDIA GPU: libnvidia-ml not found - training" + " on CPU" * (columns >= 80)
+                why = "no NVIDIA GPU: no NVIDIA driver found - training" + " on CPU" * (columns >= 80)
                 assert (why in text) is (count == 0), where
                 # The lowest terminals may not have a line for each of 16.
                 seen = range(count) if rows > 20 else range(min(count, 1))

@@ -32,7 +32,7 @@ CODE_WORDS: dict[int, str] = {
     DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded: load it (modprobe nvidia) or reboot after installing it",
     TIMEOUT: "the driver did not answer in time",
     IRQ_ISSUE: "the kernel has an interrupt problem with the GPU: see dmesg, then reboot",
-    LIBRARY_NOT_FOUND: "libnvidia-ml not found",
+    LIBRARY_NOT_FOUND: "no NVIDIA driver found",
     FUNCTION_NOT_FOUND: "this driver is too old to report it",
     14: "the GPU's information ROM is damaged: see nvidia-smi -q, the card may need replacing",
     GPU_IS_LOST: "the GPU is lost (fell off the bus): see dmesg for an Xid, then power the machine off and on",
