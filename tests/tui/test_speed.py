@@ -82,9 +82,11 @@ async def test_the_screen_shows_what_limits_the_speed_what_would_help_and_what_w
 
 
 def test_a_forecast_in_bytes_and_in_percent_is_the_same_where_others_hold_memory() -> None:
-    found = foreseen(1 * GIB, 20 * GIB, "line", others_bytes=3 * GIB)
+    found = foreseen(1 * GIB, 20 * GIB, "line", others_bytes=3 * GIB, source="line")
     assert "~4.0 of 20.0 GiB  20.0 %" in plain(predicted_line(found, 80))
-    refused = split_refusal(SETTINGS, Split(batch=32, accumulation=1), foreseen(8 * GIB, 20 * GIB, "line", 10 * GIB))
+    refused = split_refusal(
+        SETTINGS, Split(batch=32, accumulation=1), foreseen(8 * GIB, 20 * GIB, "line", 10 * GIB, source="line")
+    )
     assert refused is not None
     assert "predicted 90.0 % (18.0 GiB of 20.0 GiB" in refused
 
