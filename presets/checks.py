@@ -104,23 +104,26 @@ it is if the configuration does not say."""
 def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool = False) -> None:
     """SettingsError for a value with which no model of this configuration can train.
 
-    `is_new`: its weights are new, so it knows no other lengths than those that it names.
+    `is_new`: its weights are new, so it knows no other lengths than those that it names. Another
+    task than `causal` has samples of their own lengths: all may be shorter than T.
     """
     if (large := too_large(config)) is not None:
         name, value, most = large
         check_bounds(f"model.config.{name}", value, 1, most)
-    kind, longest = language_part(config).get("model_type"), _positions(config)
-    if (is_new or kind in TABLES) and longest is not None and settings.seq_len > longest:
+    kind, longest = str(language_part(config).get("model_type")), _positions(config)
+    fails = is_new or (kind in TABLES and settings.task == "causal")
+    if fails and longest is not None and settings.seq_len > longest:
         raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
 
 
 def longer_than_known(settings: Settings) -> str | None:
-    """That the samples are longer than those of the model's earlier training; None if not."""
+    """That samples may be longer than those of the model's earlier training; None if not."""
     longest = _positions(stored_config(settings) or {})
     if longest is None or settings.seq_len <= longest:
         return None
     return (
-        f"T {settings.seq_len} is longer than the {longest} tokens that the model is made for: it trains, but may learn badly"
+        f"T {settings.seq_len} is longer than the {longest} tokens that the model is made for: "
+        "longer samples may fail, or train it badly"
     )
 
 
@@ -128,11 +131,11 @@ def _positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence that the model is made for, in tokens; None if its configuration does
     not say."""
     config = language_part(config)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     # T5 has no use for its n_positions.
     names = ("n_positions", "max_position_embeddings") if kind in TABLES else ("max_position_embeddings",)
-    known = (value for name in names if type(value := config.get(name)) is int)
-    return next(known, TABLES.get(str(kind)))
+    known = (value for name in names if type(value := config.get(name)) is int and value > 0)
+    return next(known, TABLES.get(kind))
 
 
 _EFFECTIVE = 1 << 24

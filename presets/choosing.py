@@ -146,13 +146,14 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
     if first.share < MOST:
         return plain, f"preset standard: {reason}"
     if settings.auto_batch:
-        # The search ends with one sample, if need be.
+        # The search ends with the smallest batch, if need be.
         ends, _ = _taken((presets[-1] for presets in without_offload), under, foresee)
-        end, least = _best(ends, free_bytes)
+        end, least = _best(ends or [(plain, first)], free_bytes)
+        batch = under(end).batch
         if end.gradient_checkpointing:
-            reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with one sample and gradient checkpointing"
+            reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with batch {batch} and gradient checkpointing"
         elif len(without_offload) > 1:
-            reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with one sample"
+            reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with batch {batch}"
         reason = f"preset standard: {reason}{_above(least, free_bytes)}"
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"
         chosen = checkpointed if end.gradient_checkpointing else plain

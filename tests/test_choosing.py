@@ -177,15 +177,15 @@ def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
     of = under("pretrain-causal", auto_batch="true")
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(0.4))
     assert (preset.name, preset.max_batch) == ("standard", None)
-    assert reason.endswith("estimated to peak at ~1.40 GiB with one sample")
+    assert reason.endswith("estimated to peak at ~1.40 GiB with batch 1")
     assert not of(preset).gradient_checkpointing
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0, kept=0.5))
     assert (preset.name, preset.max_batch, of(preset).gradient_checkpointing) == ("standard", None, True)
-    assert reason.endswith("estimated to peak at ~5.00 GiB with one sample and gradient checkpointing")
+    assert reason.endswith("estimated to peak at ~5.00 GiB with batch 1 and gradient checkpointing")
     assert english_in_chinese(reason) == []
     preset, reason = choose_preset(8 * GIB, "pretrain-causal", 1, of, peaks(8.0))
     assert preset.name == "standard"
-    assert "at ~9.00 GiB with one sample: not below 85 % of the free memory. memtop cannot offload" in reason
+    assert "at ~9.00 GiB with batch 1: not below 85 % of the free memory. memtop cannot offload" in reason
 
 
 @pytest.mark.parametrize(

@@ -755,7 +755,7 @@ def test_a_model_that_cannot_run_is_refused(
 
 def test_a_length_that_the_model_is_not_made_for_is_said(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     (model / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
-    said = "T 128 is longer than the 64 tokens that the model is made for: it trains, but may learn badly"
+    said = "T 128 is longer than the 64 tokens that the model is made for: longer samples may fail, or train it badly"
     for length, words in (("64", 0), ("128", 1)):
         assert run(["plan", "--model", str(model), "--vram", "8", "--seq-len", length]) == 0
         assert capsys.readouterr().err.count(f"memtop: {said}\n") == words

@@ -180,6 +180,10 @@ def test_wrong_values_are_refused_in_one_line_with_field_and_value(edit: dict[st
             "model.config.text_config.hidden_size 1000000000000: must be at most 16777216",
         ),
         ({"model_type": "gpt2", "n_positions": 512}, {"seq_len": "512"}, ""),
+        # Its samples may all be shorter.
+        ({"model_type": "gpt2", "n_positions": 512}, {"seq_len": "513", "task": "sft"}, ""),
+        ({"model_type": "gpt2", "n_positions": 0}, {"seq_len": "1024"}, ""),
+        ({"model_type": ["gpt2"]}, {"seq_len": "1024"}, ""),
         ({"model_type": "t5", "n_positions": 512}, {"seq_len": "1024"}, ""),
         ({"model_type": "llama", "max_position_embeddings": 512}, {"seq_len": "1024"}, ""),
     ],
@@ -209,7 +213,7 @@ def test_longer_samples_than_a_model_is_made_for_are_said(tmp_path: Path) -> Non
     longer = replace(before, seq_len=513)
     assert (
         longer_than_known(longer)
-        == "T 513 is longer than the 512 tokens that the model is made for: it trains, but may learn badly"
+        == "T 513 is longer than the 512 tokens that the model is made for: longer samples may fail, or train it badly"
     )
     assert describe_cut(before, longer).endswith(f"nothing repeats; {longer_than_known(longer)}")
 

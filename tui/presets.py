@@ -222,7 +222,7 @@ def _cells(look: Outlook, settings: Settings, peak: Forecast | str | None) -> tu
         after.zero.short,
         _peak_words(peak),
         # The split and ZeRO have their own columns.
-        _listed(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
+        _listed(change for change in look.changes if not change.startswith(("split", "no ZeRO", "ZeRO"))) or "nothing",
     )
 
 
