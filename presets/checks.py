@@ -102,10 +102,11 @@ it is if the configuration does not say."""
 
 
 def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool = False) -> None:
-    """SettingsError for a value with which no model of this configuration can train.
+    """Check the model's values and the sequence length; SettingsError if no such model can train.
 
-    `is_new`: its weights are new, so it knows no other lengths than those that it names. Another
-    task than `causal` has samples of their own lengths: all may be shorter than T.
+    `is_new`: the weights are new, and the configuration limits the length. Otherwise only a table
+    of positions does, and only in the task `causal`, where each sample has T tokens. In other
+    tasks all samples may be shorter.
     """
     if (large := too_large(config)) is not None:
         name, value, most = large
@@ -117,7 +118,7 @@ def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool =
 
 
 def longer_than_known(settings: Settings) -> str | None:
-    """That samples may be longer than those of the model's earlier training; None if not."""
+    """The warning that samples may be longer than the model is made for; None if T is not."""
     longest = _positions(stored_config(settings) or {})
     if longest is None or settings.seq_len <= longest:
         return None

@@ -128,6 +128,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
     settings, checkpointed = under(plain), replace(plain, gradient_checkpointing=True)
     without_offload = [[preset, *_with_smaller_batches(preset, under)] for preset in (plain, checkpointed)]
     first = foresee(settings)
+    is_foreseen = first is not None
     if first is None:
         size = model_size(settings)
         if size is None:
@@ -152,7 +153,7 @@ def _for_one_process(free_bytes: int, plain: Preset, under: Under, foresee: Fore
         batch = under(end).batch
         if end.gradient_checkpointing:
             reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with batch {batch} and gradient checkpointing"
-        elif len(without_offload) > 1:
+        elif is_foreseen:
             reason = f"{_free(free_bytes)}, estimated to peak at {_gib(least)} with batch {batch}"
         reason = f"preset standard: {reason}{_above(least, free_bytes)}"
         advice = "memtop cannot offload with --batch auto; to offload, give --batch a number"

@@ -11,7 +11,7 @@ import msgspec
 
 from memtop.presets.checks import SettingsError, check, longer_than_known
 from memtop.presets.edits import apply_preset, draft, take_whole
-from memtop.presets.fields import FIELDS, SPLIT, differing, saves_memory, training_unchanged, value_of
+from memtop.presets.fields import FIELDS, SPLIT, ZERO, differing, saves_memory, training_unchanged, value_of
 from memtop.presets.schema import Optimizer, Preset, Recipe, Settings, nearest_splits
 
 Fit = Literal["resumes", "converts", "new run"]
@@ -172,7 +172,7 @@ def _change(name: str, before: Settings, after: Settings, label: str | None = No
     """One difference, such as `workers 2 -> 0`. Without a label the setting's name is used."""
     old, new = value_of(before, name), value_of(after, name)
     label = name if label is None else label
-    if name.startswith("zero."):
+    if name in ZERO:
         return f"{before.zero.words} -> {after.zero.words}"
     if name == "pin_memory":
         return f"{label} {'where memory allows' if new is None else shown(new)}"

@@ -284,6 +284,8 @@ LIVE = tuple(name for name, field in FIELDS.items() if field.live != "no")
 """Settings that the built-in trainer can change at an update boundary."""
 SPLIT = ("batch", "accumulation", "rank_splits")
 """The settings that say how the samples of an update are split."""
+ZERO = tuple(name for name in FIELDS if name.startswith("zero."))
+"""The rows of ZeRO's strategy."""
 OPTIONS = {name: field.option for name, field in FIELDS.items() if field.option and field.editable}
 OTHER_NAMES = {other: name for name, field in FIELDS.items() for other in field.also}
 

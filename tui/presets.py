@@ -17,7 +17,8 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button
 
 from memtop.presets import Preset
-from memtop.presets.comparison import Outlook, outlook
+from memtop.presets.comparison import Outlook, other_changes, outlook
+from memtop.presets.fields import ZERO
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.language import Verbatim, separator, tr
@@ -222,7 +223,7 @@ def _cells(look: Outlook, settings: Settings, peak: Forecast | str | None) -> tu
         after.zero.short,
         _peak_words(peak),
         # The split and ZeRO have their own columns.
-        _listed(change for change in look.changes if not change.startswith(("split", "no ZeRO", "ZeRO"))) or "nothing",
+        _listed(other_changes(settings, after, but=ZERO)) or "nothing",
     )
 
 

@@ -112,7 +112,7 @@ class RestartDialog(FormDialog[RestartRequest]):
         self.judge()
 
     def _make_room(self, is_open: bool) -> None:
-        """The text stands beside the open list of presets, not below it."""
+        """Move the text beside the open list of presets, which would cover it."""
         self.query_one(".dialog").set_class(is_open, "-list")
 
     @on(Select.Changed, "#preset")

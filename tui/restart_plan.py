@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.comparison import compatibility, describe_cut, describe_split, other_changes, risk
 from memtop.presets.edits import is_for_each
-from memtop.presets.fields import can_change_live
+from memtop.presets.fields import ZERO, can_change_live
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.run import explain
@@ -78,14 +78,7 @@ def data_consequences(before: Settings, after: Settings) -> tuple[str, ...]:
     return tuple(lines)
 
 
-_EXPLAINED = (
-    "zero.stage",
-    "zero.offload_optimizer",
-    "zero.offload_parameters",
-    "gradient_checkpointing",
-    "optimizer",
-    "seq_len",
-)
+_EXPLAINED = (*ZERO, "gradient_checkpointing", "optimizer", "seq_len")
 """Changes that have a line of their own."""
 
 

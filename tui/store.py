@@ -277,7 +277,7 @@ def trains_on_cpu(store: Store) -> bool:
     run = store.run
     if run is None or not run.alive or not run.ranks or any(rank.rss_bytes is None for rank in run.ranks):
         return False
-    return not _ranks(store) and not any(rank.device_uuid for rank in placed(run.ranks, store.gpus))
+    return all(rank.device_uuid is None and rank.reserved_bytes is None for rank in placed(run.ranks, store.gpus))
 
 
 def _ranks(store: Store) -> list[RankMemory]:

@@ -33,8 +33,8 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
     """What one more sample in the micro-batch needs."""
     base_bytes: float
     basis: str
-    is_estimate: bool = False
-    """Whether a part of it was not measured."""
+    source: Source = "line"
+    """`estimate`: a part of it was not measured."""
     at_least: bool = False
     """Whether it rests on a peak that the failure cut short: the actual peak can be higher."""
     measured: Mapping[int, int] = {}
@@ -55,8 +55,7 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
         hold `others_bytes`."""
         if batch in self.measured:
             return foreseen(self.at(batch), total_bytes, f"measured at B {batch}", others_bytes, source="measured")
-        source: Source = "estimate" if self.is_estimate else "line"
-        return foreseen(self.at(batch), total_bytes, self.basis, others_bytes, source=source)
+        return foreseen(self.at(batch), total_bytes, self.basis, others_bytes, source=self.source)
 
     def with_activations(self, share: float, why: str) -> PeakLine:
         """An estimate: the part that grows with the batch is multiplied by `share`. It keeps no
@@ -65,7 +64,7 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
             slope_bytes=self.slope_bytes * share,
             base_bytes=self.base_bytes,
             basis=f"estimate: {why}; {self.basis}",
-            is_estimate=True,
+            source="estimate",
             at_least=self.at_least,
         )
 
@@ -76,7 +75,7 @@ class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
             slope_bytes=self.slope_bytes,
             base_bytes=max(0.0, self.base_bytes + by_bytes),
             basis=f"estimate: {why}; {self.basis}",
-            is_estimate=True,
+            source="estimate",
             at_least=self.at_least,
         )
 

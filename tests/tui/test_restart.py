@@ -129,7 +129,7 @@ async def test_the_open_list_of_presets_covers_no_text(size: tuple[int, int]) ->
         presets = app.screen.query_one("#preset SelectOverlay").region
         for name in ("consequences", "outlook", "resumes"):
             region = app.screen.query_one(f"#{name}").region
-            assert region.bottom > presets.y, "it is beside the list"
+            assert region.bottom > presets.y, "they share lines, so one must stand beside the other"
             assert region.right <= presets.x
         assert "gradient checkpointing on: less memory, slower" in words(app)
         await press(pilot, "escape")

@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _end_with_the_reader(answers: int) -> None:
-    """End this process once the process that asked has ended: nobody reads the answers then."""
+    """End this process when the process that asks for the answers ends."""
     poller = select.poll()
     # With an empty mask, poll only reports that the other end of the pipe is closed.
     poller.register(answers, 0)

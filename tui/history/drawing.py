@@ -81,8 +81,11 @@ def value_words(unit: str, value: float) -> str:
 
 
 def reading(curve: Curve, view: HistoryView, width: int) -> Line:
-    """The curve's value at the cursor, beside its title. The axis says where the cursor is, so this
-    gives way first, then the least value."""
+    """The curve's value at the cursor, beside its title.
+
+    A narrow terminal leaves out the words for the cursor's place, which the axis shows; then the
+    least value, then the most.
+    """
     count = cells(width)
     each = (view.end - view.start) / count
     start = view.start + _column(view, count) * each
