@@ -13,6 +13,7 @@ Answers are kept in FOLDER: the same question is answered without loading torch.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib.metadata
 import os
@@ -77,6 +78,8 @@ def _foreseen(request: Request) -> dict[str, Any]:
     from memtop.train.dry_run.run import foresee, needing_most
 
     transformers_logging.set_verbosity_error()
+    # Collections need not look at what the imports have made.
+    gc.freeze()
     try:
         training = training_of(
             request.settings,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from memtop.presets import Settings
@@ -16,6 +17,7 @@ from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Lora, Method, Positive, Zero
 from memtop.train import BadInputError
 from memtop.train.dry_run.cuda import Attention
+from memtop.train.dry_run.results import fake
 from memtop.train.dry_run.trace import Trace
 from memtop.train.model import (
     blaming_config,
@@ -359,4 +361,6 @@ def _fake_4_bits(tensor: Any, mode: FakeTensorMode, trace: Trace, loaded: torch.
 
 def empty(mode: FakeTensorMode, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """A tensor without contents that says it is on the CPU."""
-    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
+    with no_dispatch():
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+    return fake(meta, mode)

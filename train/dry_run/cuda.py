@@ -7,8 +7,9 @@ sources. Everything ends with the `with` block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,11 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def allocating_like_cuda(generation: int, attention: Attention) -> Iterator[None]:
-    """`generation` is the GPU's compute capability without the point: 75, 90, ..."""
+def allocating_like_cuda(
+    generation: int, attention: Attention, answers: Mapping[Any, Callable[..., Any]] = MappingProxyType({})
+) -> Iterator[None]:
+    """`generation` is the GPU's compute capability without the point: 75, 90, ... `answers`: by
+    function of torch, what is called in its place."""
     own = torch.is_autocast_enabled
 
     def enabled(device_type: str = "cpu") -> bool:
@@ -38,7 +42,7 @@ def allocating_like_cuda(generation: int, attention: Attention) -> Iterator[None
 
     torch.is_autocast_enabled = enabled
     try:
-        with without_mask_checks(), _LikeCuda(generation, attention):
+        with without_mask_checks(), _LikeCuda(generation, attention, answers):
             yield
     finally:
         torch.is_autocast_enabled = own
@@ -56,7 +60,7 @@ def backward(loss: torch.Tensor) -> None:
 class _LikeCuda(TorchFunctionMode):
     """Answers calls of torch's functions as CUDA would."""
 
-    def __init__(self, generation: int, attention: Attention) -> None:
+    def __init__(self, generation: int, attention: Attention, answers: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._generation, self._attention = generation, attention
         self._answers: dict[Any, Callable[..., Any]] = {
@@ -70,6 +74,7 @@ class _LikeCuda(TorchFunctionMode):
             torch.Tensor.log_softmax: _log_softmax,
             F.cross_entropy: _cross_entropy,
             vars(torch._C.TensorBase)["is_cpu"].__get__: lambda tensor: False,
+            **answers,
         }
         if hasattr(torch, "_grouped_mm"):
             self._answers[torch._grouped_mm] = _grouped_product

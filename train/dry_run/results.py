@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 _CPU = torch.device("cpu")
@@ -133,15 +133,31 @@ def _made(known: _Known, tensors: list[FakeTensor]) -> Any:
     if isinstance(known, _New):
         with no_dispatch():
             meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-        return FakeTensor(tensors[0].fake_mode, meta, _CPU)
+        return fake(meta, tensors[0].fake_mode)
     if isinstance(known, _View):
         of = tensors[known.number]
         with no_dispatch():
             meta = torch.empty(0, dtype=known.dtype, device="meta")
             meta.set_(of.untyped_storage(), known.offset, known.shape, known.stride)
-        return FakeTensor(of.fake_mode, meta, _CPU)
+        return fake(meta, of.fake_mode)
     if isinstance(known, _Argument):
         return tensors[known.number]
     if isinstance(known, _Number):
         return known.value
     return known.kind(_made(part, tensors) for part in known.parts)
+
+
+_state: dict[str, Any] = {}
+"""The attributes of a fake tensor of the newest mode of which nothing else is known."""
+
+
+def fake(meta: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """`FakeTensor(mode, meta, _CPU)`, of which most of the time is for attributes that are always
+    the same."""
+    if _state.get("fake_mode") is not mode:
+        _state.clear()
+        _state.update(vars(FakeTensor(mode, meta, _CPU)))
+    found = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
+    torch._C._set_throw_on_mutable_data_ptr(found)
+    vars(found).update(_state)
+    return found

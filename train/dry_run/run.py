@@ -38,7 +38,7 @@ from memtop.train.dry_run.cuda import allocating_like_cuda, backward, kernels
 from memtop.train.dry_run.layers import SHALLOW, deepened
 from memtop.train.dry_run.trace import Component, Recorded, Trace
 from memtop.train.dry_run.zero import Memory, ZeroStage1InBf16
-from memtop.train.dry_run.zero3 import ZeroStage3
+from memtop.train.dry_run.zero3 import FUNCTIONS, ZeroStage3
 from memtop.train.dry_run.zero12 import ZeroStages1And2
 from memtop.train.exchange import BUCKET_BYTES, RING, plan_buckets
 from memtop.train.model import brief
@@ -104,13 +104,12 @@ def foresee(training: Training) -> Foresight:
     if capacity is not None:
         limited = Allocator(expandable=training.expandable_segments, capacity=capacity)
         try:
-            phases, peak = _replayed(trace, limited)
+            phases, peak, components = _replayed(trace, limited)
             fits, retries = True, limited.retries
         except CannotFit as error:
             fits, lacking, retries, capacity = False, _lacking(trace, error, capacity), limited.retries, None
     if capacity is None:
-        phases, peak = _replayed(trace, Allocator(expandable=training.expandable_segments))
-    components = _components(trace, peak, Allocator(expandable=training.expandable_segments, capacity=capacity))
+        phases, peak, components = _replayed(trace, Allocator(expandable=training.expandable_segments))
     return Foresight(
         allocated=sum(components.values()),
         reserved=max(found.reserved for found in phases),
@@ -270,7 +269,8 @@ def _train(training: Training, model: Any, mode: FakeTensorMode, trace: Trace, f
     with _disable_current_modes():
         step = _WholeLoss(training, model) if training.loss == "whole" else _LossInPieces(training, model, free)
     engine = _engine(training, step, model, mode, trace, free, ring)
-    with allocating_like_cuda(training.generation, training.attention), engine.functions():
+    answers = FUNCTIONS if training.zero.stage == 3 else {}
+    with allocating_like_cuda(training.generation, training.attention, answers):
         for update in range(_UPDATES):
             # In later micro-batches than the first, gradients exist.
             micro_batches = min(training.accumulation, 1 + update)
@@ -304,9 +304,6 @@ class _Plain:
             self._optimizer = _optimizer(training, self._parameters, model.config, trace)
         self._takes_norm = training.loss == "pieces"
         self._keeps = training.keep_gradients
-
-    def functions(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def before_forward(self) -> None:
         """Do nothing."""
@@ -421,8 +418,9 @@ def _optimizer(training: Training, parameters: list[Any], config: Any, trace: Tr
     return optimizer
 
 
-def _replayed(trace: Recorded, allocator: Allocator) -> tuple[tuple[Peak, ...], int]:
-    """The peaks of each phase, and the event at which most is allocated."""
+def _replayed(trace: Recorded, allocator: Allocator) -> tuple[tuple[Peak, ...], int, dict[Component, int]]:
+    """The peaks of each phase, the event at which most is allocated, and what is allocated then."""
+    blocks: dict[int, int] = {}
     peaks: dict[Phase, Peak] = {}
     highest = at = 0
     ends = [start for start, _ in trace.phases[1:]] + [len(trace.events)]
@@ -437,28 +435,27 @@ def _replayed(trace: Recorded, allocator: Allocator) -> tuple[tuple[Peak, ...], 
             if found.place != "gpu":
                 continue
             allocator.allocate(event, found.size, found.stream)
+            blocks[event] = allocator.block_bytes(event)
             if allocator.allocated > highest:
                 highest, at = allocator.allocated, place
         before = peaks.get(phase, Peak(phase, 0, 0))
         allocated, reserved = allocator.peak_allocated, allocator.peak_reserved
         peaks[phase] = Peak(phase, max(before.allocated, allocated), max(before.reserved, reserved))
-    return tuple(peaks.values()), at
+    return tuple(peaks.values()), at, _components(trace, at, blocks)
 
 
-def _components(trace: Recorded, peak: int, allocator: Allocator) -> dict[Component, int]:
+def _components(trace: Recorded, peak: int, blocks: dict[int, int]) -> dict[Component, int]:
     """The blocks that are in use after this event, by what they are for."""
     alive: dict[int, None] = {}
     for event in trace.events[: peak + 1]:
         if event < 0:
-            allocator.release(~event)
             alive.pop(~event, None)
-        elif trace.allocations[event].place == "gpu":
-            allocator.allocate(event, trace.allocations[event].size, trace.allocations[event].stream)
+        else:
             alive[event] = None
     found: Counter[Component] = Counter()
     for number in alive:
-        found[trace.allocations[number].component] += allocator.block_bytes(number)
-    return dict(found.most_common())
+        found[trace.allocations[number].component] += blocks.get(number, 0)
+    return dict((+found).most_common())
 
 
 def _host(trace: Recorded) -> HostMemory:

@@ -157,7 +157,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         known = self._storages.get(id(storage))
         if known is None:
-            self._keep(storage, component, "load")
+            self._keep(storage, component, str(aten.empty.memory_format))
         elif known.number >= 0:
             self.recorded.allocations[known.number].component = component
 
@@ -170,7 +170,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:
             # Most operations are this question; asking the FakeTensorMode takes long.
             return args[0].fake_device
-        kwargs = kwargs or {}
+        # What is asked of tensors in here needs no answer of CUDA's.
+        with torch._C.DisableTorchFunction():
+            return self._done(func, args, kwargs or {})
+
+    def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.add.Tensor and self._is_sum(*args, **kwargs):
             func = aten.add_.Tensor
         before = self._kernels.before.get(func)

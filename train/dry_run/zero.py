@@ -10,7 +10,6 @@ not torch's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -116,9 +115,6 @@ class ZeroStage1InBf16:
         self._optimizer = optimizer_of([self._master])
         for one in self._trained:
             one.register_post_accumulate_grad_hook(lambda one: memory.trace.count(one.grad, "gradients"))  # type: ignore[no-untyped-call]
-
-    def functions(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def before_forward(self) -> None:
         """Do nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +72,6 @@ class ZeroStages1And2:
         self._optimizer = optimizer_of([self._master])
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-
-    def functions(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     # --- before the first update ------------------------------------------------------------------
 

@@ -6,13 +6,12 @@ Gradients are reduced on a stream of their own, so what that allocates is in tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._utils import _flatten_dense_tensors as flatten
-from torch.overrides import TorchFunctionMode
 
 from memtop.train.dry_run.build import DTYPES, Training
 from memtop.train.dry_run.gathering import Coordinator, Weight, add_hooks, is_leaf, watch_reads
@@ -51,11 +50,12 @@ class _Linear(torch.autograd.Function):
         return of_inputs, of_weight, of_bias
 
 
-class _Functions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return _Linear.apply(*args, *([None] if len(args) == 2 and not kwargs else []), **(kwargs or {}))  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    return _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+
+
+FUNCTIONS: Mapping[Any, Any] = {F.linear: _linear}
+"""What DeepSpeed calls in place of torch's functions."""
 
 
 class ZeroStage3:
@@ -102,10 +102,6 @@ class ZeroStage3:
             one.release()
         for leaf in [leaf for leaf, parameters in leaves.items() if parameters]:
             leaf.register_full_backward_hook(self._leaf_is_done)
-
-    def functions(self) -> TorchFunctionMode:
-        """Functions that DeepSpeed replaces."""
-        return _Functions()
 
     # --- before the first update ------------------------------------------------------------------
 
