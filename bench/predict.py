@@ -5,15 +5,21 @@
     python -m bench.predict --calibrated N [--seed N]
     python -m bench.predict --speed [--only TEXT]
 
-`a6000`: the README of vramcalc: RTX A6000, max_memory_allocated in units of 10^9 bytes, one sample
-of 2048 tokens, torch's AdamW (foreach), gradients kept between updates, outputs kept during the
-backward pass, LoRA of rank 16. Their transformers 4.57 made a mask for batches without padding,
-too. `t4`: the archive of fitcheck: Tesla T4, MiB, fp16, LoRA of rank 32 with gradient
-checkpointing; memory-efficient attention with repeated keys and values, or eager; 4-bit weights
-without double quantization, the rest in fp32. `wiki`: LLaMA-Factory's comparison of QLoRA by length
-on an A100 (Llama-2-7B, rank 8 on all layers, flash attention), in whole gigabytes of the process;
-the usual CUDA context is subtracted. Errors are signed, in percent of the measurement. Beside the
-dry run's errors are those of other estimators (`baselines.py`) for the allocated memory.
+* `a6000`: the README of vramcalc: RTX A6000, max_memory_allocated in units of 10^9 bytes, a sample
+  of 2048 tokens, torch's AdamW (foreach), gradients kept between updates, outputs kept during the
+  backward pass, LoRA of rank 16. Their transformers 4.57 made a mask for batches without padding,
+  too.
+* `t4`: the archive of fitcheck: Tesla T4, MiB, fp16, LoRA of rank 32 with gradient checkpointing;
+  memory-efficient attention with repeated keys and values, or eager; 4-bit weights without double
+  quantization, the rest in fp32.
+* `wiki`: LLaMA-Factory's comparison of QLoRA by length on an A100 (Llama-2-7B, rank 8 on all
+  layers, flash attention), in whole gigabytes of the process; the usual CUDA context is subtracted.
+* `xmem`: the experiments of xMem: RTX 3060, T5-small in fp32 with Adam or AdamW, samples of at most
+  128 tokens, bytes of the process. The CUDA context is not published; that of the T4 is subtracted.
+  Beside it are the answers of xMem, DNNMem and SchedTune, as published there.
+
+Errors are signed, in percent of the measurement. Beside the dry run's errors are those of other
+estimators (`baselines.py`) for the allocated memory.
 
 `--closed`: the estimate of `presets.estimate` compared with the dry run instead, over N trainings
 drawn from a seed: published models on a card, with what somebody would try there (`trainings.py`).
@@ -41,7 +47,18 @@ import msgspec
 from bench.baselines import NO_ADAPTERS, baselines
 from bench.baselines import summary as baselines_summary
 from bench.common import report, versions
-from bench.published import A6000, CONFIGS, T4, WIKI, a6000_training, t4_training, wiki_training
+from bench.published import (
+    A6000,
+    CONFIGS,
+    T4,
+    T4_CONTEXT_BYTES,
+    WIKI,
+    XMEM,
+    a6000_training,
+    t4_training,
+    wiki_training,
+    xmem_training,
+)
 from bench.trainings import GIB, KINDS, Compared, drawn, drawn_deep
 from memtop.presets import Settings
 from memtop.presets.choosing import CONTEXT_BYTES
@@ -86,6 +103,18 @@ def wiki_rows(only: str) -> list[dict[str, Any]]:
             # They say whole gigabytes.
             row["rounded_by_percent"] = round(50 / measured, 1)
             rows.append(row)
+    return rows
+
+
+def xmem_rows(only: str) -> list[dict[str, Any]]:
+    rows = []
+    for batch, measured, *said in XMEM:
+        name = f"T5-small full eager {batch}x128"
+        if only in name:
+            training = xmem_training(batch)
+            estimators = zip(("xMem", "DNNMem", "SchedTune"), said, strict=True)
+            errors = {estimator: _error(size, measured) for estimator, size in estimators}
+            rows.append(_row(name, training, foresee(training), errors, reserved=measured - T4_CONTEXT_BYTES))
     return rows
 
 
@@ -149,13 +178,17 @@ def speed_rows(only: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(name: str, training: Training, found: Foresight, **measured: float) -> dict[str, Any]:
+def _row(
+    name: str, training: Training, found: Foresight, others: dict[str, Any] | None = None, **measured: float
+) -> dict[str, Any]:
+    """`others`: the errors of other estimators; None: those of `baselines.py`."""
     by_phase = {str(peak.phase): peak.allocated for peak in found.phases}
     foreseen = {"allocated": found.allocated, "reserved": found.reserved, **by_phase}
-    others = {
-        name: None if size is None or "allocated" not in measured else _error(size, measured["allocated"])
-        for name, size in baselines(training).items()
-    }
+    if others is None:
+        others = {
+            name: None if size is None or "allocated" not in measured else _error(size, measured["allocated"])
+            for name, size in baselines(training).items()
+        }
     return {
         "name": name,
         "errors": {kind: _error(foreseen[kind], size) for kind, size in measured.items()},
@@ -322,14 +355,16 @@ def main() -> None:
         calibrated(options.calibrated, options.seed)
         return
     only = options.only
-    a6000, t4, wiki = a6000_rows(only), t4_rows(only), wiki_rows(only)
+    a6000, t4, wiki, xmem = a6000_rows(only), t4_rows(only), wiki_rows(only), xmem_rows(only)
     results = {
         "summary": summary(a6000 + t4),
         "summary_wiki": summary(wiki),
+        "summary_xmem": summary(xmem),
         "baselines": baselines_summary(a6000 + t4),
         "a6000": a6000,
         "t4": t4,
         "wiki": wiki,
+        "xmem": xmem,
     }
     packages = versions("torch", "transformers", "peft", "bitsandbytes", "accelerate", "deepspeed")
     report("predict", {"versions": packages, **msgspec.to_builtins(results)})

@@ -79,6 +79,20 @@ step; reserved."""
 WIKI = ((1024, 6), (2048, 7), (4096, 9), (8192, 12), (16384, 19), (32768, 32))
 """Length, and the process's memory in 10^9 bytes."""
 
+XMEM = (
+    (5, 1944059904, 1954545664, 1587544064, 2544138977),
+    (10, 2766143488, 2835349504, 2799697920, 2544138977),
+    (20, 4622123008, 4611637248, 5182062592, 2544138977),
+    (30, 6517948416, 6417285120, 8638169088, 2544138977),
+    (35, 7302283264, 7172259840, 9405726720, 2544138977),
+    (45, 9191817216, 8908701696, 11574181888, 2544138977),
+    (55, 10932453376, 10619977728, 12759072768, 2544138977),
+)
+"""Batch, the bytes of the process, and what xMem, DNNMem and SchedTune said of it."""
+
+T4_CONTEXT_BYTES = round(140.9 * (1 << 20))
+"""What the T4's processes had beside the memory that torch reserved."""
+
 
 def a6000_training(model: str, method: Any, precision: str, special: str) -> Training:
     return Training(
@@ -116,6 +130,30 @@ def t4_training(model: str, method: Any, attention: Any, batch: int, length: int
         loss="whole",
         outputs_until="step",
         generation=75,
+    )
+
+
+def xmem_training(batch: int) -> Training:
+    return Training(
+        config={
+            "model_type": "t5",
+            "d_model": 512,
+            "d_ff": 2048,
+            "d_kv": 64,
+            "num_layers": 6,
+            "num_decoder_layers": 6,
+            "num_heads": 8,
+            "vocab_size": 32128,
+        },
+        task="seq2seq",
+        batch=batch,
+        seq_len=128,
+        padded=True,
+        attention="eager",
+        optimizer="adamw_foreach",
+        loss="whole",
+        outputs_until="step",
+        generation=86,
     )
 
 

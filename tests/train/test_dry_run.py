@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, masking_utils
 
 from bench.predict import MIB
-from bench.published import A6000, T4, a6000_training, t4_training
+from bench.published import (
+    A6000,
+    T4,
+    T4_CONTEXT_BYTES,
+    XMEM,
+    a6000_training,
+    t4_training,
+    xmem_training,
+)
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.allocator import Allocator
 from memtop.presets.logits import ROWS
@@ -104,6 +112,12 @@ def test_a_row_measured_on_a_t4(row: Any) -> None:
     assert peaks["forward"] == pytest.approx(forward * MIB, rel=0.005)
     assert peaks["optimizer"] == pytest.approx(optimizer * MIB, rel=0.005)
     assert found.reserved == pytest.approx(reserved * MIB, rel=0.08)
+
+
+def test_a_process_measured_with_t5_on_an_rtx_3060() -> None:
+    batch, process, *_ = XMEM[2]
+    reserved = process - T4_CONTEXT_BYTES
+    assert foresee(xmem_training(batch)).reserved == pytest.approx(reserved, rel=0.03)
 
 
 def test_a_row_measured_on_an_a6000() -> None:
