@@ -369,11 +369,12 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def typed(key: str, kind: Any, text: str) -> Any:
-    """The text as a value of that type; lists are separated by commas."""
+    """The text as a value of that type; lists are separated by commas, as `a,b` or `["a", "b"]`."""
     choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
     value: Any = text
     if get_origin(kind) is tuple:
-        value = [word.strip() for word in text.split(",") if word.strip()]
+        words = text.strip().removeprefix("[").removesuffix("]").split(",")
+        value = [bare for word in words if (bare := word.strip(" \"'"))]
     elif choices and text.isdecimal():
         value = int(text)  # msgspec converts text to an int, but not to a Literal of ints.
     try:
