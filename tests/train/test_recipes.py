@@ -305,10 +305,10 @@ def test_adapters_on_missing_layers_are_refused(llama: Path) -> None:
     assert message.endswith("(there are down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj)")
 
 
-def test_the_layers_of_gpt2_are_named_too() -> None:
+def test_the_layers_of_gpt2_are_named_too(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    settings = fine_tuning("sft-lora", Path("gpt2"), lora__targets="q_proj")
+    settings = fine_tuning("sft-lora", tmp_path / "gpt2", lora__targets="q_proj")
     with pytest.raises(BadInputError, match=r"\(there are c_attn, c_fc, c_proj, lm_head, wpe, wte\)$"):
         with_adapters(settings, GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=8)))
 
