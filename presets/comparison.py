@@ -101,7 +101,7 @@ def describe_length(
         return None
     return (
         f"the run ends after update {updates + now}, not {updates + was}: it keeps its number of samples "
-        f"({now} more updates of {new}, not {was} of {old})"
+        f"(updates left: {now} of {new}, not {was} of {old})"
     )
 
 

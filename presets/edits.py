@@ -298,9 +298,6 @@ def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     return _split_as_given(replace(settings, **changes), split)
 
 
-_EACH = "gives no size for each process; write B,B or BxA,BxA"
-
-
 def is_for_each(text: str) -> bool:
     """Whether this text of a batch has one size for each process: `3,1` or `2x12,1x8`."""
     return ("," in text or "x" in text) and any(map(str.isdecimal, text))
@@ -326,7 +323,7 @@ def _split_as_given(settings: Settings, given: Mapping[str, str]) -> Settings:
         sizes = _numbers(each, each, ",", each.count(",") + 1)
         return _of_each(settings, each, [(batch, accumulation) for batch in sizes])
     if given.get("rank_splits"):
-        raise SettingsError("rank_splits", repr(each), _EACH)
+        raise SettingsError("rank_splits", repr(each), "gives no size for each process; write B,B or BxA,BxA")
     if "batch" in given or "rank_splits" in given:
         batch = typed("batch", hints["batch"], given["batch"]) if "batch" in given else settings.batch
         return replace(settings, batch=batch, rank_splits=(), **values)
@@ -353,7 +350,8 @@ def _of_each(settings: Settings, text: str, splits: list[Split]) -> Settings:
 def _numbers(text: str, part: str, separator: str, count: int) -> list[int]:
     words = [word.strip() for word in part.split(separator)]
     if len(words) != count or not all(word.isascii() and word.isdigit() for word in words):
-        raise SettingsError("batch", repr(text), _EACH)
+        why = "must be a whole number, or one size for each process: B,B or BxA,BxA"
+        raise SettingsError("batch", repr(text), why)
     return [int(word) for word in words]
 
 
@@ -369,11 +367,12 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def typed(key: str, kind: Any, text: str) -> Any:
-    """The text as a value of that type; lists are separated by commas."""
+    """The text as a value of that type; lists are separated by commas, as `a,b` or `["a", "b"]`."""
     choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
     value: Any = text
     if get_origin(kind) is tuple:
-        value = [word.strip() for word in text.split(",") if word.strip()]
+        words = text.strip().removeprefix("[").removesuffix("]").split(",")
+        value = [bare for word in words if (bare := word.strip(" \"'"))]
     elif choices and text.isdecimal():
         value = int(text)  # msgspec converts text to an int, but not to a Literal of ints.
     try:

@@ -278,6 +278,9 @@ def test_dotted_keys_reach_into_model_data_lora_and_zero() -> None:
     assert edited.data == {"train": "x.jsonl", "columns": {"prompt": "question", "response": "response"}}
     assert edited.model == {"path": "/models/qwen"}
     assert edited.lora == Lora(r=16, alpha=16, dropout=0.05, targets=("q_proj", "v_proj"))
+    # As a recipe writes it, also without the quotes, which a shell takes away.
+    for text in ('["q_proj", "v_proj"]', "[q_proj,v_proj]"):
+        assert edit_settings(LORA, assignments={"lora.targets": text}).lora.targets == ("q_proj", "v_proj")
     assert edited.zero == Zero(stage=2, offload_optimizer=True)
 
 

@@ -382,6 +382,9 @@ def with_adapters(settings: Settings, model: Any) -> Any:
 
 def _layers(model: torch.nn.Module) -> str:
     """The names of the layers that can get an adapter."""
-    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    from transformers.pytorch_utils import Conv1D
+
+    # GPT-2 has its weights in the last.
+    kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)}
     return ", ".join(sorted(names)) or "no linear layers"

@@ -8,6 +8,7 @@ come first.
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +21,12 @@ from memtop.supervisor.profile.reading import Program, no_such_file
 
 _BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size")
 _LENGTH = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "max_length", "model_max_length", "max_source_length")
+_ACCUMULATION = "gradient_accumulation_steps"
 _CHECKPOINTING = ("gradient_checkpointing", "disable_gradient_checkpointing")
 _DEFAULT_BATCH = 8
 """Of `TrainingArguments`."""
+_MISSPELT = 0.9
+"""Names this similar are one option. Those of the Trainer itself are less so."""
 _OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -99,7 +103,7 @@ def trainer_command(
     for name in _REFUSED:
         if options.is_on(name):
             raise _unforeseen(name, options.text(name))
-    path = model or options.text("model_name_or_path", "model_name", "model")
+    path = model or options.text("model_name_or_path", "model_name", "model", "config_name")
     if path is None:
         raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
     method = _method(options)
@@ -113,6 +117,7 @@ def trainer_command(
         of = options.defaults.of
         with_it, without = f"gradient checkpointing, the default of {of}", f"no gradient checkpointing, the default of {of}"
         assumed.append(with_it if options.defaults.checkpointing else without)
+    assumed += options.misspelt()
     found |= _precision(options, method, assumed)
     found |= _optimizer(options)
     if method != "full":
@@ -209,6 +214,13 @@ class _Options:
                 return None if value is None else str(value)
         return None
 
+    def misspelt(self) -> list[str]:
+        """What the command gives under a name that is nearly that of an option read here."""
+        known = (*_BATCH, *_LENGTH, _ACCUMULATION, *_CHECKPOINTING)
+        others = (name for name in self._given if name not in known)
+        near = ((name, difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)) for name in others)
+        return [f"memtop does not read --{name} (did you mean --{meant[0]}?)" for name, meant in near if meant]
+
     def has(self, *names: str) -> bool:
         """Whether the file has one of these keys."""
         return self._file is not None and any(has_key(self._file[1], self._file[0].kind, name) for name in names)
@@ -277,7 +289,7 @@ def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
     checkpointing = options.is_on("gradient_checkpointing", default=options.defaults.checkpointing)
     return {
         "batch": str(options.whole(*_BATCH) or _DEFAULT_BATCH),
-        "accumulation": str(options.whole("gradient_accumulation_steps") or 1),
+        "accumulation": str(options.whole(_ACCUMULATION) or 1),
         "seq_len": str(length),
         "gradient_checkpointing": str(checkpointing and not options.is_on("disable_gradient_checkpointing")).lower(),
         "loss_chunk": "0",

@@ -42,6 +42,20 @@ def test_the_options_of_a_script_and_its_launcher(tmp_path: Path) -> None:
     assert read(f"python {CLM}", tmp_path).model == str(tmp_path / "gpt2")
 
 
+def test_a_model_from_scratch_is_that_of_its_configuration(tmp_path: Path) -> None:
+    assert read("python run_clm.py --config_name c --block_size 8", tmp_path).model == "c"
+    assert read(f"python {CLM} --config_name c", tmp_path).model == "gpt2"
+
+
+def test_an_option_that_is_misspelt_is_named(tmp_path: Path) -> None:
+    options = "--per_device_train_batch_sze 4 --per_device_eval_batch_size 2 --gradient_accumulation_steps 2"
+    assumed = read(f"python {CLM} {options} --gradient_checkpointing_kwargs {{}} --max_lenght 9", tmp_path).assumed
+    assert [words for words in assumed if "did you mean" in words] == [
+        "memtop does not read --per_device_train_batch_sze (did you mean --per_device_train_batch_size?)",
+        "memtop does not read --max_lenght (did you mean --max_length?)",
+    ]
+
+
 ADAPTERS = {"lora.r": "16", "lora.alpha": "32", "lora.dropout": "0.1", "lora.targets": "q_proj,v_proj"}
 
 

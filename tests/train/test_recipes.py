@@ -305,6 +305,14 @@ def test_adapters_on_missing_layers_are_refused(llama: Path) -> None:
     assert message.endswith("(there are down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj)")
 
 
+def test_the_layers_of_gpt2_are_named_too(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = fine_tuning("sft-lora", tmp_path / "gpt2", lora__targets="q_proj")
+    with pytest.raises(BadInputError, match=r"\(there are c_attn, c_fc, c_proj, lm_head, wpe, wte\)$"):
+        with_adapters(settings, GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=8)))
+
+
 def test_more_tokens_than_the_model_knows_are_refused(tmp_path: Path) -> None:
     small = write_llama(tmp_path / "small", vocabulary=64)
     with pytest.raises(BadInputError) as caught:

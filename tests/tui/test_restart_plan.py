@@ -68,7 +68,7 @@ def test_another_effective_batch_moves_the_end_of_the_run(done: dict[str, object
     plan = restart_plan(before, {**SAME, "accumulation": "16"}, "standard", run=run)
     assert [line.partition(":")[0] for line in plan.lines[1:]] == ([words] if words else [])
     if words is not None and run.alive:
-        assert plan.lines[1].endswith("it keeps its number of samples (4 more updates of 128, not 15 of 32)")
+        assert plan.lines[1].endswith("it keeps its number of samples (updates left: 4 of 128, not 15 of 32)")
     assert len(restart_plan(before, {**SAME, "batch": "4", "accumulation": "8"}, "standard", run=run).lines) == 1
 
 
