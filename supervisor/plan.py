@@ -277,11 +277,14 @@ def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak
     return found, peak_of(need, card)
 
 
-def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask) -> list[Way]:
+def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask, *, host_suffices: bool = True) -> list[Way]:
     """Other settings that are safe, each with the largest B that is: those that need less memory
     than the present ones, or allow a larger B (but none that is slower, if the present ones are
-    safe). Training unchanged comes first, then the faster ones, then the order of `others`."""
-    own, asked = largest_safe(settings, card, quick, quick), quick(settings)
+    safe), and none that another one beats. Training unchanged comes first, then the faster ones,
+    then the order of `others`. `host_suffices`: for the present settings; if not, all that are safe
+    gain something."""
+    own = largest_safe(settings, card, quick, quick) if host_suffices else None
+    asked = quick(settings) if host_suffices else None
     least = None if own is None else own[1].reserved
     fits = asked is not None and is_safe(asked, card)
     if asked is not None and least is not None and fits:
@@ -298,4 +301,29 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask)
             continue
         changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
-    return sorted(found, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]
+    # Of two that are as good as each other, the first one stays.
+    best_ones = [
+        way
+        for place, way in enumerate(found)
+        if not any(
+            _is_as_good(one, way) and (earlier < place or not _is_as_good(way, one))
+            for earlier, one in enumerate(found)
+            if one is not way
+        )
+    ]
+    return sorted(best_ones, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]
+
+
+def _is_as_good(one: Way, other: Way) -> bool:
+    """Whether the one is as good as the other in all that counts. A speed that is not known is
+    compared only with another one."""
+    mine, its = one.settings, other.settings
+    return (
+        one.peak.bytes <= other.peak.bytes
+        and mine.batch >= its.batch
+        and one.unchanged >= other.unchanged
+        and (one.pace.speed is None) == (other.pace.speed is None)
+        and one.pace.rank <= other.pace.rank
+        and mine.zero.offload_optimizer <= its.zero.offload_optimizer
+        and mine.zero.offload_parameters <= its.zero.offload_parameters
+    )

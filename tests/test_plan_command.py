@@ -148,11 +148,35 @@ def test_of_ways_that_leave_training_as_it_is_the_faster_ones_come_first() -> No
     def less(asked: Settings) -> Need:
         need = linear(asked)
         same = asked.zero == settings.zero and not asked.gradient_checkpointing
-        return need if same else replace(need, reserved=need.reserved // 4)
+        divided_by = 16 if asked.zero.offload_parameters else 4 if asked.gradient_checkpointing else 3
+        return need if same else replace(need, reserved=need.reserved // divided_by)
 
     found = ways(settings, [slowest, slower, faster], CARD, less)
     assert [way.pace.speed for way in found] == ["faster", "slower", "much slower"]
     assert found[0].pace.basis[0] == "the optimizer works on the GPU"
+
+
+def test_a_way_that_another_one_beats_is_left_out() -> None:
+    settings = first_run(batch=16, accumulation=1)
+    checkpointed = replace(settings, gradient_checkpointing=True)
+    like_it = replace(checkpointed, preset="low")
+    offloaded = replace(checkpointed, zero=Zero(stage=2, offload_optimizer=True))
+    lean = replace(checkpointed, zero=Zero(stage=3, offload_optimizer=True, offload_parameters=True))
+
+    def need(asked: Settings) -> Need:
+        found = linear(asked)
+        return replace(found, reserved=found.reserved // (2 if asked.zero.offload_parameters else 1))
+
+    # The offload gains nothing over checkpointing alone; that of the parameters halves the memory.
+    found = ways(settings, [offloaded, lean, checkpointed, like_it], CARD, need)
+    assert [way.settings for way in found] == [checkpointed, lean]
+
+
+def test_if_the_host_has_too_little_memory_each_safe_way_gains_something() -> None:
+    settings = first_run(batch=8, accumulation=1, zero=Zero(stage=3, offload_optimizer=True, offload_parameters=True))
+    without = replace(settings, zero=Zero(), learning_rate=1e-4)
+    assert ways(settings, [without], CARD, linear) == []
+    assert [way.settings for way in ways(settings, [without], CARD, linear, host_suffices=False)] == [without]
 
 
 def test_a_way_that_needs_more_than_what_is_safe_already_is_none() -> None:

@@ -36,14 +36,17 @@ from memtop.presets.estimate import wrong_value
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
 from memtop.presets.parameters import stored_config
+from memtop.presets.schema import Zero
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Interpreter, learned_on
+from memtop.supervisor.monitor.values import Band, band_of
 from memtop.supervisor.plan import (
     GENERATION,
     Bound,
     Card,
     Need,
+    Way,
     bound_of,
     largest_safe,
     peak_of,
@@ -392,7 +395,9 @@ def _print_one(
     peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
-    others = [] if card.total_bytes is None else ways(settings, _others(settings, own), card, answers.quick)
+    suffices, others = band_of(host.fraction) is not Band.DANGER, list[Way]()
+    if card.total_bytes is not None:
+        others = ways(settings, _others(settings, own), card, answers.quick, host_suffices=suffices)
     hosts = (host if own is not None else on_host(way.settings) for way in others)
     found = [(way, of_host) for way, of_host in zip(others, hosts, strict=True) if not of_host.is_too_little]
     if as_json:
@@ -428,6 +433,9 @@ def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings
             yield look.kept
     if settings.seq_len > 1:
         yield replace(settings, seq_len=settings.seq_len // 2)
+    if settings.method == "lora":
+        # ZeRO-3 cannot shard a base in 4 bits.
+        yield replace(settings, method="qlora", preset="standard", zero=Zero())
 
 
 def _of_preset(settings: Settings, preset: Preset, answers: _Answers) -> PresetRow:
