@@ -196,7 +196,7 @@ class HostReader:
 
     def _limited_swap(self, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
         swap = self._limits.swap
-        return {} if swap is None else _within_swap_limit(swap, fields, unknown)
+        return {} if swap is None else _within_swap_limit(swap, unknown)
 
     # --- read every 5 s ---
 
@@ -357,7 +357,7 @@ def _within_limit(cgroup: CgroupMemory, available: int | None, unknown: dict[str
     return found
 
 
-def _within_swap_limit(swap: CgroupSwap, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+def _within_swap_limit(swap: CgroupSwap, unknown: dict[str, str]) -> dict[str, Any]:
     """Swap of the cgroup instead of the machine.
 
     It may be full while the machine's swap is empty.

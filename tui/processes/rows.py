@@ -45,9 +45,6 @@ class ProcessRow:
     depth: int = 0
     folded: bool | None = None
     """None if the row cannot be folded."""
-    leader_only: bool = False
-    """The topmost process of a job if it uses no GPU: only its pid and the job's values are known.
-    """
     siblings: bool = False
     """The same process has rows on other GPUs, too."""
     members: tuple[GpuProcess, ...] = field(default=(), repr=False)
@@ -266,7 +263,7 @@ def _tree(rows: Sequence[ProcessRow], order: Order) -> list[ProcessRow]:
     for members in groups.values():
         job = members[0].job
         if job is not None and job.leader_pid not in pids and len(job.pids) > 1:
-            leaders[job.leader_pid] = replace(job_row(members, None), leader_only=True)
+            leaders[job.leader_pid] = job_row(members, None)
     children: dict[int | None, list[ProcessRow]] = {}
     for row in rows:
         children.setdefault(_parent(row, pids, leaders), []).append(row)
