@@ -186,7 +186,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Why it does not resume, or not its position, in words for people."""
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StopRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the program is asked to end."""
 
     signal: Literal["SIGINT", "SIGTERM", "SIGUSR1"] = "SIGINT"
@@ -228,7 +228,7 @@ class ProgramProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     position: Position = Position()
     checkpoint: CheckpointRule | None = None
     resume: Resume
-    stop: Stop = Stop()
+    stop: StopRule = StopRule()
     output: OutputRule = OutputRule()
 
     def knob(self, name: str) -> KnobRule | None:

@@ -20,7 +20,7 @@ from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.logits import CHUNK_BYTES
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.plan import Card, Need, Peak, estimated, largest_safe, peak_of
+from memtop.supervisor.plan import Card, Need, PlannedPeak, estimated, largest_safe, peak_of
 from memtop.train import BadInputError, TrainingError, host_memory, run
 from memtop.train.channel import RECORD_EVERY, MemoryRecorder
 from memtop.train.engine import PlainEngine
@@ -324,7 +324,7 @@ QWEN_7B = {
 }
 
 
-def foreseen(settings: Settings, gib: float = 19.58) -> Peak:
+def foreseen(settings: Settings, gib: float = 19.58) -> PlannedPeak:
     card = Card(total_bytes=int(gib * GIB), generation=86)
     found = estimated(settings, card)
     assert isinstance(found, Need), found
