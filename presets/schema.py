@@ -302,9 +302,8 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `presets/<family>/*.toml`: a memory strategy, to which any run can switch with its
-    effective batch unchanged, and in `guide` the other values of the same guide, which only a new
-    run takes."""
+    """One `presets/<family>/*.toml`: a memory strategy. Any run can switch to it and keeps its
+    effective batch. `guide` has the other values of the same guide: only a new run takes them."""
 
     name: str
     family: Family = "level"

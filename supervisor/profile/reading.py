@@ -71,7 +71,6 @@ class FoundValue(msgspec.Struct, frozen=True, kw_only=True):
     value: str
     source: str
     name: str
-    way: Way | None = None
 
 
 class ProgramFiles:
@@ -141,7 +140,7 @@ class ProgramFiles:
         match way:
             case ByFlag():
                 given = None if self.command is None else last(self.command.words, way, self.command.begins, self.script)
-                return None if given is None else FoundValue(value=given.value, source="command", name=name, way=way)
+                return None if given is None else FoundValue(value=given.value, source="command", name=name)
             case ByArgparse(names=names):
                 value = None if self.tree is None else python_source.option_default(self.tree, names)
                 where = self._shown(self.script_path)
@@ -154,7 +153,7 @@ class ProgramFiles:
                 if named is None or text is None:
                     return None
                 value, where = _in_text(text, way), self._shown(named[2])
-        return None if value is None else FoundValue(value=str(value), source=where, name=name, way=way)
+        return None if value is None else FoundValue(value=str(value), source=where, name=name)
 
     def _shown(self, path: Path | None) -> str:
         if path is None:

@@ -2,8 +2,8 @@
 
 The line through measured peaks comes first (`peak_line.py`). The estimate without torch foresees
 all other settings: on a GPU `Estimates`, on the CPU that of host memory (`host_forecast.py`). On a
-GPU, peaks that the run, or an earlier run of the same model, has measured scale it, because its
-error is about the same for settings like these.
+GPU, measured peaks of the run, or of an earlier run of the same model, scale the estimate: its
+error is about the same for similar settings.
 """
 
 from __future__ import annotations

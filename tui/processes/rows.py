@@ -5,7 +5,7 @@ flat; sorted. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -47,8 +47,6 @@ class ProcessRow:
     """None if the row cannot be folded."""
     siblings: bool = False
     """The same process has rows on other GPUs, too."""
-    members: tuple[GpuProcess, ...] = field(default=(), repr=False)
-    """For a job's row: its processes on GPUs."""
 
     @property
     def pid(self) -> int:
@@ -230,7 +228,6 @@ def job_row(members: Sequence[ProcessRow], folded: bool | None) -> ProcessRow:
         job=first.job,
         gpu_indices=first.job.gpu_indices,
         folded=folded,
-        members=tuple(row.process for row in members if row.process is not None),
     )
 
 
