@@ -23,7 +23,6 @@ from memtop.presets.files import PresetFileError, tables_of
 
 _Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Texts = tuple[_Text, ...]
-_Whole = Annotated[int, Meta(ge=1, lt=1 << 31)]
 KnobName = Literal["batch", "accumulation", "seq_len"]
 KNOB_NAMES: tuple[KnobName, ...] = ("batch", "accumulation", "seq_len")
 FAMILY = "programs"
