@@ -343,7 +343,7 @@ def _document(memtop: Sequence[str], environment: dict[str, str]) -> dict[str, A
     return dict(json.loads(shown.stdout))
 
 
-def day(options: argparse.Namespace) -> dict[str, Any]:
+def day() -> dict[str, Any]:
     """A day of samples at full speed through sampler, dashboard and history; resident bytes
     meanwhile."""
     with machine(2) as made:
@@ -394,7 +394,7 @@ def main() -> None:
         "once": lambda: once(options),
         "slow": lambda: slow(options),
         "busy": lambda: busy(options),
-        "day": lambda: day(options),
+        "day": day,
     }
     results: dict[str, Any] = {"nvitop": _version(options.nvitop), "processes_per_gpu": PROCESSES_PER_GPU}
     report("monitor", results | {name: parts[name]() for name in options.only})

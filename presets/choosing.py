@@ -112,10 +112,10 @@ def choose_preset(
     """
     plain = load_presets()["standard"]
     if free_bytes is None:
-        return choose_by_memory(None)
+        return plain, "preset standard: the free GPU memory is not known"
     if processes == 1 and _rungs(recipe)[0][1].family == "ladder":
         return _for_one_process(free_bytes, plain, under, foresee)
-    presets, where = _by_memory(free_bytes, recipe)
+    presets, where = presets_by_memory(free_bytes, recipe)
     wish = _not_under_zero(under, plain) if presets[0].zero and presets[0].zero.stage else None
     if wish is not None:
         return plain, f"preset standard: {wish} is not possible under ZeRO; {_free(free_bytes)}"
@@ -247,21 +247,11 @@ def _not_under_zero(under: Under, plain: Preset) -> str | None:
     return f"--batch {settings.batch_text}" if settings.rank_splits else None
 
 
-def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, str]:
-    """The preset of the ladder for this much free memory on the fullest GPU, and the reason; None:
-    not known.
+def presets_by_memory(free_bytes: int, recipe: str) -> tuple[list[Preset], str]:
+    """The preset for this much free memory and the smaller ones; and for how much memory it is.
 
-    Presets of the recipe's own family (QLoRA) are chosen before those of the ladder. A threshold
-    belongs to the larger preset: 12 GiB and more, 6 up to 12, 4 up to 6, below 4.
+    A threshold belongs to the larger preset: 12 GiB and more, 6 up to 12, 4 up to 6, below 4.
     """
-    if free_bytes is None:
-        return load_presets()["standard"], "preset standard: the free GPU memory is not known"
-    presets, where = _by_memory(free_bytes, recipe)
-    return presets[0], f"preset {presets[0].name}: {_free(free_bytes)}, {where}"
-
-
-def _by_memory(free_bytes: int, recipe: str) -> tuple[list[Preset], str]:
-    """The preset for this much free memory and the smaller ones; and for how much memory it is."""
     rungs = _rungs(recipe)
     at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
     border = rungs[at][0]

@@ -33,7 +33,6 @@ class HostPlan(msgspec.Struct, frozen=True):
     workers: int
     """Data-loader processes per training process."""
     pin_memory: bool
-    available_bytes: int | None
     reason: str
 
 
@@ -56,7 +55,7 @@ def host_plan(settings: Settings, available_bytes: int | None, *, on_gpu: bool) 
     """
     if available_bytes is None:
         pin = on_gpu and settings.pin_memory is not False
-        return HostPlan(settings.host_level, settings.workers, pin, None, "available memory is not known: the settings apply")
+        return HostPlan(settings.host_level, settings.workers, pin, "available memory is not known: the settings apply")
     rows = host_rows()
     place = next(n for n, row in enumerate(rows) if available_bytes >= row.from_gib * _GIB or row.from_gib == 0)
     row = rows[place]
@@ -71,4 +70,4 @@ def host_plan(settings: Settings, available_bytes: int | None, *, on_gpu: bool) 
         reason = f"{shown} GiB available, less than {rows[place - 1].from_gib:g}"
     else:
         reason = f"{shown} GiB available"
-    return HostPlan(level, workers, pin, available_bytes, reason)
+    return HostPlan(level, workers, pin, reason)

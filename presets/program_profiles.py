@@ -23,7 +23,6 @@ from memtop.presets.files import PresetFileError, tables_of
 
 _Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Texts = tuple[_Text, ...]
-_Whole = Annotated[int, Meta(ge=1, lt=1 << 31)]
 KnobName = Literal["batch", "accumulation", "seq_len"]
 KNOB_NAMES: tuple[KnobName, ...] = ("batch", "accumulation", "seq_len")
 FAMILY = "programs"
@@ -186,7 +185,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Why it does not resume, or not its position, in words for people."""
 
 
-class Stop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StopRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the program is asked to end."""
 
     signal: Literal["SIGINT", "SIGTERM", "SIGUSR1"] = "SIGINT"
@@ -228,7 +227,7 @@ class ProgramProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     position: Position = Position()
     checkpoint: CheckpointRule | None = None
     resume: Resume
-    stop: Stop = Stop()
+    stop: StopRule = StopRule()
     output: OutputRule = OutputRule()
 
     def knob(self, name: str) -> KnobRule | None:

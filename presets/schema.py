@@ -302,9 +302,8 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `presets/<family>/*.toml`: a memory strategy, to which any run can switch with its
-    effective batch unchanged, and in `guide` the other values of the same guide, which only a new
-    run takes."""
+    """One `presets/<family>/*.toml`: a memory strategy. Any run can switch to it and keeps its
+    effective batch. `guide` has the other values of the same guide: only a new run takes them."""
 
     name: str
     family: Family = "level"
@@ -357,9 +356,9 @@ def split_below(effective_batch: int, world_size: int, max_batch: int) -> Split 
     return next((s for s in exact_splits(effective_batch, world_size) if s[0] <= max_batch), None)
 
 
-def nearest_splits(effective_batch: int, world_size: int, batch: int, count: int = 2) -> list[Split]:
-    """The `count` exact splits whose batch is nearest to `batch`, nearest first."""
-    return sorted(exact_splits(effective_batch, world_size), key=lambda s: (abs(s[0] - batch), s[0]))[:count]
+def nearest_splits(effective_batch: int, world_size: int, batch: int) -> list[Split]:
+    """The two exact splits whose batch is nearest to `batch`, nearest first."""
+    return sorted(exact_splits(effective_batch, world_size), key=lambda s: (abs(s[0] - batch), s[0]))[:2]
 
 
 def ranks_text(splits: Sequence[Sequence[int]]) -> str:

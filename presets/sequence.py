@@ -170,8 +170,6 @@ class Stack(msgspec.Struct):
     """The same until the forward pass ends: autocast's copies of weights."""
     small_gradients: int
     """Of weights."""
-    saved: int
-    """All that a layer adds to what is live until the backward pass has run it."""
     parameters: list[Parameter]
     names: set[str]
 
@@ -238,7 +236,6 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         small_saved=saved - large_saved,
         small_copies=copies - large_copies,
         small_gradients=layer.kept - large_gradients,
-        saved=saved,
         parameters=layer.parameters,
         names=layer.names,
     )

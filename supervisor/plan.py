@@ -125,7 +125,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What is allocated at the most in each phase; empty if not known."""
 
 
-class Peak(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedPeak(msgspec.Struct, frozen=True, kw_only=True):
     """What the process takes of the GPU at the most."""
 
     bytes: int
@@ -146,7 +146,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """Other settings for the same training."""
 
     settings: Settings
-    peak: Peak
+    peak: PlannedPeak
     changes: list[str]
     unchanged: bool
     """The training's result is the same."""
@@ -210,14 +210,14 @@ def _estimated(question: bytes) -> Need | str:
     return Need(reserved=found.reserved, phase=found.peak_phase, components=components, basis="estimate", peaks=peaks)
 
 
-def peak_of(need: Need, card: Card) -> Peak:
+def peak_of(need: Need, card: Card) -> PlannedPeak:
     size = need.reserved + card.outside_bytes
     least, most = (round(need.reserved * part) + card.outside_bytes for part in need.sure or SURE[need.basis])
     fraction = card.fraction(size)
     components = {**need.components, "unused": need.reserved - sum(need.components.values()), "context": card.context_bytes}
     if card.communication_bytes:
         components["communication"] = card.communication_bytes
-    return Peak(
+    return PlannedPeak(
         bytes=size,
         least=least,
         most=most,
@@ -266,7 +266,7 @@ def largest_safe(settings: Settings, card: Card, quick: Ask, sure: Ask) -> tuple
     return None
 
 
-def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Peak] | None:
+def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, PlannedPeak] | None:
     """The split of the same effective batch that needs the least; None if that is not known. With
     A > 1 gradients stay, so a smaller micro-batch may need more."""
     tried = (with_split(settings, *split) for split in splits_of(settings))

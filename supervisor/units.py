@@ -98,6 +98,13 @@ def duration(seconds: float | None) -> str:
     return f"{days}d {clock}" if days else clock
 
 
+def about(seconds: float) -> str:
+    """A duration in one number: `40 s`, `14 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def rate(value: float | None) -> str:
     """A number per second: `31.2`. Below 1 it has two significant digits: `0.027`."""
     if value is None:

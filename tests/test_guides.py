@@ -20,7 +20,7 @@ from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.logits import CHUNK_BYTES
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.plan import Card, Need, Peak, estimated, largest_safe, peak_of
+from memtop.supervisor.plan import Card, Need, PlannedPeak, estimated, largest_safe, peak_of
 from memtop.train import BadInputError, TrainingError, host_memory, run
 from memtop.train.channel import RECORD_EVERY, MemoryRecorder
 from memtop.train.engine import PlainEngine
@@ -109,7 +109,6 @@ def plan(gib: float | None, *, on_gpu: bool = True, **changes: Any) -> HostPlan:
 def test_available_memory_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
     found = plan(gib)
     assert (found.level, found.workers, found.pin_memory) == (level, workers, pinned)
-    assert found.available_bytes == int(gib * GIB)
     assert "at least 0" not in found.reason
     if gib in (7.99, 8):
         assert found.reason == {7.99: "7.9 GiB available, less than 8", 8: "8.0 GiB available, at least 8"}[gib]
@@ -144,7 +143,7 @@ def test_all_ranks_of_a_machine_share_its_workers() -> None:
 
 def test_memory_that_cannot_be_read_leaves_the_settings_alone() -> None:
     found = plan(None, workers=5, host_level="low")
-    assert (found.level, found.workers, found.pin_memory, found.available_bytes) == ("low", 5, True, None)
+    assert (found.level, found.workers, found.pin_memory) == ("low", 5, True)
 
 
 def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +153,7 @@ def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch:
     assert (found.level, found.workers) == ("extreme", 0)
     assert readings == [], "read once"
     # What a plan can say at all: neither batch, nor accumulation, nor length.
-    assert set(HostPlan.__struct_fields__) == {"level", "workers", "pin_memory", "available_bytes", "reason"}
+    assert set(HostPlan.__struct_fields__) == {"level", "workers", "pin_memory", "reason"}
 
 
 def test_the_memory_record_is_a_report_and_a_line() -> None:
@@ -324,7 +323,7 @@ QWEN_7B = {
 }
 
 
-def foreseen(settings: Settings, gib: float = 19.58) -> Peak:
+def foreseen(settings: Settings, gib: float = 19.58) -> PlannedPeak:
     card = Card(total_bytes=int(gib * GIB), generation=86)
     found = estimated(settings, card)
     assert isinstance(found, Need), found

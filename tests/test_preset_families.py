@@ -23,7 +23,7 @@ from memtop.presets import (
     take_whole,
 )
 from memtop.presets.checks import check
-from memtop.presets.choosing import choose_by_memory
+from memtop.presets.choosing import presets_by_memory
 from memtop.presets.comparison import outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.parameters import model_parameters
@@ -176,22 +176,19 @@ def test_an_outlook_distinguishes_a_switch_from_a_new_run() -> None:
     ],
 )
 def test_the_preset_by_free_memory(gib: float, name: str) -> None:
-    preset, reason = choose_by_memory(int(gib * GIB))
-    assert preset.name == name
-    assert reason.startswith(f"preset {name}: ")
+    assert presets_by_memory(int(gib * GIB), "first-run")[0][0].name == name
 
 
 def test_the_reason_names_the_threshold() -> None:
-    assert choose_by_memory(6 * GIB)[1] == "preset stage2_offload: 6.00 GiB of GPU memory free, from 6 up to 12 GiB"
-    assert choose_by_memory(12 * GIB - 1)[1] == "preset stage2_offload: 11.99 GiB of GPU memory free, from 6 up to 12 GiB"
-    assert choose_by_memory(3 * GIB)[1] == "preset minimal: 3.00 GiB of GPU memory free, below 4 GiB"
-    assert choose_by_memory(24 * GIB)[1] == "preset deepspeed: 24.00 GiB of GPU memory free, from 12 GiB on"
-    assert choose_by_memory(None)[0].name == "standard"
+    assert presets_by_memory(6 * GIB, "first-run")[1] == "from 6 up to 12 GiB"
+    assert presets_by_memory(12 * GIB - 1, "first-run")[1] == "from 6 up to 12 GiB"
+    assert presets_by_memory(3 * GIB, "first-run")[1] == "below 4 GiB"
+    assert presets_by_memory(24 * GIB, "first-run")[1] == "from 12 GiB on"
 
 
 @pytest.mark.parametrize(("gib", "name"), [(3, "qlora-16g-min"), (11.9, "qlora-16g-min"), (12, "qlora-16g-safe")])
 def test_a_4_bit_base_model_never_gets_stage_3(gib: float, name: str) -> None:
-    preset, _ = choose_by_memory(int(gib * GIB), "sft-qlora")
+    preset = presets_by_memory(int(gib * GIB), "sft-qlora")[0][0]
     assert preset.name == name
     assert resolve(RECIPES["sft-qlora"], preset=preset, whole=False).effective_batch == 16
 
@@ -220,7 +217,7 @@ def test_the_users_families_extend_and_override(tmp_path: Path, monkeypatch: pyt
     assert (found["minimal"].title, found["minimal"].family) == ("mine", "ladder")
     assert (found["t5-balanced"].title, found["t5-balanced"].family) == ("t", "t5")
     # Without a threshold, the preset above is the last that can be chosen.
-    assert choose_by_memory(GIB)[0].name == "stage3"
+    assert presets_by_memory(GIB, "first-run")[0][0].name == "stage3"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.plan import Card, Need, largest_safe, splits_of, ways
 from memtop.supervisor.recovery.batch_trial import larger_splits, next_split
 from memtop.supervisor.recovery.configuration import applied
-from memtop.supervisor.recovery.forecast import Estimates, Outlook, words_at_launch
+from memtop.supervisor.recovery.forecast import Estimates, Forecaster, words_at_launch
 from memtop.supervisor.recovery.remedies import ladder
 from memtop.supervisor.recovery.situation import HostFacts, situation_of
 from memtop.supervisor.recovery.values import Forecast, Remedy
@@ -221,7 +221,7 @@ def test_the_restart_form_advice_and_the_search_of_a_batch_propose_what_is_safe(
         for gib in CARDS:
             on = card(gib)
             estimates = world.estimates(settings, on)
-            look = Outlook(total_bytes=on.total_bytes, on_gpu=True, estimates=estimates)
+            look = Forecaster(total_bytes=on.total_bytes, on_gpu=True, estimates=estimates)
             smaller = look.safe_split(settings)
             if smaller is not None:
                 assert world.is_safe(smaller[0], on)

@@ -35,7 +35,7 @@ _FEWEST_TOKENS = 8
 Logits = Callable[..., torch.Tensor]
 
 
-class Samples(msgspec.Struct, frozen=True, kw_only=True):
+class SampledTexts(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one sampling."""
 
     prompts: list[str] = []
@@ -221,7 +221,7 @@ class Sampler:
         """Whether there is nothing to write any more."""
         return not self._prompts or not self._most
 
-    def __call__(self, sample: Sampling) -> Samples:
+    def __call__(self, sample: Sampling) -> SampledTexts:
         """Write a text for each prompt. A lack of memory is no error: the next sampling is smaller.
 
         Model, random states and buffers are as before afterwards.
@@ -247,7 +247,7 @@ class Sampler:
         problem = next((one for one, _ in each if one is not None), None)
         texts = [self._tokens.decode(ids)[:MOST_CHARACTERS] for ids in found]
         prompts = [prompt[:MOST_CHARACTERS] for prompt in self._prompts]
-        return Samples(
+        return SampledTexts(
             prompts=prompts,
             texts=texts,
             tokens=sum(map(len, found)),

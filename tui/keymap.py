@@ -26,8 +26,6 @@ class Action:
     group: str
     """Actions of "run" and "machine" change something and are not offered in a read-only dashboard.
     """
-    dangerous: bool = False
-    """The action asks first, with the focus on Cancel."""
     gives_way: bool = False
     """The action has a button only if there is room and it can be used now."""
 
@@ -50,7 +48,6 @@ ACTIONS = (
         "Kill",
         "Choose processes that hold GPU memory and end them; only yours can be chosen",
         "machine",
-        dangerous=True,
     ),
     Action(
         "restart",
@@ -60,7 +57,6 @@ ACTIONS = (
         "Restart",
         "What if: the peak with another batch, accumulation, seq_len or preset, at once; then save and resume with them",
         "run",
-        dangerous=True,
     ),
     Action(
         "preset",
@@ -80,7 +76,6 @@ ACTIONS = (
         "Stop",
         "End the run; the built-in trainer first finishes its update and saves",
         "run",
-        dangerous=True,
     ),
     Action(
         "undo",
@@ -90,7 +85,6 @@ ACTIONS = (
         "Undo",
         "Restart with the previous configuration; asks first (u lists all of them)",
         "run",
-        dangerous=True,
         gives_way=True,
     ),
     Action(

@@ -15,7 +15,7 @@ from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import EDGE_FROM, mark
 from memtop.supervisor.plan import gpu_kind
-from memtop.supervisor.recovery.forecast import Outlook, gpu_of
+from memtop.supervisor.recovery.forecast import Forecaster, gpu_of
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.tui.bars import ROLES, Share, memory_bar
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
@@ -162,28 +162,28 @@ class WhatIf(NamedTuple):
     """If the prediction is not safe: what keeps the effective batch and is."""
 
 
-def what_if(outlook: Outlook, after: Settings) -> WhatIf:
+def what_if(forecaster: Forecaster, after: Settings) -> WhatIf:
     """It may estimate many splits: call it in a thread."""
-    if (measured := outlook.measured(after)) is not None:
+    if (measured := forecaster.measured(after)) is not None:
         return WhatIf(after, measured, measured, None)
-    found = outlook.predicted(after)
+    found = forecaster.predicted(after)
     unsafe = isinstance(found, Forecast) and not found.is_measured and (found.fraction or 0) >= EDGE_FROM
-    return WhatIf(after, None, found, outlook.safe_split(after) if unsafe else None)
+    return WhatIf(after, None, found, forecaster.safe_split(after) if unsafe else None)
 
 
-def outlook_lines(outlook: Outlook, seen: WhatIf | None, width: int) -> list[Line]:
+def forecast_lines(forecaster: Forecaster, seen: WhatIf | None, width: int) -> list[Line]:
     """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, its bar with the measured
     peak, and the basis; or why there is no forecast. Of the present settings only what was
     measured. None: not foreseen yet.
     """
-    what, now = outlook.what, outlook.current
+    what, now = forecaster.what, forecaster.current
     if seen is None:
         return [line((f"{what} ", MUTED), ("…", MUTED))]
     if (peak := seen.measured) is not None:
         # The list of runs shows the highest with any settings.
         measured = f"{units.size(peak.peak_bytes)} measured with these settings"
         head = line((f"{what} ", MUTED), (measured, STRONG), *_share(peak, STRONG))
-        return [fit(head, width), *_bar(None, peak, width), *_with_others(outlook, width)]
+        return [fit(head, width), *_bar(None, peak, width), *_with_others(forecaster, width)]
     found = seen.predicted
     if isinstance(found, str):
         return wrap(f"? {what} cannot be predicted: {found}", width, "unknown")
@@ -194,19 +194,19 @@ def outlook_lines(outlook: Outlook, seen: WhatIf | None, width: int) -> list[Lin
         return [
             fit(line((f"{what} ", MUTED), (before, STRONG), (earlier, STRONG), *_share(found, STRONG)), width),
             *_bar(None, found, width),
-            *_with_others(outlook, width),
+            *_with_others(forecaster, width),
         ]
     predicted = (f"~{units.size(found.peak_bytes)} predicted", "predicted")
     head = line((f"{what} ", MUTED), (before, STRONG), predicted, *_share(found, "predicted"))
-    bar = _bar(found, None if now is None else outlook.seen(now), width)
+    bar = _bar(found, None if now is None else forecaster.seen(now), width)
     return [fit(head, width), *bar, *_safe_split(seen.safe, found, width), *basis_lines(found, width)]
 
 
-def _with_others(outlook: Outlook, width: int) -> list[Line]:
+def _with_others(forecaster: Forecaster, width: int) -> list[Line]:
     """Of a measured peak, whose percentage would otherwise look wrong."""
-    if not outlook.others_bytes:
+    if not forecaster.others_bytes:
         return []
-    return wrap(f"the percentage counts the {units.size(outlook.others_bytes)} of other processes, too", width, MUTED)
+    return wrap(f"the percentage counts the {units.size(forecaster.others_bytes)} of other processes, too", width, MUTED)
 
 
 def _safe_split(safe: tuple[Settings, Forecast] | None, found: Forecast, width: int) -> list[Line]:

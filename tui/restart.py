@@ -22,12 +22,12 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import Outlook, outlook_of
+from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
-from memtop.tui.remedies import FORECAST, WhatIf, earlier_runs, outlook_lines, what_if
+from memtop.tui.remedies import FORECAST, WhatIf, earlier_runs, forecast_lines, what_if
 from memtop.tui.restart_plan import (
     NUMBER_FIELDS,
     RestartPlan,
@@ -146,21 +146,21 @@ class RestartDialog(FormDialog[RestartRequest]):
         if after is None:
             return []
         seen = self._seen if self._seen is not None and self._seen.after == after else None
-        return outlook_lines(self._outlook(), seen, width)[:height]
+        return forecast_lines(self._forecaster(), seen, width)[:height]
 
-    def _outlook(self) -> Outlook:
+    def _forecaster(self) -> Forecaster:
         store = self._dashboard.store
-        return outlook_of(store.run, store.configurations, store.gpus, store.host, self._learned)
+        return forecaster_of(store.run, store.configurations, store.gpus, store.host, self._learned)
 
     def _foresee(self, after: Settings) -> None:
         """In a thread, unless one foresees the same already."""
         asked = (after, self._learned)
         if self._asked != asked:
             self._asked = asked
-            self.run_worker(self._foresee_in_thread(after, self._outlook()), group=FORECAST, exclusive=True)
+            self.run_worker(self._foresee_in_thread(after, self._forecaster()), group=FORECAST, exclusive=True)
 
-    async def _foresee_in_thread(self, after: Settings, outlook: Outlook) -> None:
-        self._seen = await asyncio.to_thread(what_if, outlook, after)
+    async def _foresee_in_thread(self, after: Settings, forecaster: Forecaster) -> None:
+        self._seen = await asyncio.to_thread(what_if, forecaster, after)
         self._asked = None
         if self.is_open:
             self.query_one("#outlook", LinePanel).show(self._dashboard.store)

@@ -26,6 +26,7 @@ HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
 EVENTS_KEPT = 500
 LOG_LINES_KEPT = 2_000
+_TREND_SECONDS = 120.0
 # A gap without samples: longer than this many seconds, and than this many usual intervals.
 _GAP_SECONDS, _GAP = 5.0, 4.0
 
@@ -224,12 +225,12 @@ def _longer(past: tuple[Moment, ...], newest: Moment) -> tuple[Moment, ...]:
     return (*past, *missing, newest)[-HISTORY_LENGTH:]
 
 
-def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) -> float | None:
+def seconds_until_full(history: tuple[Moment, ...]) -> float | None:
     """Seconds until the memory is full at the growth of the last two minutes; None if it does not
     grow clearly.
     """
     known = [(m.time, m.fraction) for m in history if m.fraction is not None]
-    known = [k for k in known if k[0] >= known[-1][0] - window]
+    known = [k for k in known if k[0] >= known[-1][0] - _TREND_SECONDS]
     if len(known) < 10 or known[-1][1] - known[0][1] < 0.01:
         return None
     mean_time = sum(t for t, _ in known) / len(known)

@@ -48,7 +48,7 @@ def full_in(trend: Trend, run: RunState) -> Line:
         return line((f"^ grows {units.size(trend.bytes_per_second)}/s", "edge"))
     if not before_the_end(trend, run):
         return line((f"^ grows {_rate(trend)}, {_NOT_BEFORE}", MUTED))
-    return line((f"^ full in {minutes(trend.full_in_seconds)}", "edge"), (_where(trend), MUTED), (" at this rate", MUTED))
+    return line((f"^ full in {units.about(trend.full_in_seconds)}", "edge"), (_where(trend), MUTED), (" at this rate", MUTED))
 
 
 def sentence(trend: Trend, run: RunState, width: int) -> str:
@@ -61,7 +61,7 @@ def sentence(trend: Trend, run: RunState, width: int) -> str:
     if not before_the_end(trend, run):
         forms: list[tuple[str, ...]] = [(f"{what}: grows {_rate(trend)}, {_NOT_BEFORE}",), (f"{what}: {_NOT_BEFORE}",)]
     else:
-        full, where = f"{what}: full in {minutes(trend.full_in_seconds)}", _where(trend)
+        full, where = f"{what}: full in {units.about(trend.full_in_seconds)}", _where(trend)
         forms = [(full, where, " at this rate"), (full, where), (full,)]
     shown = ["".join(map(tr, form)) for form in forms]
     return next((form for form in shown if cell_len(form) <= width), shown[-1])
@@ -78,10 +78,3 @@ def _rate(trend: Trend) -> str:
 
 def _where(trend: Trend) -> str:
     return "" if trend.full_at_update is None else f" (update {units.count(trend.full_at_update)})"
-
-
-def minutes(seconds: float) -> str:
-    """`14 min`, `40 s`, `3.5 h`."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

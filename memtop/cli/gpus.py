@@ -70,9 +70,9 @@ def wanted(text: str | None, run: str | None = None) -> list[str] | None:
     """The device indices that `train --gpus` selects: `0,1`, `free` (one) or `free:2`; None if it
     was not given.
 
-    UsageError for text that is no index, for GPUs that this machine does not have (training would
-    silently run on the CPU) or that no further program can use, and if fewer GPUs are certainly
-    free. `run` is the one that is restarted: its processes do not count.
+    UsageError if the text is no index, if this machine does not have the GPU (training would
+    silently run on the CPU), if no further program can use it, or if fewer GPUs are certainly free.
+    `run` is the one that is restarted: its processes do not count.
     """
     if text is None:
         return None
@@ -289,8 +289,8 @@ class ReadingPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_to_read(settings: Settings, given: str | None = None) -> ReadingPlace:
-    """The first GPU of the run if its model fits there and no other program computes on it (a
-    training that needs the memory would run out of it), otherwise the CPU.
+    """The first GPU of the run if its model fits there and no other program computes on it;
+    otherwise the CPU. Next to a training the model could take the memory that the training needs.
 
     `given`: the index of another GPU, or `cpu`. UsageError if this machine has no such GPU, or if
     it cannot be used.

@@ -19,7 +19,7 @@ from memtop.presets.parameters import model_size, stored_config
 from memtop.supervisor import units
 from memtop.supervisor.language import separator, tr
 from memtop.supervisor.monitor.values import Band, band_of, mark
-from memtop.supervisor.plan import Bound, Card, Need, Peak, Way, peak_of
+from memtop.supervisor.plan import Bound, Card, Need, PlannedPeak, Way, peak_of
 from memtop.supervisor.profile.trainer_command import TrainerCommand
 
 PresetRow = tuple[Outlook, Need | Bound | None, str]
@@ -48,7 +48,7 @@ def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: i
     }
 
 
-def peak_row(peak: Peak) -> dict[str, Any]:
+def peak_row(peak: PlannedPeak) -> dict[str, Any]:
     return {
         "peak_bytes": peak.bytes,
         "least_bytes": peak.least,
@@ -120,10 +120,10 @@ def plan_text(
     settings: Settings,
     own: TrainerCommand | None,
     assumed: list[str],
-    peak: Peak,
+    peak: PlannedPeak,
     card: Card,
     best: tuple[Settings, Need] | None,
-    least: tuple[Settings, Peak] | None,
+    least: tuple[Settings, PlannedPeak] | None,
     found: Ways,
     measured: str | None,
 ) -> Iterator[str]:
@@ -180,7 +180,7 @@ def heading(settings: Settings, own: TrainerCommand | None, assumed: list[str]) 
         yield f"assumed     {separator('; ').join(map(tr, assumed))}"
 
 
-def _share(peak: Peak, card: Card) -> str:
+def _share(peak: PlannedPeak, card: Card) -> str:
     """`8.5 / 16.0 GiB, 53.1 % · safe`"""
     if card.total_bytes is None:
         return units.size(peak.bytes)
@@ -240,7 +240,7 @@ _NUMBERS = (2, 3)
 """The cells that are aligned to the right."""
 
 
-def _cells(look: Outlook, peak: Peak, host: PlannedHost) -> tuple[str, ...]:
+def _cells(look: Outlook, peak: PlannedPeak, host: PlannedHost) -> tuple[str, ...]:
     size = units.size(peak.bytes)
     share = ("", "") if peak.fraction is None else (units.percent(peak.fraction), _band(peak.band))
     of_host = units.size(None if host.foreseen is None else host.foreseen.peak)

@@ -29,7 +29,7 @@ from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.language import Verbatim, tr
 from memtop.supervisor.plan import Card, gpu_kind
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import Estimates, foreseen_text, gpu_of, outlook_of
+from memtop.supervisor.recovery.forecast import Estimates, forecaster_of, foreseen_text, gpu_of
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -123,8 +123,8 @@ def _foresee(run: RunState | None) -> tuple[Foresee, bool]:
         used = gpu_of(run, machine.gpus)
         python = "" if run.settings is None else run.settings.python
         earlier = Learned() if used is None else learned_on(gpu_kind(used), python, without=run.folder)
-        outlook = outlook_of(run, read_configurations(Path(run.folder)), machine.gpus, machine.host, earlier)
-        return outlook.predicted, outlook.on_gpu
+        forecaster = forecaster_of(run, read_configurations(Path(run.folder)), machine.gpus, machine.host, earlier)
+        return forecaster.predicted, forecaster.on_gpu
     gpu = emptiest(machine)
     if gpu is None:
         why = machine.gpu_note or "no NVIDIA GPU"

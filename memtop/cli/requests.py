@@ -35,7 +35,7 @@ from memtop.supervisor.interpreters import learned_on
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.plan import gpu_kind
 from memtop.supervisor.recovery.configuration import edited, failed_settings, kept_length
-from memtop.supervisor.recovery.forecast import Outlook, foreseen_text, gpu_of, outlook_of, split_text
+from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of, foreseen_text, gpu_of, split_text
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run import client, explain, starting
 from memtop.supervisor.run.grip import consequences, knobs_of
@@ -296,22 +296,22 @@ def say_peak(plan: Planned | None) -> int | None:
     machine, run = sample(), plan.state
     gpu, python = gpu_of(run, machine.gpus), "" if run.settings is None else run.settings.python
     learned = Learned() if gpu is None else learned_on(gpu_kind(gpu), python, without=run.folder)
-    outlook = outlook_of(run, plan.rows, machine.gpus, machine.host, learned)
-    found = outlook.measured(plan.after) or outlook.predicted(plan.after)
-    for line in peak_words(outlook, plan.after, found):
+    forecaster = forecaster_of(run, plan.rows, machine.gpus, machine.host, learned)
+    found = forecaster.measured(plan.after) or forecaster.predicted(plan.after)
+    for line in peak_words(forecaster, plan.after, found):
         print_message(f"memtop: {line}")
     if isinstance(found, str):
         return None  # The supervisor may still foresee it.
     return plan.rows[-1].number + 1 if plan.rows else 1
 
 
-def peak_words(outlook: Outlook, after: Settings, found: Forecast | str) -> Iterator[str]:
+def peak_words(forecaster: Forecaster, after: Settings, found: Forecast | str) -> Iterator[str]:
     """The foreseen peak of these settings, or why there is none; if it is not safe, also the
     largest split with the same effective batch that is."""
-    yield foreseen_text(found, on_gpu=outlook.on_gpu)
+    yield foreseen_text(found, on_gpu=forecaster.on_gpu)
     if isinstance(found, str) or found.fraction is None or found.fraction < EDGE_FROM:
         return
-    best = outlook.safe_split(after)
+    best = forecaster.safe_split(after)
     if best is not None:
         yield split_text(best[0], best[1].peak_bytes)
 

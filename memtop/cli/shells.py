@@ -1,7 +1,7 @@
 """How each shell asks for completions, and what it is answered.
 
-click's own scripts are not enough: bash splits a word at `=` and `:`, the one for fish loses what
-follows a comma, and after `KEY=` no shell may add a blank, and paths begin there.
+click's own scripts are not enough: bash splits a word at `=` and `:`, and the script for fish loses
+what follows a comma. After `KEY=` a path can begin, and no shell may add a blank.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from memtop.presets.fields import OPTIONS
 from memtop.presets.program_profiles import load_profiles
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.profile.command import PYTHON, shell_text, simple
-from memtop.supervisor.profile.detection import Proposal, propose
+from memtop.supervisor.profile.detection import ProfileMatch, propose
 from memtop.supervisor.profile.reading import files_in, no_such_file
 from memtop.supervisor.program import name_of
 from memtop.supervisor.recovery.policy import ON_OOM
@@ -224,7 +224,7 @@ def _find_run(name: str, runs_dir: Path) -> RunFolder:
     return find_run(name, runs_dir)
 
 
-def _profile(program: tuple[str, ...], given: str | None) -> tuple[Proposal | None, tuple[str, ...]]:
+def _profile(program: tuple[str, ...], given: str | None) -> tuple[ProfileMatch | None, tuple[str, ...]]:
     """The profile of the user's program, and why; None if none fits, or none is wanted. And the
     command: with a profile, that of `sh -c` is started without the shell."""
     found = configured("program-profile")
@@ -240,7 +240,7 @@ def _profile(program: tuple[str, ...], given: str | None) -> tuple[Proposal | No
     if name == "auto":
         chosen = propose(profiles.values(), inner or program, str(Path.cwd()))
     elif name in profiles:
-        chosen = Proposal(profiles[name], f"chosen by {option}")
+        chosen = ProfileMatch(profiles[name], f"chosen by {option}")
     else:
         known = f"{', '.join(profiles)}, auto and none{did_you_mean(str(name), profiles)}"
         raise UsageError(f"{option} {name!r}: unknown; there are {known}")

@@ -189,14 +189,14 @@ class HostReader:
         """The fields that differ if a cgroup allows less memory than the machine has."""
         cgroup = self._cgroup.memory()
         if isinstance(cgroup, CgroupMemory):
-            return _within_limit(cgroup, fields.get("available_bytes"), unknown) | self._limited_swap(fields, unknown)
+            return _within_limit(cgroup, fields.get("available_bytes"), unknown) | self._limited_swap(unknown)
         reason = "no cgroup limit below the machine's memory" if cgroup is None else cgroup
         unknown.update(dict.fromkeys(("limit_bytes", "limit_path"), reason))
-        return self._limited_swap(fields, unknown)
+        return self._limited_swap(unknown)
 
-    def _limited_swap(self, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+    def _limited_swap(self, unknown: dict[str, str]) -> dict[str, Any]:
         swap = self._limits.swap
-        return {} if swap is None else _within_swap_limit(swap, fields, unknown)
+        return {} if swap is None else _within_swap_limit(swap, unknown)
 
     # --- read every 5 s ---
 
@@ -357,7 +357,7 @@ def _within_limit(cgroup: CgroupMemory, available: int | None, unknown: dict[str
     return found
 
 
-def _within_swap_limit(swap: CgroupSwap, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+def _within_swap_limit(swap: CgroupSwap, unknown: dict[str, str]) -> dict[str, Any]:
     """Swap of the cgroup instead of the machine.
 
     It may be full while the machine's swap is empty.

@@ -37,10 +37,10 @@ def no_runs() -> Sequence[KnownRun]:
 class Sampler:
     """Samples the machine, about once a second. Each supervisor and each dashboard has one.
 
-    `runs` is called only while a GPU process may belong to a run, because it is this user's or has
-    a run's marker, and at most as often as process lists are read. `patience`: seconds that a
-    sample waits for the driver; a single sample should wait longer than one of many. `wake`: wake
-    sleeping GPUs, for callers that are about to use them.
+    `runs` is called at most as often as process lists are read, and only while a GPU process may
+    belong to a run: it is this user's, or has a run's marker. `patience`: seconds that a sample
+    waits for the driver; a single sample should wait longer than one of many. `wake`: wake sleeping
+    GPUs, for callers that are about to use them.
     """
 
     def __init__(

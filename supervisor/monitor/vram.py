@@ -88,15 +88,11 @@ class VramParts(msgspec.Struct, frozen=True, kw_only=True):
     """In use, but the driver reports too little to find out by whom."""
     rest_of_machine_bytes: int | None = None
     """Unified memory only: what the machine uses in addition to the GPU's processes."""
-    notes: tuple[str, ...] = ()
-    """Where the sources contradict each other."""
     unknown: dict[str, str] = {}
 
 
 _NO_RESERVE = "the driver reports its own reserve only as part of the used memory"
 _NO_TOTALS = "the driver does not report this GPU's memory"
-_STALE = "the ranks' last reports are older than the driver's numbers: they count more memory than the ranks now hold"
-_TOO_MUCH = "the driver's process list is older than its totals: it adds up to more than the used memory"
 _NO_PROCESS_MEMORY = "the driver does not report memory per process here"
 _NOT_SEEN = "the driver's processes are not visible from this container: they may belong to this run or to others"
 
@@ -176,7 +172,6 @@ def vram_parts(
         free_bytes=free,
         jobs=jobs,
         unlisted_has_no_owner=sees_all and bool(split.parts.get("unlisted_bytes")),
-        notes=tuple(split.notes),
         unknown=split.unknown,
         **split.parts,
     )
@@ -211,12 +206,9 @@ class _Remainder:
         self.left = used
         self.parts: dict[str, int] = {}
         self.unknown: dict[str, str] = {}
-        self.notes: dict[str, None] = {}
 
-    def take(self, wanted: int, note: str = _TOO_MUCH) -> int:
+    def take(self, wanted: int) -> int:
         given = min(max(0, wanted), self.left)
-        if given < wanted:
-            self.notes[note] = None
         self.left -= given
         return given
 
@@ -229,7 +221,7 @@ class _Remainder:
 
 
 def _nothing(reason: str) -> VramParts:
-    plain = ("jobs", "notes", "unknown", "unlisted_has_no_owner")
+    plain = ("jobs", "unknown", "unlisted_has_no_owner")
     return VramParts(unknown={field: reason for field in VramParts.__struct_fields__ if field not in plain})
 
 
@@ -268,16 +260,12 @@ def _own_parts(split: _Remainder, ranks: Sequence[RankMemory], own: Sequence[Gpu
         return
     held = _sum(row.used_bytes for row in own) if own and _are_listed(ranks, own) else None
     reserved = _sum(rank.reserved_bytes for rank in ranks) if ranks else None
-    if held is not None and held > split.left:
-        split.notes[_TOO_MUCH] = None
-        held = split.left
+    if held is not None:
+        held = min(held, split.left)
     if reserved is None:
         _unreported(split, held, own)
         return
-    inside = reserved if held is None else min(reserved, held)
-    if inside < reserved:
-        split.notes[_STALE] = None
-    inside = split.take(inside, _STALE)
+    inside = split.take(reserved if held is None else min(reserved, held))
     allocated = _sum(rank.allocated_bytes for rank in ranks)
     if allocated is None:
         split.unknown["allocated_bytes"] = "the ranks report only the total of their allocators: it is counted as cached_bytes"

@@ -105,34 +105,34 @@ def hold_of(adoption: Adoption, spec: RunSpec, run: Path, profiles: Iterable[Pro
     return Hold(grip=grip, checkpoint=newest, profile_why=chosen.why)
 
 
-def adoption_of(pid: int, proc_root: Path = PROC) -> tuple[Adoption, Observed]:
+def adoption_of(pid: int) -> tuple[Adoption, Observed]:
     """Read from /proc how the program of this process was started.
 
     UsageError if there is no such program; RefusedError if it is not the caller's, or if it cannot
     be started again.
     """
-    given = identify(pid, proc_root)
-    if given is None or not is_alive(given, proc_root):
+    given = identify(pid)
+    if given is None or not is_alive(given):
         raise UsageError(f"PID {pid}: no such process")
-    if (run := (environment(pid, proc_root) or {}).get(RUN_VARIABLE)) is not None:
+    if (run := (environment(pid) or {}).get(RUN_VARIABLE)) is not None:
         raise UsageError(f"PID {pid}: belongs to memtop's run {Path(run).name}; see memtop show {run}")
     check_owner(pid)
-    observer = observer_of(pid, proc_root)
+    observer = observer_of(pid)
     if observer is None:
         raise UsageError(f"PID {pid}: no training that memtop can see: it does not use torch, and its output has no steps")
     seen = observer.look(time.time())
     leader = observer.leader
     check_owner(leader.pid)
-    _refuse_strange(leader.pid, proc_root)
-    variables = environment_of(leader, proc_root)
+    _refuse_strange(leader.pid)
+    variables = environment_of(leader)
     if isinstance(variables, str):
         raise RefusedError(f"PID {leader.pid}: {variables}; so it cannot be started again as it was")
     if variables.get("SLURM_JOB_ID") != os.environ.get("SLURM_JOB_ID"):
         raise RefusedError(f"PID {leader.pid}: runs in a Slurm job; start memtop inside that job")
-    folder = _folder(leader.pid, proc_root)
-    command, notes = _command(leader.pid, folder, variables, proc_root)
-    number, why = _signal(leader.pid, proc_root)
-    identities = [leader, *(found for one in seen.processes if (found := identify(one.pid, proc_root)) is not None)]
+    folder = _folder(leader.pid)
+    command, notes = _command(leader.pid, folder, variables)
+    number, why = _signal(leader.pid)
+    identities = [leader, *(found for one in seen.processes if (found := identify(one.pid)) is not None)]
     adoption = Adoption(
         processes=tuple(dict.fromkeys(identities)),
         command=command,
@@ -140,18 +140,18 @@ def adoption_of(pid: int, proc_root: Path = PROC) -> tuple[Adoption, Observed]:
         environment=variables,
         started=seen.started,
         signal_number=number,
-        notes=(*notes, *why, *_parent(leader.pid, proc_root)),
+        notes=(*notes, *why, *_parent(leader.pid)),
     )
     return adoption, seen
 
 
-def _refuse_strange(pid: int, proc_root: Path) -> None:
+def _refuse_strange(pid: int) -> None:
     """RefusedError for a program that its command line does not start again."""
-    words = command_words(pid, proc_root) or ()
-    if pid in own_family(proc_root=proc_root):
+    words = command_words(pid) or ()
+    if pid in own_family():
         raise RefusedError(f"PID {pid}: this memtop was started from it")
     try:
-        elsewhere = (proc_root / str(pid) / "ns/mnt").readlink() != (proc_root / "self/ns/mnt").readlink()
+        elsewhere = (PROC / str(pid) / "ns/mnt").readlink() != (PROC / "self/ns/mnt").readlink()
     except OSError as error:
         raise RefusedError(f"PID {pid}: cannot be examined: {error.strerror}") from None
     if elsewhere:
@@ -163,8 +163,8 @@ def _refuse_strange(pid: int, proc_root: Path) -> None:
         raise RefusedError(f"PID {pid}: reads its program from its input, so it cannot be started again")
 
 
-def _folder(pid: int, proc_root: Path) -> str:
-    link = proc_root / str(pid) / "cwd"
+def _folder(pid: int) -> str:
+    link = PROC / str(pid) / "cwd"
     try:
         folder, same = link.readlink(), link.stat()
         there = folder.stat()
@@ -175,9 +175,9 @@ def _folder(pid: int, proc_root: Path) -> str:
     return str(folder)
 
 
-def _command(pid: int, folder: str, variables: Mapping[str, str], proc_root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _command(pid: int, folder: str, variables: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The words of its command line, and what is to be said about them."""
-    raw = (proc_root / str(pid) / "cmdline").read_bytes()
+    raw = (PROC / str(pid) / "cmdline").read_bytes()
     if not raw.endswith(b"\0"):
         raise RefusedError(f"PID {pid}: has written a title over its command line, so it cannot be started again")
     words = tuple(os.fsdecode(word) for word in raw[:-1].split(b"\0"))
@@ -190,7 +190,7 @@ def _command(pid: int, folder: str, variables: Mapping[str, str], proc_root: Pat
     if path is not None and os.access(path, os.X_OK):
         return words, ()
     try:
-        program = str((proc_root / str(pid) / "exe").readlink())
+        program = str((PROC / str(pid) / "exe").readlink())
     except OSError:
         program = ""
     if not os.access(program, os.X_OK):
@@ -198,11 +198,11 @@ def _command(pid: int, folder: str, variables: Mapping[str, str], proc_root: Pat
     return (program, *words[1:]), (f"{name} is not found any more; {program} is started in its place",)
 
 
-def _signal(pid: int, proc_root: Path) -> tuple[int, tuple[str, ...]]:
+def _signal(pid: int) -> tuple[int, tuple[str, ...]]:
     """SIGINT, as Ctrl-C sends it; SIGTERM for a process that ignores SIGINT, as a background job of
     a shell script does."""
     mask = 0
-    for line in (proc_root / str(pid) / "status").read_text(errors="replace").splitlines():
+    for line in (PROC / str(pid) / "status").read_text(errors="replace").splitlines():
         if line.startswith("SigIgn:"):
             mask = int(line.split()[1], 16)
     if not mask >> (signal.SIGINT - 1) & 1:
@@ -210,10 +210,10 @@ def _signal(pid: int, proc_root: Path) -> tuple[int, tuple[str, ...]]:
     return signal.SIGTERM, ("it ignores SIGINT, as background jobs do, so SIGTERM ends it: it may save nothing more",)
 
 
-def _parent(pid: int, proc_root: Path) -> tuple[str, ...]:
+def _parent(pid: int) -> tuple[str, ...]:
     """A script that started it goes on when it has ended."""
-    parent = parent_of(pid, proc_root)
-    words = command_words(parent, proc_root) if parent is not None and parent > 1 else None
+    parent = parent_of(pid)
+    words = command_words(parent) if parent is not None and parent > 1 else None
     if not words or len(words) < 2 or Path(words[0]).name not in _SHELLS:
         return ()
     return (f"{' '.join(words)[:200]} (pid {parent}) has started it, and goes on when it has ended",)

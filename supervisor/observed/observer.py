@@ -187,14 +187,14 @@ class Observers:
         return sorted(found, key=lambda seen: seen.updates is None)
 
 
-def observer_of(pid: int, proc_root: Path = PROC) -> Observer | None:
+def observer_of(pid: int) -> Observer | None:
     """For the training program of this process: it uses torch, or its output shows a training. None
     if it is something else, or one of memtop's runs."""
-    programs = Programs(proc_root)
+    programs = Programs()
     draft = programs.with_process(pid)
     if draft is None:
         return None
-    observer = Observer(draft, programs, proc_root)
+    observer = Observer(draft, programs)
     if draft in programs.of_others or observer.look(time.time(), programs=programs).updates is not None:
         return observer
     return None

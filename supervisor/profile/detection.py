@@ -10,10 +10,10 @@ from typing import NamedTuple
 from memtop.presets.program_profiles import Detect, ProgramProfile
 from memtop.supervisor.profile import python_source
 from memtop.supervisor.profile.command import started_by
-from memtop.supervisor.profile.reading import Program, Read, text_of
+from memtop.supervisor.profile.reading import ProgramFiles, Read, text_of
 
 
-class Proposal(NamedTuple):
+class ProfileMatch(NamedTuple):
     """A profile that fits."""
 
     profile: ProgramProfile
@@ -25,17 +25,17 @@ def starter_of(profile: ProgramProfile, words: tuple[str, ...]) -> str | None:
     return next((one for one in profile.detect.commands if started_by(words, one) is not None), None)
 
 
-def propose(profiles: Iterable[ProgramProfile], words: tuple[str, ...], cwd: str, read: Read = text_of) -> Proposal | None:
+def propose(profiles: Iterable[ProgramProfile], words: tuple[str, ...], cwd: str, read: Read = text_of) -> ProfileMatch | None:
     """The profile that fits best: the one with the most conditions, of several the last. None if
     none fits."""
-    found: list[tuple[int, int, Proposal]] = []
-    script = Program(words, cwd, read=read)
+    found: list[tuple[int, int, ProfileMatch]] = []
+    script = ProgramFiles(words, cwd, read=read)
     for place, profile in enumerate(profiles):
         starter = starter_of(profile, words)
-        program = script if starter is None else Program(words, cwd, starter, read)
+        program = script if starter is None else ProgramFiles(words, cwd, starter, read)
         reasons = _reasons(profile.detect, program, starter)
         if reasons is not None:
-            found.append((_conditions(profile.detect), place, Proposal(profile, ", ".join(reasons))))
+            found.append((_conditions(profile.detect), place, ProfileMatch(profile, ", ".join(reasons))))
     return max(found, key=lambda one: one[:2])[2] if found else None
 
 
@@ -44,7 +44,7 @@ def _conditions(detect: Detect) -> int:
     return len(texts) + sum(1 + len(inside) for inside in detect.beside.values())
 
 
-def _reasons(detect: Detect, program: Program, starter: str | None) -> list[str] | None:
+def _reasons(detect: Detect, program: ProgramFiles, starter: str | None) -> list[str] | None:
     """Why it fits, in words; None if it does not."""
     if program.command is None or (detect.commands and starter is None):
         return None

@@ -65,16 +65,15 @@ def files_in(folder: Path) -> list[Path]:
         return []  # it is not there, or may not be read: it has no names to propose
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class FoundValue(msgspec.Struct, frozen=True, kw_only=True):
     """Where a value was found."""
 
     value: str
     source: str
     name: str
-    way: Way | None = None
 
 
-class Program:
+class ProgramFiles:
     """A command, and the files that it names."""
 
     def __init__(self, words: tuple[str, ...], cwd: str, starter: str | None = None, read: Read = text_of) -> None:
@@ -127,21 +126,21 @@ class Program:
                 return at, word, self.cwd / word
         return None
 
-    def find(self, setting: Setting) -> Place | None:
+    def find(self, setting: Setting) -> FoundValue | None:
         """The value of a setting, and where it was found."""
         for way in setting.ways:
             if (found := self._by(way)) is not None:
                 return found
         if setting.default is not None:
-            return Place(value=str(setting.default), source="default of the profile", name=_name_of(setting))
+            return FoundValue(value=str(setting.default), source="default of the profile", name=_name_of(setting))
         return None
 
-    def _by(self, way: Way) -> Place | None:
+    def _by(self, way: Way) -> FoundValue | None:
         name = _first_name(way)
         match way:
             case ByFlag():
                 given = None if self.command is None else last(self.command.words, way, self.command.begins, self.script)
-                return None if given is None else Place(value=given.value, source="command", name=name, way=way)
+                return None if given is None else FoundValue(value=given.value, source="command", name=name)
             case ByArgparse(names=names):
                 value = None if self.tree is None else python_source.option_default(self.tree, names)
                 where = self._shown(self.script_path)
@@ -154,7 +153,7 @@ class Program:
                 if named is None or text is None:
                     return None
                 value, where = _in_text(text, way), self._shown(named[2])
-        return None if value is None else Place(value=str(value), source=where, name=name, way=way)
+        return None if value is None else FoundValue(value=str(value), source=where, name=name)
 
     def _shown(self, path: Path | None) -> str:
         if path is None:
@@ -197,7 +196,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         return None if found is None else found.value
 
 
-def read(profile: ProgramProfile, program: Program, run: str = "") -> Reading:
+def read(profile: ProgramProfile, program: ProgramFiles, run: str = "") -> Reading:
     """What the program's command and files say now."""
     values = {"script": str(program.folder), "run": run}
     knobs: dict[str, Any] = {}
@@ -216,7 +215,7 @@ def read(profile: ProgramProfile, program: Program, run: str = "") -> Reading:
     return Reading(knobs=Knobs(**knobs), values=values, fixed=fixed, processes=processes)
 
 
-def _why_fixed(rule: KnobRule, program: Program) -> str | None:
+def _why_fixed(rule: KnobRule, program: ProgramFiles) -> str | None:
     if rule.fixed is not None:
         return rule.fixed
     if any(_can_write(way, program) for way in rule.ways):
@@ -226,7 +225,7 @@ def _why_fixed(rule: KnobRule, program: Program) -> str | None:
     return f"memtop changes options of the command and configuration files, and this program takes it from neither{where}"
 
 
-def _can_write(way: Way, program: Program) -> bool:
+def _can_write(way: Way, program: ProgramFiles) -> bool:
     match way:
         case ByFlag(declared=True, names=names):
             given = program.command is not None and last(program.command.words, way, program.command.begins) is not None
@@ -257,7 +256,7 @@ class Changed(msgspec.Struct, frozen=True, kw_only=True):
 class _Change:
     """The command and the copies of files while they are being changed."""
 
-    def __init__(self, program: Program, folder: Path) -> None:
+    def __init__(self, program: ProgramFiles, folder: Path) -> None:
         assert program.command is not None
         self.program, self.folder = program, folder
         self.command = program.command
@@ -291,7 +290,7 @@ class _Change:
 
 def changed(
     profile: ProgramProfile,
-    program: Program,
+    program: ProgramFiles,
     knobs: dict[str, int],
     folder: Path,
     *,

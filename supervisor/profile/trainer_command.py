@@ -17,7 +17,7 @@ import msgspec
 from memtop.presets.program_profiles import ByFile
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.profile.config_text import has_key, value_in
-from memtop.supervisor.profile.reading import Program, no_such_file
+from memtop.supervisor.profile.reading import ProgramFiles, no_such_file
 
 _BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size")
 _LENGTH = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "max_length", "model_max_length", "max_source_length")
@@ -140,10 +140,10 @@ class _Options:
 
     def __init__(self, words: tuple[str, ...], cwd: str) -> None:
         self.defaults = _TRAINER
-        program = Program(words, cwd)
+        program = ProgramFiles(words, cwd)
         for own in (_TRL, _LLAMA_FACTORY):
             if program.command is None:
-                program, self.defaults = Program(words, cwd, starter=own.starter), own
+                program, self.defaults = ProgramFiles(words, cwd, starter=own.starter), own
         if program.command is None:
             raise UsageError(
                 "-- COMMAND: memtop can read only a Python script (python train.py ...); "
@@ -175,7 +175,7 @@ class _Options:
         if self.defaults is _TRAINER and self.text("finetuning_type") is not None:
             self.defaults = _LLAMA_FACTORY
 
-    def _read_launcher(self, program: Program) -> None:
+    def _read_launcher(self, program: ProgramFiles) -> None:
         assert program.command is not None
         given = _given(program.command.words[: program.command.begins - 1])
         for name in _REFUSED_OF_LAUNCHERS:

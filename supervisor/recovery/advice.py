@@ -16,7 +16,7 @@ from memtop.presets.files import PresetFileError, parse
 from memtop.supervisor.diagnosis.environment import MANAGED, PROGRAMS, Place
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.recovery.situation import to_do
-from memtop.supervisor.recovery.values import Remedy, Written
+from memtop.supervisor.recovery.values import Remedy, Snippet
 
 _FILE = Path(__file__).with_name("advice.toml")
 _GROUPS = {"managed": MANAGED, "program": frozenset(PROGRAMS)}
@@ -76,7 +76,7 @@ class AdviceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def remedy(self, environment: Sequence[Place], limit: int | None = None) -> Remedy:
         """`limit`: the memory limit to request, in bytes; None if it is not known."""
         lines = _with_limit("\n".join(self.lines), limit)
-        written: tuple[Written, ...] = (Written(self.file, lines),) if self.lines else ()
+        written: tuple[Snippet, ...] = (Snippet(self.file, lines),) if self.lines else ()
         commands = [_with_limit(command, limit) for command in self.commands]
         for variable in self.variables:
             typed, elsewhere = set_variable(variable, environment)
@@ -116,13 +116,13 @@ def table() -> tuple[AdviceRow, ...]:
         raise PresetFileError(f"{_FILE}: {error}") from None
 
 
-def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[str, ...], tuple[Written, ...]]:
+def set_variable(assignment: str, environment: Sequence[Place]) -> tuple[tuple[str, ...], tuple[Snippet, ...]]:
     """The command that sets an environment variable, given as NAME=VALUE; on Windows, for each of
     its shells, what is written there."""
     if Place.WINDOWS not in environment:
         return (f"export {assignment}",), ()
     name, _, value = assignment.partition("=")
-    return (), (Written("cmd.exe", f"set {assignment}"), Written("PowerShell", f"$env:{name} = '{value}'"))
+    return (), (Snippet("cmd.exe", f"set {assignment}"), Snippet("PowerShell", f"$env:{name} = '{value}'"))
 
 
 def advice(about: About, environment: Sequence[Place], phase: str = "unknown", limit: int | None = None) -> Iterator[Remedy]:
@@ -163,7 +163,7 @@ def refusals(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
 
 
 def _fraction(diagnosis: Diagnosis, allowed: int, free: int) -> Remedy:
-    whole = Written("the program", "torch.cuda.set_per_process_memory_fraction(1.0)")
+    whole = Snippet("the program", "torch.cuda.set_per_process_memory_fraction(1.0)")
     return to_do(
         "memory_fraction",
         f"a larger memory fraction: the program may use only {size(allowed)}",

@@ -1,10 +1,10 @@
 """Rules for trying a larger micro-batch: which split may be tried, and whether a trial was faster.
 Pure functions.
 
-A larger split may be tried if it keeps the effective batch exactly, raises the micro-batch by at
-most a quarter, and its predicted peak is below 85 % of the card. Few batches have an exact split
-within a quarter: the next exact one may be tried whatever its step is, if its predicted peak is
-below 70 %. A trial is kept only if samples per second rose by more than chance explains.
+A larger split must keep the effective batch exactly. It may be tried if it raises the micro-batch
+by at most a quarter and its predicted peak is below 85 % of the card. Few batches have such a
+split. So the next exact one may be tried whatever its step is, if its predicted peak is below 70 %.
+A trial is kept only if samples per second rose by more than chance explains.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ def spread(values: Iterable[float]) -> float:
 def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, str]:
     """Whether to keep the change, and why.
 
-    The change is kept if the median samples/s after it exceeds the median before it by more than
-    two standard errors of the difference, and by at least 1 %. The error follows from the spreads;
-    the standard error of a median is 1.2533 times that of a mean.
+    The change is kept if the median samples/s has risen by more than two standard errors of the
+    difference, and by at least 1 %. The error follows from the spreads; the standard error of a
+    median is 1.2533 times that of a mean.
     """
     old, new = before["samples_per_second"], after["samples_per_second"]
     error = 1.2533 * math.sqrt(

@@ -116,10 +116,9 @@ def ram_band(fraction: float | None, swap_in: float | None = None) -> Band:
     return Band.DANGER if fraction > RAM_DANGER else Band.EDGE
 
 
-def loader_processes(workers: int, world_size: int, loaders: int = 1) -> int:
-    """Worker processes on the machine: every training process has its own for each of its
-    loaders."""
-    return workers * world_size * loaders
+def loader_processes(workers: int, world_size: int) -> int:
+    """Loader workers on the machine: every training process has its own."""
+    return workers * world_size
 
 
 class OwnSplit(msgspec.Struct, frozen=True, kw_only=True):

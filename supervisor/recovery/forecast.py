@@ -2,8 +2,8 @@
 
 The line through measured peaks comes first (`peak_line.py`). The estimate without torch foresees
 all other settings: on a GPU `Estimates`, on the CPU that of host memory (`host_forecast.py`). On a
-GPU, peaks that the run, or an earlier run of the same model, has measured scale it, because its
-error is about the same for settings like these.
+GPU, measured peaks of the run, or of an earlier run of the same model, scale the estimate: its
+error is about the same for similar settings.
 """
 
 from __future__ import annotations
@@ -256,9 +256,9 @@ def _by_runs(count: int, likeness: Likeness, basis: Basis = "estimate") -> str:
     return f"estimate, calibrated by {words}" if basis == _ESTIMATE else f"dry run, corrected by {words}"
 
 
-class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has measured, and the memory that it has: with it, the peak of edited settings is
-    foreseen."""
+class Forecaster(msgspec.Struct, frozen=True, kw_only=True):
+    """Foresees the peak of edited settings, from what a run has measured and the memory that it
+    has."""
 
     peaks: tuple[Peak, ...] = ()
     current: Peak | None = None
@@ -328,13 +328,13 @@ def _used(run: RunState | None) -> set[str]:
     return {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
 
 
-def outlook_of(
+def forecaster_of(
     run: RunState | None,
     rows: Sequence[Configuration],
     gpus: Sequence[GpuSample],
     host: HostSample,
     learned: Learned = _NOTHING,
-) -> Outlook:
+) -> Forecaster:
     """From the run's configurations and the machine; of several cards the smallest counts.
     `learned`: what earlier runs have measured on such a card."""
     used = _used(run)
@@ -358,7 +358,7 @@ def outlook_of(
         on_host = host_estimates_on(total, others, rows)
     # Before its first update a configuration has not reached its peak.
     current = newest if newest is not None and (newest.updates or newest.failed) else None
-    return Outlook(
+    return Forecaster(
         peaks=peaks,
         current=current,
         total_bytes=total,
@@ -369,10 +369,12 @@ def outlook_of(
     )
 
 
-def outlook_on(gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING) -> Outlook:
+def forecaster_on(
+    gpu: GpuSample, rows: Sequence[Configuration], others_bytes: int | None, learned: Learned = _NOTHING
+) -> Forecaster:
     """On this GPU, with what these configurations and earlier runs have measured."""
     estimates = estimates_on(gpu, rows, others_bytes=others_bytes or 0, learned=learned)
-    return Outlook(
+    return Forecaster(
         peaks=_with_context(rows, estimates, None),
         total_bytes=gpu.total_bytes,
         others_bytes=others_bytes,

@@ -104,12 +104,12 @@ def _message(leak: Leak, pool: Pool | None, full_in: float | None, at_update: in
     if leak.by_update:
         how = f"{_rate(slope.per_unit)} per update ({_rate(slope.per_second)}/s), without a fall for {slope.span:.0f} updates"
     else:
-        how = f"{_rate(slope.per_second)}/s, without a fall for {_time(slope.seconds)}"
+        how = f"{_rate(slope.per_second)}/s, without a fall for {units.about(slope.seconds)}"
     text = f"{describe(leak.subject)} grows by {how}"
     if full_in is None or pool is None:
         return text
     at = "" if at_update is None else f", at update {at_update}"
-    return f"{text}: {pool.name} is full in {_time(full_in)}{at}"
+    return f"{text}: {pool.name} is full in {units.about(full_in)}{at}"
 
 
 def _rate(value: float) -> str:
@@ -118,12 +118,6 @@ def _rate(value: float) -> str:
             return f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.1f} MiB" if value < 1024 else f"{value / 1024:.1f} GiB"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def cause_of_death(found: Iterable[Trend], kind: Kind) -> tuple[str, ...]:

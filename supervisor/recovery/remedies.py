@@ -55,8 +55,8 @@ def ladder(situation: Situation) -> Ladder:
 
 
 def _what_fits_first(found: Sequence[Remedy], *, by_estimate: bool) -> tuple[Remedy, ...]:
-    """Of the remedies that need no consent, those that are forecast to come near the limit are the
-    last, and after them those that are forecast to run out of memory again."""
+    """The remedies that need no consent, in this order: those that fit, those that are forecast to
+    come near the limit, those that are forecast to run out of memory again."""
     judged = [one for one in found if one.forecast is not None and (by_estimate or one.forecast.source != "estimate")]
     near = sorted((one for one in judged if not one.needs_consent and _fraction(one) >= EDGE_FROM), key=_runs_out)
     rest = [one for one in found if one not in near]

@@ -22,7 +22,7 @@ from memtop.supervisor.recovery.configuration import configuration_key, settings
 from memtop.supervisor.recovery.forecast import Estimates, or_estimated
 from memtop.supervisor.recovery.host_forecast import HostEstimates
 from memtop.supervisor.recovery.peak_line import PeakLine, line_through, peaks_of
-from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Written
+from memtop.supervisor.recovery.values import Forecast, Peak, Remedy, Snippet
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,7 +248,7 @@ def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> P
 
 
 def to_do(
-    id: str, title: str, why: str, command: str | None, *, writes: tuple[Written, ...] = (), keeps_math: bool = True
+    id: str, title: str, why: str, command: str | None, *, writes: tuple[Snippet, ...] = (), keeps_math: bool = True
 ) -> Remedy:
     """Something for a person to do: memtop shows the command and never runs it."""
     return Remedy(

@@ -66,7 +66,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         return self.taken_bytes - spare >= self.total_bytes
 
 
-class Written(msgspec.Struct, frozen=True):
+class Snippet(msgspec.Struct, frozen=True):
     """What a person writes somewhere else than in a shell."""
 
     place: str
@@ -107,7 +107,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     command: str | None = None
     """What a person types in a shell: `memtop restart RUN --batch 4 --accum 8`, or system commands,
     one a line, which memtop never runs."""
-    writes: tuple[Written, ...] = ()
+    writes: tuple[Snippet, ...] = ()
     """What a person writes elsewhere, before the command."""
 
     @property

@@ -42,7 +42,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     """The settings that such a program is given."""
 
 
-class Target(str, Enum):
+class SignalTarget(str, Enum):
     """Who gets a signal."""
 
     GROUP = "group"
@@ -60,7 +60,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
 
     name: str
     """`SIGINT`, `SIGTERM`, `SIGCONT`, `SIGKILL`"""
-    target: Target
+    target: SignalTarget
 
 
 class TypeAnswer(msgspec.Struct, frozen=True, tag="type_answer"):

@@ -22,7 +22,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.plan import gpu_kind
-from memtop.supervisor.recovery.forecast import outlook_on
+from memtop.supervisor.recovery.forecast import forecaster_on
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.effects import (
     AddEvent,
@@ -46,7 +46,7 @@ from memtop.supervisor.run.effects import (
     SaveConfigurations,
     SaveState,
     Signal,
-    Target,
+    SignalTarget,
     TypeAnswer,
     UpdateAttempt,
 )
@@ -76,7 +76,7 @@ from memtop.supervisor.run.output.rank_log import rank_log
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import rank_logs, read_log_end
-from memtop.supervisor.run.processes.attempt import Given, RunningAttempt, clear_leftovers, launch
+from memtop.supervisor.run.processes.attempt import Invocation, RunningAttempt, clear_leftovers, launch
 from memtop.supervisor.run.processes.environment import changes_for_trainer, inherited_allocator
 from memtop.supervisor.run.processes.members import named, send
 from memtop.supervisor.run.profiled import grip_of, prepared, python_of
@@ -98,7 +98,7 @@ class Start(NamedTuple):
 
     resumed: Checkpoint | None = None
     """The checkpoint that it resumes from."""
-    given: Given | None = None
+    given: Invocation | None = None
     grip: Grip | None = None
     """With a profile: what memtop then knows of it."""
 
@@ -244,8 +244,8 @@ class Performer:
 
         def found() -> Forecast | str:
             learned = interpreters.learned_on(gpu_kind(gpu), settings.python, without=str(self._folder.path))
-            outlook = outlook_on(gpu, effect.earlier, others, learned)
-            return outlook.with_phases(outlook.predicted(settings), settings)
+            forecaster = forecaster_on(gpu, effect.earlier, others, learned)
+            return forecaster.with_phases(forecaster.predicted(settings), settings)
 
         self._post(Foreseen(number=effect.number, found=await asyncio.to_thread(found)))
 
@@ -378,7 +378,9 @@ class Performer:
             python = None if after is None else python_of(spec)
             resumed = grip_checkpoints.prepared(run, held, after or held, held.since, python)
         if after is None:
-            return Start(resumed, Given(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed)))
+            return Start(
+                resumed, Invocation(command=spec.command, environment=changes_for_trainer(held, effect.knobs, resumed))
+            )
         return Start(resumed, prepared(after, spec, run, self._folder.attempt(effect.number), effect.knobs, resumed), after)
 
     async def _keep_checkpoint(self, effect: KeepCheckpoint) -> None:
@@ -392,11 +394,11 @@ class Performer:
 
     def _signal(self, effect: Signal) -> Signalled:
         targets: list[ProcessId] = []
-        if self.attempt is not None and effect.target is Target.ALL:
+        if self.attempt is not None and effect.target is SignalTarget.ALL:
             targets = self.attempt.processes()
-        elif self.attempt is not None and effect.target is Target.STOPPED:
+        elif self.attempt is not None and effect.target is SignalTarget.STOPPED:
             targets = self.attempt.stopped()
-        elif self.attempt is not None and effect.target is Target.GROUP:
+        elif self.attempt is not None and effect.target is SignalTarget.GROUP:
             targets = self.attempt.group()
         elif self.attempt is not None and self.attempt.trainer is not None:
             targets = [self.attempt.trainer]

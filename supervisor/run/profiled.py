@@ -13,10 +13,10 @@ from memtop.presets.program_profiles import KNOB_NAMES, ByFlag, ProgramProfile
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.profile.command import LAUNCHERS, PYTHON, last, parsed
 from memtop.supervisor.profile.detection import starter_of
-from memtop.supervisor.profile.reading import Changed, Program, Reading, changed, read
+from memtop.supervisor.profile.reading import Changed, ProgramFiles, Reading, changed, read
 from memtop.supervisor.program import Knob, Knobs
 from memtop.supervisor.run.grip import Grip
-from memtop.supervisor.run.processes.attempt import Given
+from memtop.supervisor.run.processes.attempt import Invocation
 from memtop.supervisor.run.processes.environment import SOURCES_VARIABLE, START_VARIABLE
 from memtop.supervisor.run.record.folder import RunSpec
 from memtop.supervisor.wire import Checkpoint
@@ -24,8 +24,8 @@ from memtop.supervisor.wire import Checkpoint
 _OF_RESTART = "memtop restart"
 
 
-def program_of(profile: ProgramProfile, spec: RunSpec) -> Program:
-    return Program(spec.command, spec.cwd, starter_of(profile, spec.command))
+def program_of(profile: ProgramProfile, spec: RunSpec) -> ProgramFiles:
+    return ProgramFiles(spec.command, spec.cwd, starter_of(profile, spec.command))
 
 
 def grip_of(spec: RunSpec, run: Path, knobs: dict[str, Any], known: Grip | None) -> Grip | None:
@@ -62,7 +62,7 @@ def _name(reading: Reading, knob: str) -> str | None:
     return known.name if known is not None else None
 
 
-def _continues(profile: ProgramProfile, program: Program) -> bool:
+def _continues(profile: ProgramProfile, program: ProgramFiles) -> bool:
     """Whether the user's own command continues from a checkpoint that is there already."""
     if profile.resume.how != "flag" or program.command is None:
         return profile.resume.how == "automatic"
@@ -77,11 +77,11 @@ def _continues(profile: ProgramProfile, program: Program) -> bool:
     return True
 
 
-def prepared(grip: Grip, spec: RunSpec, run: Path, attempt: Path, knobs: dict[str, Any], at: Checkpoint | None) -> Given:
+def prepared(grip: Grip, spec: RunSpec, run: Path, attempt: Path, knobs: dict[str, Any], at: Checkpoint | None) -> Invocation:
     """How the program is started with these settings, from this checkpoint. UsageError if that is
     impossible."""
     if grip.profile is None or (not knobs and at is None):
-        return Given(command=spec.command)
+        return Invocation(command=spec.command)
     program = program_of(grip.profile, spec)
     try:
         path = at.path if at is not None else None
@@ -91,7 +91,7 @@ def prepared(grip: Grip, spec: RunSpec, run: Path, attempt: Path, knobs: dict[st
     environment = {SOURCES_VARIABLE: msgspec.json.encode(new.imports).decode()} if new.imports else {}
     if at is not None and at.updates:
         environment[START_VARIABLE] = str(at.updates)
-    return Given(command=new.words, files=new.files, environment=environment)
+    return Invocation(command=new.words, files=new.files, environment=environment)
 
 
 def python_of(spec: RunSpec) -> str | None:

@@ -50,7 +50,7 @@ class Sensors:
         self._model = model
         self._monotonic = monotonic
         self._stall: StallWatch | None = None
-        self._trends, self._measurements = TrendWatch(), Measurements()
+        self._trends, self._measurements = TrendWatch(), MeasurementWindow()
         self._samples = 0
         self._model_config: dict[str, Any] | None = None
         """That of the attempt's model; None: not read yet."""
@@ -65,7 +65,7 @@ class Sensors:
         self.attempt = attempt
         self.evidence = AttemptEvidence(attempt.folder, started, self.machine_watch.machine if new else None)
         self._stall = StallWatch(attempt.log_path, self._monotonic)
-        self._trends, self._measurements = TrendWatch(), Measurements()
+        self._trends, self._measurements = TrendWatch(), MeasurementWindow()
         self._silence_due, self._not_heard = _SILENCE_SECONDS, None
         self._model_config = None
         self._torch_loaded = False
@@ -244,7 +244,7 @@ class _Reading(NamedTuple):
     other_cpu: float | None
 
 
-class Measurements:
+class MeasurementWindow:
     """The newest updates and samples under one configuration of one attempt; `changed` starts
     again."""
 

@@ -159,8 +159,8 @@ def _position(model: Model) -> dict[str, Any]:
 
 
 def _of_whole_updates(model: Model) -> int | None:
-    """The samples of a loop that does not count them, if memtop has counted its updates from the
-    first and all are of one size, as far as it knows; else None."""
+    """The samples of a loop that does not count them itself. None unless memtop has counted its
+    updates from the first, and all of them have one size as far as it knows."""
     step, loop = model.progress.step, model.progress.loop
     if step is None or loop is None or loop.effective_batch is None or loop.resumed or model.by_output:
         return None

@@ -7,8 +7,8 @@ import math
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.program_profiles import Stop as Manner
-from memtop.supervisor.run.effects import Target
+from memtop.presets.program_profiles import StopRule
+from memtop.supervisor.run.effects import SignalTarget
 
 LEFTOVER_SECONDS, WORKING_LEFTOVER_SECONDS = 3.0, 40.0
 """Time for leftover processes of a program that ended by itself, after SIGTERM and SIGKILL each.
@@ -76,7 +76,7 @@ class Rung(msgspec.Struct, frozen=True):
     """A signal and the seconds until the next one."""
 
     name: str
-    target: Target
+    target: SignalTarget
     seconds: float
 
 
@@ -95,7 +95,7 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     interrupted_until: float = 0.0
     again: bool = False
     """SIGKILL was sent again: the program has not ended after the first."""
-    manner: Manner | None = None
+    manner: StopRule | None = None
     """The program saves after the first signal; None if it does not."""
     ends: float = 0.0
     """While it saves: when it is ended nevertheless."""
@@ -142,14 +142,14 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def begin(
-    waits: Waits, now: float, *, asked: bool, manner: Manner | None = None, on_sigterm: bool = False, unsaved: bool = False
+    waits: Waits, now: float, *, asked: bool, manner: StopRule | None = None, on_sigterm: bool = False, unsaved: bool = False
 ) -> StopLadder:
     """The whole ladder. `asked`: a request to stop was sent; otherwise a signal comes first.
 
     `manner`: of a program with a profile. `on_sigterm`: the program saves on SIGTERM. `unsaved`: it
     must not save, so it does not get the signal on which it does.
     """
-    rungs: tuple[Rung, ...] = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), _kill(waits))
+    rungs: tuple[Rung, ...] = (Rung("SIGTERM", SignalTarget.PROGRAM, waits.terminate), _kill(waits))
     if manner is not None:
         after = rungs[1:] if manner.signal == "SIGTERM" else rungs
         if unsaved and manner.saves:
@@ -165,16 +165,16 @@ def begin(
     return StopLadder(rungs=(_interrupt(waits), *rungs), deadline=now, waits=waits)
 
 
-def _first(manner: Manner, waits: Waits) -> Rung:
-    target = Target.GROUP if manner.to == "group" else Target.PROGRAM
+def _first(manner: StopRule, waits: Waits) -> Rung:
+    target = SignalTarget.GROUP if manner.to == "group" else SignalTarget.PROGRAM
     return Rung(manner.signal, target, waits.saving if manner.saves else waits.interrupt)
 
 
 def _kill(waits: Waits) -> Rung:
-    return Rung("SIGKILL", Target.ALL, waits.kill)
+    return Rung("SIGKILL", SignalTarget.ALL, waits.kill)
 
 
 def _interrupt(waits: Waits) -> Rung:
     # To the group, as Ctrl-C does: a shell waits for its script's program, which alone knows how to
     # save.
-    return Rung("SIGINT", Target.GROUP, waits.interrupt)
+    return Rung("SIGINT", SignalTarget.GROUP, waits.interrupt)

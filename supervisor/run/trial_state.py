@@ -106,9 +106,10 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
     def why_no_restart(self, *, dying: bool = False) -> str | None:
-        """Why the trial must not restart the run: a person has stopped or restarted it, it ended
-        for another reason than the trial, or its work is done and a restart would lose what could
-        not be saved yet. None if it may restart the run."""
+        """Why the trial must not restart the run; None if it may.
+
+        A person has stopped or restarted it, or it ended for another reason than the trial, or its
+        work is done: a restart would lose what could not be saved yet."""
         if self.died and not dying and self.died_of is None:
             return "the program died, and not of memory"
         if self.died and self.died_of is Kind.DISK_FULL:

@@ -23,7 +23,7 @@ from memtop.presets.program_profiles import (
 )
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.profile.detection import starter_of
-from memtop.supervisor.profile.reading import Changed, Program, changed, read
+from memtop.supervisor.profile.reading import Changed, ProgramFiles, changed, read
 from memtop.supervisor.program import Knob
 
 
@@ -39,7 +39,7 @@ def profile(**values: object) -> ProgramProfile:
 
 def change(folder: Path, profile: ProgramProfile, command: str, checkpoint: str | None = None, **knobs: int) -> Changed:
     words = tuple(command.split())
-    program = Program(words, str(folder), starter_of(profile, words))
+    program = ProgramFiles(words, str(folder), starter_of(profile, words))
     return changed(profile, program, knobs, Path("/new"), checkpoint=checkpoint)
 
 
@@ -53,14 +53,14 @@ def test_each_way_has_its_value_and_its_source(tmp_path: Path) -> None:
         values={"out": Setting(default="here")},
     )
     words = ("python", "train.py", "--config", "c.yaml")
-    found = read(own, Program(words, str(tmp_path)))
+    found = read(own, ProgramFiles(words, str(tmp_path)))
     assert found.knobs.batch == Knob(value=7, name="data.batch", source="c.yaml")
     assert found.knobs.accumulation == Knob(value=6, name="accum", source="train.py")
     assert found.knobs.seq_len == Knob(value=512, name="length", source="train.py")
     assert found.values["out"] == "here"
     why = "memtop changes options of the command and configuration files, and this program takes it from neither"
     assert found.fixed == {"seq_len": f"{why}: train.py has length = 512 in its code"}
-    given = read(own, Program((*words, "--accum=9"), str(tmp_path)))
+    given = read(own, ProgramFiles((*words, "--accum=9"), str(tmp_path)))
     assert given.knobs.accumulation == Knob(value=9, name="accum", source="command")
 
 

@@ -13,7 +13,7 @@ from memtop.supervisor.diagnosis.values import Evidence, Kind
 from memtop.supervisor.recovery.advice import About, advice, table
 from memtop.supervisor.recovery.external import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
-from memtop.supervisor.recovery.values import Written
+from memtop.supervisor.recovery.values import Snippet
 from memtop.tui.line import wrap
 from tests.diagnosis import logs
 from tests.recovery.support import GIB, died, gib, ids, words
@@ -410,7 +410,7 @@ def test_layers_on_the_cpu_in_8_bits_change_the_results() -> None:
 @pytest.mark.parametrize(("about", "resource"), [("limit", "memory"), ("disk", "ephemeral-storage")])
 def test_a_limit_of_a_pod_is_written_into_the_manifest_of_its_job(about: About, resource: str) -> None:
     first = next(advice(about, (Place.KUBERNETES,)))
-    assert first.writes[0] == Written("the Job's manifest", f"resources.limits.{resource}: MORE_THAN_NOW")
+    assert first.writes[0] == Snippet("the Job's manifest", f"resources.limits.{resource}: MORE_THAN_NOW")
     assert "kubectl set" not in "".join(first.instructions)
 
 

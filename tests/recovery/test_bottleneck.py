@@ -158,9 +158,8 @@ def test_every_proposed_batch_keeps_the_effective_batch_and_stays_below_the_limi
             assert forecast(new["batch"]).fraction < limit  # type: ignore[operator]
 
 
-def test_workers_are_counted_over_all_processes_and_loaders() -> None:
+def test_workers_are_counted_over_all_processes() -> None:
     assert loader_processes(6, 3) == 18
-    assert loader_processes(6, 3, loaders=2) == 36
 
 
 def test_workers_are_refused_while_ram_is_full_and_proposed_within_a_budget() -> None:

@@ -27,7 +27,7 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.plan import SURE, Card, Need, estimated, peak_of
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import Estimates, estimates_on, outlook_of, outlook_on, spread, words_at_launch
+from memtop.supervisor.recovery.forecast import Estimates, estimates_on, forecaster_of, forecaster_on, spread, words_at_launch
 from memtop.supervisor.recovery.values import Forecast, Peak
 from memtop.supervisor.run.effects import Foresee, SaveConfigurations
 from memtop.supervisor.run.events import Now, Sampled
@@ -373,7 +373,7 @@ def test_nccls_buffers_are_in_all_forecasts_of_several_processes(measured: bool)
     # A launch, the restart form, the preset table and a plan say the same.
     gpu = GpuSample(index=0, uuid="GPU-0", name="A4500", total_bytes=20 * GIB)
     run = RunState(name="a", folder="/a", state=Phase.TRAINING, alive=True, created=0, settings=replace(two, device="cuda"))
-    form = outlook_of(run, (), (gpu,), HostSample(), known).predicted(two)
+    form = forecaster_of(run, (), (gpu,), HostSample(), known).predicted(two)
     assert isinstance(form, Forecast)
     assert form.peak_bytes == peak_of(inside, estimates.card_for(two)).bytes == found.peak_bytes
     assert f"foreseen to peak at {units.size(found.peak_bytes)} of" in next(words_at_launch(two, CARD, known))
@@ -506,7 +506,7 @@ def test_what_the_driver_does_not_tell_of_a_process_is_not_known() -> None:
     seen = estimates_on(gpu, rows).forecast(row.settings)
     assert isinstance(seen, Forecast)
     assert seen.peak_bytes == 2 * GIB + CARD.context_bytes, "it has a context, of the usual size"
-    line = outlook_on(gpu, rows, 0)
+    line = forecaster_on(gpu, rows, 0)
     assert [peak.bytes for peak in line.peaks] == [seen.peak_bytes]
 
 

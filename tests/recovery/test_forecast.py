@@ -18,7 +18,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample
 from memtop.supervisor.plan import SURE, Card, Need, estimated
 from memtop.supervisor.recovery.configuration import applied, settings_key
-from memtop.supervisor.recovery.forecast import Estimates, outlook_of
+from memtop.supervisor.recovery.forecast import Estimates, forecaster_of
 from memtop.supervisor.recovery.peak_line import PeakLine, forecast, line_through, peaks_of
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.values import Forecast, Peak
@@ -352,39 +352,39 @@ def test_it_foresees_the_failure_of_a_real_run_from_its_peak_at_half_the_batch()
 
 def test_an_unknown_architecture_gives_both_reasons() -> None:
     odd = replace(T5, model={"config": {"model_type": "mamba"}})
-    found = outlook(odd).predicted(odd)
+    found = forecaster(odd).predicted(odd)
     assert isinstance(found, str)
     assert found.startswith("nothing was measured with these settings yet; no estimate: model.config.model_type mamba")
     gone = replace(T5, model={"path": "nobody/has-this"})
-    assert outlook(gone).predicted(gone) == (
+    assert forecaster(gone).predicted(gone) == (
         "nothing was measured with these settings yet; no estimate: what the model is made of is not known before it is loaded"
     )
 
 
-def outlook(settings: Settings, *peaks: tuple[Settings, Peak], **fields: Any) -> Any:
+def forecaster(settings: Settings, *peaks: tuple[Settings, Peak], **fields: Any) -> Any:
     gpu = GpuSample(index=0, uuid="GPU-1", total_bytes=CARD, free_bytes=CARD - gib(5), **fields)
     rows = [
         Configuration(number=number, attempt=1, started=0, reason="", settings=of, peak=peak)
         for number, (of, peak) in enumerate(peaks, 1)
     ]
     run = RunState(name="one", folder="", state=Phase.TRAINING, alive=True, created=0, settings=settings)
-    return outlook_of(run, rows, [gpu], HostSample(total_bytes=64 * GIB))
+    return forecaster_of(run, rows, [gpu], HostSample(total_bytes=64 * GIB))
 
 
 def test_the_line_of_two_measured_batches_comes_before_the_estimate() -> None:
     peaks = known(replace(T5, batch=4), 1.0), known(replace(T5, batch=8), 1.0)
-    found = outlook(T5, *peaks).predicted(T5)
+    found = forecaster(T5, *peaks).predicted(T5)
     assert found.basis == "line through peaks at B 4 and B 8"
-    one = outlook(T5, peaks[0]).predicted(T5)
+    one = forecaster(T5, peaks[0]).predicted(T5)
     assert one.basis == "estimate, calibrated at B 4"
 
 
 def test_what_other_processes_hold_counts_unless_the_runs_own_is_not_known() -> None:
     own, other = (GpuProcess(pid=pid, used_bytes=gib(size), run=run) for pid, size, run in ((1, 3, "one"), (2, 2, None)))
-    found = outlook(T5, processes=(own, other)).predicted(T5)
+    found = forecaster(T5, processes=(own, other)).predicted(T5)
     assert found.fraction == pytest.approx((found.peak_bytes + gib(2)) / CARD)
     for processes in ((), (other,), (replace(own, used_bytes=None), other)):
-        alone = outlook(T5, processes=processes).predicted(T5)
+        alone = forecaster(T5, processes=processes).predicted(T5)
         assert alone.fraction == pytest.approx(alone.peak_bytes / CARD)
 
 
@@ -398,7 +398,7 @@ def on_host(*peaks: Peak, settings: Settings = ON_CPU, held: float = 6.0, **fiel
         for number, of in enumerate(peaks, 1)
     ]
     run = RunState(name="one", folder="", state=Phase.TRAINING, alive=True, created=0, settings=settings, **fields)
-    return outlook_of(run, rows, [], HostSample(total_bytes=64 * GIB, used_bytes=gib(held)))
+    return forecaster_of(run, rows, [], HostSample(total_bytes=64 * GIB, used_bytes=gib(held)))
 
 
 def host_peak(batch: int, size: float, **fields: Any) -> Peak:

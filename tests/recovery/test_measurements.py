@@ -7,7 +7,7 @@ from typing import Any
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.reports import Step
-from memtop.supervisor.run.sensors import Measurements
+from memtop.supervisor.run.sensors import MeasurementWindow
 from memtop.supervisor.run_memory import RoleMemory
 
 GIB = 1 << 30
@@ -17,7 +17,7 @@ def update(seconds: float = 1.0, **more: Any) -> Step:
     return Step(update=1, step_seconds=seconds, data_wait_seconds=seconds / 4, forward_seconds=seconds / 4, **more)
 
 
-def measured(measurements: Measurements, *gpus: GpuSample, limit: int | None = None) -> Measured:
+def measured(measurements: MeasurementWindow, *gpus: GpuSample, limit: int | None = None) -> Measured:
     host = HostSample(total_bytes=64 * GIB, limit_bytes=limit, used_bytes=GIB, available_bytes=3 * GIB, cpu_count=4)
     machine = MachineSnapshot(time=1.0, gpus=gpus, host=host)
     measurements.sample(machine, gpus, 0.7, 0.3)
@@ -26,7 +26,7 @@ def measured(measurements: Measurements, *gpus: GpuSample, limit: int | None = N
 
 
 def test_the_first_updates_and_the_odd_one_do_not_count() -> None:
-    measurements = Measurements()
+    measurements = MeasurementWindow()
     for seconds in (60.0, 30.0, 1.0, 1.0, 1.0, 25.0, 1.0):
         measurements.step(update(seconds))
     found = measured(measurements)
@@ -34,7 +34,7 @@ def test_the_first_updates_and_the_odd_one_do_not_count() -> None:
 
 
 def test_after_a_change_it_starts_again() -> None:
-    measurements = Measurements()
+    measurements = MeasurementWindow()
     for _ in range(15):
         measurements.step(update())
     measurements.changed()
@@ -43,7 +43,7 @@ def test_after_a_change_it_starts_again() -> None:
 
 
 def test_a_missing_value_is_not_zero() -> None:
-    measurements = Measurements()
+    measurements = MeasurementWindow()
     for _ in range(15):
         measurements.step(Step(update=1, step_seconds=1.0))
     found = measured(measurements)
@@ -65,12 +65,12 @@ def test_the_least_busy_and_the_fullest_gpu_count() -> None:
         )
         for index, (busy, taken, watts) in enumerate([(1.0, 0.46, 270.0), (0.6, 0.57, 90.0)])
     ]
-    found = measured(Measurements(), *cards)
+    found = measured(MeasurementWindow(), *cards)
     assert (found.utilization_fraction, found.sm_active_fraction, found.power_fraction) == (0.6, 0.3, 0.3)
     assert (found.gpu_fraction, found.gpu_free_bytes) == (0.57, int(0.43 * 20 * GIB))
 
 
 def test_a_memory_groups_limit_counts_in_place_of_the_machines() -> None:
-    found = measured(Measurements(), limit=4 * GIB)
+    found = measured(MeasurementWindow(), limit=4 * GIB)
     assert (found.host_total_bytes, found.available_at_start_bytes) == (4 * GIB, 3 * GIB)
     assert (found.workers, found.worker_bytes) == (4, GIB)

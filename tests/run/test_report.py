@@ -76,7 +76,6 @@ FACTS = Facts(
     sources=(Source("GPU 0", USED, 0.92, 7.2e6),),
     curves=(Curve("loss", tuple((float(n), 3.0 - n / 1000) for n in range(0, 1200, 100))),),
     version="0.1.0",
-    cwd="/",
 )
 
 

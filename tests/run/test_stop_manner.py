@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from memtop.presets.program_profiles import Detect, ProgramProfile, Resume
-from memtop.presets.program_profiles import Stop as Manner
-from memtop.supervisor.run.effects import Signal, Target, TypeAnswer
+from memtop.presets.program_profiles import Detect, ProgramProfile, Resume, StopRule
+from memtop.supervisor.run.effects import Signal, SignalTarget, TypeAnswer
 from memtop.supervisor.run.events import SavedChecked, States
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.rules import stopping
@@ -18,7 +17,7 @@ from memtop.supervisor.wire import Checkpoint, Phase
 from tests.run.brain import Brain, stop, training
 
 
-def trains(manner: Manner) -> Brain:
+def trains(manner: StopRule) -> Brain:
     never = Resume(how="never", why="it has no way to")
     profile = ProgramProfile(name="p", title="p", detect=Detect(scripts=("p.py",)), stop=manner, resume=never)
     return training(settings=None, grip=Grip(profile=profile))
@@ -27,18 +26,18 @@ def trains(manner: Manner) -> Brain:
 def sent(brain: Brain, after: float = 0.2) -> list[tuple[str, str]]:
     brain.effects.clear()
     brain.tick(after=after)
-    return [(one.name, one.target.value) for one in brain.asked(Signal) if one.target is not Target.STOPPED]
+    return [(one.name, one.target.value) for one in brain.asked(Signal) if one.target is not SignalTarget.STOPPED]
 
 
 @pytest.mark.parametrize(
     ("manner", "signals"),
     [
-        (Manner(), [("SIGINT", "group"), ("SIGTERM", "program"), ("SIGKILL", "all")]),
-        (Manner(signal="SIGTERM", to="program", saves=True), [("SIGTERM", "program"), ("SIGKILL", "all")]),
-        (Manner(signal="SIGUSR1", to="program"), [("SIGUSR1", "program"), ("SIGTERM", "program"), ("SIGKILL", "all")]),
+        (StopRule(), [("SIGINT", "group"), ("SIGTERM", "program"), ("SIGKILL", "all")]),
+        (StopRule(signal="SIGTERM", to="program", saves=True), [("SIGTERM", "program"), ("SIGKILL", "all")]),
+        (StopRule(signal="SIGUSR1", to="program"), [("SIGUSR1", "program"), ("SIGTERM", "program"), ("SIGKILL", "all")]),
     ],
 )
-def test_the_signal_of_the_profile_comes_first(manner: Manner, signals: list[tuple[str, str]]) -> None:
+def test_the_signal_of_the_profile_comes_first(manner: StopRule, signals: list[tuple[str, str]]) -> None:
     brain = trains(manner)
     stop(brain)
     words = brain.answers()[0].message
@@ -75,7 +74,7 @@ def test_another_trainer_says_what_a_stop_loses(can: bool | None, words: str) ->
 
 
 def test_the_answer_is_typed_until_the_next_signal() -> None:
-    brain = trains(Manner(saves=True, asks="save?", answer="y"))
+    brain = trains(StopRule(saves=True, asks="save?", answer="y"))
     stop(brain)
     assert brain.answers()[0].message == (
         "stopping: memtop sends SIGINT to the program, answers its question with 'y', and waits while it saves"
@@ -94,7 +93,7 @@ def saves(brain: Brain, *, complete: bool) -> None:
 
 
 def test_it_gets_time_as_long_as_its_files_change() -> None:
-    brain = trains(Manner(saves=True))
+    brain = trains(StopRule(saves=True))
     stop(brain)
     sent(brain)
     for _ in range(5):
@@ -103,14 +102,14 @@ def test_it_gets_time_as_long_as_its_files_change() -> None:
     assert sent(brain, 59.0) == []
     assert sent(brain, 2.0) == [("SIGTERM", "program")]
 
-    brain = trains(Manner(saves=True))
+    brain = trains(StopRule(saves=True))
     stop(brain)
     sent(brain)
     saves(brain, complete=True)
     assert sent(brain, 14.0) == []
     assert sent(brain, 2.0) == [("SIGTERM", "program")]
 
-    brain = trains(Manner(saves=True))
+    brain = trains(StopRule(saves=True))
     stop(brain)
     sent(brain)
     # It never gets done.
@@ -123,7 +122,7 @@ def test_it_gets_time_as_long_as_its_files_change() -> None:
 
 @pytest.mark.parametrize(("signal", "first"), [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGKILL")])
 def test_a_program_that_must_not_save_does_not_get_the_signal_on_which_it_does(signal: str, first: str) -> None:
-    brain = trains(Manner(signal=signal, saves=True, asks="save?", answer="y"))  # type: ignore[arg-type]
+    brain = trains(StopRule(signal=signal, saves=True, asks="save?", answer="y"))  # type: ignore[arg-type]
     brain.model = stopping.stop_unsaved(brain.model)
     brain.model = replace(brain.model, effects=())
     assert brain.model.phase is Phase.STOPPING

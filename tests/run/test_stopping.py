@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.effects import AskRanks, Launch, Signal, Target
+from memtop.supervisor.run.effects import AskRanks, Launch, Signal, SignalTarget
 from memtop.supervisor.run.events import (
     AgentAnswer,
     Answered,
@@ -43,7 +43,7 @@ def rungs(brain: Brain, *waits: float) -> list[str]:
     sent = []
     for wait in waits:
         for effect in brain.tick(after=wait):
-            if isinstance(effect, Signal) and effect.target is not Target.STOPPED:
+            if isinstance(effect, Signal) and effect.target is not SignalTarget.STOPPED:
                 sent.append(effect.name)
                 brain.tell(Signalled(name=effect.name, processes=(NamedProcess(5, "python"),)))
     return sent

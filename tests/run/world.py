@@ -320,9 +320,9 @@ class World:
         program = checkpoint(resumed) if self.trainer and resumed else None
         return on.Launched(number=effect.number, started=self.wall, states=self.states(), set_aside=aside, resumed=program)
 
-    def _signal(self, name: str, target: do.Target) -> on.Signalled:
+    def _signal(self, name: str, target: do.SignalTarget) -> on.Signalled:
         program = self.program
-        if program is None or not program.alive or target is do.Target.STOPPED:
+        if program is None or not program.alive or target is do.SignalTarget.STOPPED:
             return on.Signalled(name=name, processes=())
         if name == "SIGKILL":
             self._end(-9)

@@ -11,7 +11,7 @@ from textual.widgets import Button
 from memtop.supervisor import wire
 from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.recovery.advice import table
-from memtop.supervisor.recovery.values import Written
+from memtop.supervisor.recovery.values import Snippet
 from memtop.supervisor.wire import Change, Restart, Stop
 from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
@@ -364,7 +364,7 @@ async def test_of_several_commands_the_first_is_shown_and_enter_copies_all() -> 
 
 async def test_enter_copies_exactly_what_goes_into_each_place() -> None:
     """The name of the place is shown, and is no part of what is copied."""
-    wsl = replace(BY_HAND, command="wsl --shutdown", writes=(Written("%UserProfile%\\.wslconfig", "[wsl2]\nmemory=24GB"),))
+    wsl = replace(BY_HAND, command="wsl --shutdown", writes=(Snippet("%UserProfile%\\.wslconfig", "[wsl2]\nmemory=24GB"),))
     feed = RecordingFeed(dead(replace(PROPOSAL, remedies=(wsl,))))
     async with opened(feed, size=(80, 24)) as (app, pilot):
         assert "in %UserProfile%\\.wslconfig: [wsl2] and 1 more (1 of 2)" in words(app)

@@ -26,14 +26,14 @@ from memtop.supervisor.plan import estimated
 from memtop.supervisor.program import Knob, Knobs, Program
 from memtop.supervisor.recovery import forecast
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import Outlook, outlook_of
+from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import Line, plain
-from memtop.tui.remedies import FORECAST, outlook_lines, what_if
+from memtop.tui.remedies import FORECAST, forecast_lines, what_if
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.recovery.support import T5
@@ -359,28 +359,28 @@ async def test_a_peak_may_be_foreseen_while_the_screen_loses_its_widgets(
     assert not shown[0].children
 
 
-def lines_of(outlook: Outlook, settings: Settings) -> list[Line]:
-    return outlook_lines(outlook, what_if(outlook, settings), 200)
+def lines_of(forecaster: Forecaster, settings: Settings) -> list[Line]:
+    return forecast_lines(forecaster, what_if(forecaster, settings), 200)
 
 
 def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
     store = fold(Store(), running(*cards, ranks=ranks))
-    outlook = outlook_of(store.run, (), store.gpus, store.host)
-    assert (outlook.on_gpu, outlook.total_bytes) == (True, 12 * GIB)
+    forecaster = forecaster_of(store.run, (), store.gpus, store.host)
+    assert (forecaster.on_gpu, forecaster.total_bytes) == (True, 12 * GIB)
 
 
 def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     on_cpu = (RankMemory(rank=0, pid=1, connected=True),)
     trains = fold(Store(), running(gpu(), ranks=on_cpu))
-    assert not outlook_of(trains.run, (), trains.gpus, trains.host).on_gpu, "although there is a GPU"
+    assert not forecaster_of(trains.run, (), trains.gpus, trains.host).on_gpu, "although there is a GPU"
     settings = replace(SETTINGS, device="cpu")
     store = fold(Store(), running(settings=settings))
-    outlook = outlook_of(store.run, (), store.gpus, store.host)
-    assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
+    forecaster = forecaster_of(store.run, (), store.gpus, store.host)
+    assert (forecaster.on_gpu, forecaster.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
-    (line,) = lines_of(Outlook(peaks=peaks, total_bytes=32 * GIB), settings)
+    (line,) = lines_of(Forecaster(peaks=peaks, total_bytes=32 * GIB), settings)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
 
 
@@ -397,7 +397,7 @@ def test_before_its_first_update_a_configuration_has_no_peak() -> None:
             Configuration(number=number, attempt=1, started=NOW, reason="start", settings=settings, peak=peak)
             for number, peak in enumerate((larger, newest), 1)
         ]
-        return list(map(plain, lines_of(outlook_of(store.run, rows, store.gpus, store.host), settings)))
+        return list(map(plain, lines_of(forecaster_of(store.run, rows, store.gpus, store.host), settings)))
 
     assert "1.0 GiB" not in " ".join(lines(begun))
     row, _bar, others = lines(replace(begun, updates=1))
@@ -411,14 +411,14 @@ def test_a_batch_that_was_measured_before_is_not_called_predicted() -> None:
     peaks = tuple(
         Peak(batch=batch, bytes=size, updates=5, settings_key=key) for batch, size in ((4, GIB // 2), (8, GIB), (16, 2 * GIB))
     )
-    outlook = Outlook(peaks=peaks, current=peaks[2], total_bytes=32 * GIB)
-    earlier, _bar = map(plain, lines_of(outlook, replace(settings, batch=8)))
+    forecaster = Forecaster(peaks=peaks, current=peaks[2], total_bytes=32 * GIB)
+    earlier, _bar = map(plain, lines_of(forecaster, replace(settings, batch=8)))
     assert earlier.startswith("RAM peak 2.0 GiB measured -> 1.0 GiB measured at B 8")
     assert "predicted" not in earlier
-    assert "~1.5 GiB predicted" in plain(lines_of(outlook, replace(settings, batch=12))[0])
-    shared = replace(outlook, others_bytes=15 * GIB)
+    assert "~1.5 GiB predicted" in plain(lines_of(forecaster, replace(settings, batch=12))[0])
+    shared = replace(forecaster, others_bytes=15 * GIB)
     earlier, _bar, others = (
-        plain(one).rstrip() for one in outlook_lines(shared, what_if(shared, replace(settings, batch=8)), 74)
+        plain(one).rstrip() for one in forecast_lines(shared, what_if(shared, replace(settings, batch=8)), 74)
     )
     assert earlier == "RAM peak 2.0 GiB measured -> 1.0 GiB measured at B 8 50.0 % · safe"
     assert others == "the percentage counts the 15.0 GiB of other processes, too"

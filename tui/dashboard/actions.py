@@ -14,7 +14,7 @@ from memtop.supervisor.language import Verbatim
 from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.program import known
 from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.recovery.forecast import outlook_of
+from memtop.supervisor.recovery.forecast import forecaster_of
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.processes.kill import KillDialog, end_chosen
@@ -123,7 +123,7 @@ async def preset(dashboard: Dashboard, key: str) -> None:
 
     async def foresee_with_earlier_runs() -> Callable[[Settings], Forecast | str]:
         learned = await earlier_runs(store)
-        return outlook_of(run, store.configurations, store.gpus, store.host, learned).predicted
+        return forecaster_of(run, store.configurations, store.gpus, store.host, learned).predicted
 
     dialog = PresetDialog(run, run.settings, presets, key, failed, foresee_with_earlier_runs)
     name = await dashboard.app.push_screen_wait(dialog)

@@ -27,7 +27,6 @@ _EVENTS_LOWEST, _EVENTS_AT_EASE = 6, 8
 class DashboardLayout:
     """Heights by selector (0 hides), and which other widgets are shown."""
 
-    compact: bool
     heights: dict[str, int]
     gpu_columns: int
     """Columns of the GPUs' panels."""
@@ -53,7 +52,7 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> DashboardLay
     # Header, flash line and buttons.
     body = height - 3 - notice - (width < 80)
     heights = _compact(store, body) if compact else _wide(store, width, body, columns)
-    return DashboardLayout(compact, heights, columns, shown)
+    return DashboardLayout(heights, columns, shown)
 
 
 def _host_height(store: Store, room: int) -> int:

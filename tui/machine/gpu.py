@@ -179,7 +179,7 @@ def _forecast(store: Store, gpu: GpuSample) -> Line:
     seconds = seconds_until_full(store.gpu_history.get(gpu_key(gpu), ()))
     if seconds is None:
         return ()
-    return line((f"^ full in {trends.minutes(seconds)}", "edge"), (" at this rate", MUTED))
+    return line((f"^ full in {units.about(seconds)}", "edge"), (" at this rate", MUTED))
 
 
 def celsius(value: float | None) -> str:

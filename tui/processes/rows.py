@@ -5,7 +5,7 @@ flat; sorted. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -45,13 +45,8 @@ class ProcessRow:
     depth: int = 0
     folded: bool | None = None
     """None if the row cannot be folded."""
-    leader_only: bool = False
-    """The topmost process of a job if it uses no GPU: only its pid and the job's values are known.
-    """
     siblings: bool = False
     """The same process has rows on other GPUs, too."""
-    members: tuple[GpuProcess, ...] = field(default=(), repr=False)
-    """For a job's row: its processes on GPUs."""
 
     @property
     def pid(self) -> int:
@@ -233,7 +228,6 @@ def job_row(members: Sequence[ProcessRow], folded: bool | None) -> ProcessRow:
         job=first.job,
         gpu_indices=first.job.gpu_indices,
         folded=folded,
-        members=tuple(row.process for row in members if row.process is not None),
     )
 
 
@@ -266,7 +260,7 @@ def _tree(rows: Sequence[ProcessRow], order: Order) -> list[ProcessRow]:
     for members in groups.values():
         job = members[0].job
         if job is not None and job.leader_pid not in pids and len(job.pids) > 1:
-            leaders[job.leader_pid] = replace(job_row(members, None), leader_only=True)
+            leaders[job.leader_pid] = job_row(members, None)
     children: dict[int | None, list[ProcessRow]] = {}
     for row in rows:
         children.setdefault(_parent(row, pids, leaders), []).append(row)

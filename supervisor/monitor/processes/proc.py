@@ -130,24 +130,24 @@ def is_alive(process: ProcessId, proc_root: Path | str = PROC) -> bool:
     return found is not None and found.identity == process and not found.is_dead
 
 
-def is_stopped(pid: int, proc_root: Path | str = PROC) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped this process: SIGSTOP, Ctrl-Z."""
-    return _state(pid, proc_root) == b"T"
+    return _state(pid) == b"T"
 
 
-def is_working(pid: int, proc_root: Path | str = PROC) -> bool:
+def is_working(pid: int) -> bool:
     """Whether a thread of the process runs, wants to run, or waits for a disk."""
     try:
-        threads = os.listdir(f"{proc_root}/{pid}/task")  # noqa: PTH208 - names alone, asked 20 times a second
+        threads = os.listdir(f"{PROC}/{pid}/task")  # noqa: PTH208 - names alone, asked 20 times a second
     except OSError:
         return False
-    return any(_state(f"{pid}/task/{thread}", proc_root) in (b"R", b"D") for thread in threads)
+    return any(_state(f"{pid}/task/{thread}") in (b"R", b"D") for thread in threads)
 
 
-def _state(pid: int | str, proc_root: Path | str) -> bytes:
+def _state(pid: int | str) -> bytes:
     """The letter in /proc/PID/stat. Empty if there is no such process."""
     try:
-        stat = _read_bytes(f"{proc_root}/{pid}/stat")
+        stat = _read_bytes(f"{PROC}/{pid}/stat")
     except OSError:
         return b""
     return stat[stat.rindex(b")") + 2 :][:1]

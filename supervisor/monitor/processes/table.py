@@ -104,26 +104,24 @@ class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
 
 
-def process_tree(pid: int, proc_root: Path = PROC) -> list[TreeProcess] | None:
+def process_tree(pid: int) -> list[TreeProcess] | None:
     """The process and all its living descendants, itself first.
 
     None if there is no such process.
     """
-    rows = {one: row for one in all_pids(proc_root) if (row := read_stat(one, proc_root)) is not None}
+    rows = {one: row for one in all_pids() if (row := read_stat(one)) is not None}
     if pid not in rows:
         return None
-    return [_tree_process(rows[one], proc_root) for one in (pid, *descendants(pid, children_of(rows)))]
+    return [_tree_process(rows[one]) for one in (pid, *descendants(pid, children_of(rows)))]
 
 
-def _tree_process(row: ProcessStat, proc_root: Path) -> TreeProcess:
-    pid, words = row.identity.pid, command_words(row.identity.pid, proc_root) or ()
+def _tree_process(row: ProcessStat) -> TreeProcess:
+    pid, words = row.identity.pid, command_words(row.identity.pid) or ()
     name = full_name(row.comm, words)
     return TreeProcess(pid=pid, parent_pid=row.parent_pid, name=name, command=" ".join(words) or name, rss_bytes=row.rss_bytes)
 
 
-def run_processes(
-    run_folder: str, attempt: int | None = None, proc_root: Path = PROC, *, run_id: str | None = None
-) -> list[ProcessId]:
+def run_processes(run_folder: str, attempt: int | None = None, *, run_id: str | None = None) -> list[ProcessId]:
     """All living processes that were started for this run (or for one attempt of it), in order of
     pid. Without `run_id`, those of every run that has had this folder's path.
 
@@ -131,15 +129,15 @@ def run_processes(
     not found.
     """
     found = []
-    for pid in all_pids(proc_root):
-        variables = environment(pid, proc_root)
+    for pid in all_pids():
+        variables = environment(pid)
         if variables is None or variables.get(RUN_VARIABLE) != run_folder:
             continue
         if run_id is not None and variables.get(RUN_ID_VARIABLE, "") != run_id:
             continue
         if attempt is not None and whole_number(variables.get(ATTEMPT_VARIABLE)) != attempt:
             continue
-        row = read_stat(pid, proc_root)
+        row = read_stat(pid)
         if row is not None and not row.is_dead:
             found.append(row.identity)
     return sorted(found)

@@ -49,7 +49,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Shape(Counter, kw_only=True):
     """What is known about the lines of one shape."""
 
-    lines: int = 0
     waiting: list[Row] = msgspec.field(default_factory=list)
     """Rows until the shape is learned."""
     at_loss: int | None = None
@@ -147,7 +146,6 @@ class Learner(msgspec.Struct, kw_only=True):
             self.epoch, self.epochs = line.epoch, line.epochs
             return
         shape = self._shape_of(line)
-        shape.lines += 1
         if line.step is None:
             self.unplaced, self.text = [*self.unplaced, line][-_UNPLACED:], text
             return
@@ -319,9 +317,8 @@ class Learner(msgspec.Struct, kw_only=True):
         return row
 
     def _total_beside(self, row: Row) -> int | None:
-        """The end of a bar that moves as the steps do, or the one that the program has printed at
-        its start, where the lines of the steps name none.
-        """
+        """The total for lines of steps that name none: the end of a bar that moves as the steps do,
+        or what the program has printed at its start."""
         for shape in self.shapes.values():
             if shape.target and shape.grown >= _PAIRS and shape.position is not None and abs(shape.position - row.step) <= 1:
                 return shape.target

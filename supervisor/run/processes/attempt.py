@@ -309,7 +309,7 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
     empty."""
 
 
-class Given(msgspec.Struct, frozen=True, kw_only=True):
+class Invocation(msgspec.Struct, frozen=True, kw_only=True):
     """The user's own program, as it is started: with changes, if a restart has asked for any."""
 
     command: tuple[str, ...]
@@ -326,7 +326,7 @@ def launch(
     socket: Path,
     *,
     allocator: str = "",
-    given: Given | None = None,
+    given: Invocation | None = None,
     answers: bool = False,
 ) -> int:
     """Start attempt `number` with its own shim, a child of this process. Returns the shim's pid.
@@ -335,7 +335,7 @@ def launch(
     settings. `given`: what is changed in the user's own program.
     `answers`: the program asks something on its terminal before it ends.
     """
-    given = given or Given(command=spec.command)
+    given = given or Invocation(command=spec.command)
     if settings is not None:
         require_python(folder, settings)
     attempt = folder.attempt(number)

@@ -1,9 +1,9 @@
 """The checkpoints that Hugging Face's Trainer saves, and the copy from which a run resumes.
 
-The Trainer writes `checkpoint-N` and deletes old ones. So the newest complete one is kept in the
-run's folder with hard links (or copies, if the file system has no hard links) before the program is
-stopped, and again before it is started. A folder with another number than its update has is copied:
-the program saves over it.
+The Trainer writes `checkpoint-N` and deletes old ones. So memtop keeps the newest complete one in
+the run's folder before it stops the program, and again before it starts it: with hard links, or
+with copies if the file system has none. If N is not the number of the checkpoint's update, the
+program will save over that folder; so memtop copies it.
 """
 
 from __future__ import annotations

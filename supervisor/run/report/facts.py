@@ -70,7 +70,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     curves: tuple[Curve, ...]
     """Over updates: loss, ..."""
     version: str
-    cwd: str
     gpus: tuple[str, ...] = ()
     driver: str | None = None
     """Its version, if the machine has a GPU."""
@@ -106,7 +105,6 @@ def read_facts(folder: RunFolder, price: Price | None = None) -> Facts:
             sources=() if ledger is None else tuple(_sources(ledger)),
             curves=() if ledger is None else (*_curves(list(ledger.final_history())), *_evaluations(ledger)),
             version=spec.memtop_version,
-            cwd=spec.cwd,
             gpus=() if machine is None else _gpu_names(machine),
             driver=None if machine is None or not machine.gpus else machine.driver_version,
             price=price,

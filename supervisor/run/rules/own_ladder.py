@@ -13,7 +13,7 @@ from memtop.supervisor.run.grip import Grip, shape_key, why_not_continued
 from memtop.supervisor.run.model import Model
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryRoom(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of the run's smallest GPU, or of the machine; None where it is not known."""
 
     total_bytes: int | None = None
@@ -23,7 +23,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Of other programs."""
 
 
-def candidates(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured) -> list[Candidate]:
+def candidates(model: Model, grip: Grip, diagnosis: Diagnosis, measured: MemoryRoom) -> list[Candidate]:
     """The remedies, the one that costs least first."""
     if not (diagnosis.kind.of_gpu or diagnosis.kind.of_host):
         return []
@@ -51,7 +51,7 @@ def without_checkpoint(model: Model, grip: Grip) -> str | None:
     return f"there is no complete checkpoint of this run in {grip.place}{why}"
 
 
-def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured) -> Remedy | None:
+def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: MemoryRoom) -> Remedy | None:
     """The largest part of the batch that is foreseen to fit; half of it if nothing is foreseen."""
     batch, accumulation = grip.batch, grip.accumulation
     if not batch or not accumulation or batch == 1 or {"batch", "accumulation"} & grip.fixed.keys():
@@ -74,7 +74,7 @@ def _smaller(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured)
     )
 
 
-def _line(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured) -> PeakLine | str:
+def _line(model: Model, grip: Grip, diagnosis: Diagnosis, measured: MemoryRoom) -> PeakLine | str:
     """The peak over the batch, from all configurations of the same shape."""
     if diagnosis.address_space_bytes is not None:
         return "a limit of the address space counts mapped memory, and what is measured is memory in use"
@@ -83,7 +83,7 @@ def _line(model: Model, grip: Grip, diagnosis: Diagnosis, measured: Measured) ->
     return line_through(peaks, base_bytes=measured.base_bytes)
 
 
-def _fits(line: PeakLine | str, batch: int, measured: Measured) -> bool:
+def _fits(line: PeakLine | str, batch: int, measured: MemoryRoom) -> bool:
     if isinstance(line, str):
         return True
     fraction = line.forecast(batch, measured.total_bytes, measured.others_bytes).fraction

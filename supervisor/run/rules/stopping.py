@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from memtop.supervisor.run import explain, stop_ladder
-from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal, Target, TypeAnswer
+from memtop.supervisor.run.effects import ReleaseState, Reply, SaveState, Signal, SignalTarget, TypeAnswer
 from memtop.supervisor.run.events import Answered, Signalled, StoodStill
 from memtop.supervisor.run.grip import lost_by_stop
 from memtop.supervisor.run.model import (
@@ -137,7 +137,7 @@ def tick(model: Model) -> Model:
     else:
         continues = before is None or not stopped <= before
     if continues:
-        model = emit(model, Signal(name="SIGCONT", target=Target.STOPPED))
+        model = emit(model, Signal(name="SIGCONT", target=SignalTarget.STOPPED))
     assert model.ladder is not None
     ladder, text = model.ladder.typing(model.now.monotonic)
     return model if text is None else emit(replace(model, ladder=ladder), TypeAnswer(text))

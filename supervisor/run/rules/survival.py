@@ -152,7 +152,7 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
     candidates = [Candidate(remedy=one, key=_key_after(settings, one)) for one in found if settings is not None]
     beyond = beyond_all_memory(diagnosis, host)
     if settings is None and model.grip is not None and situation is None:
-        measured = own_ladder.Measured(
+        measured = own_ladder.MemoryRoom(
             base_bytes=_base_bytes(model),
             total_bytes=_total_bytes(model) if model.on_gpu else host.limit_bytes,
             others_bytes=_others_bytes(model, diagnosis, facts),
