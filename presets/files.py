@@ -9,9 +9,11 @@ table `[tool.memtop]`, in the working directory or above. It contains the projec
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -221,7 +223,13 @@ def parse(path: Path, shown: str = "") -> dict[str, Any]:
 
 
 def parse_text(text: str) -> dict[str, Any]:
-    """The contents of a text in TOML; ValueError if it is not valid."""
+    """The contents of a text in TOML, for the caller alone; ValueError if it is not valid."""
+    return copy.deepcopy(_parsed(text))
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> dict[str, Any]:
+    """A form reads all presets again and again, and most of the time went into this."""
     # Its import takes 6 ms, and most people have no such file.
     if sys.version_info >= (3, 11):
         import tomllib

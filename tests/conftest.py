@@ -30,7 +30,7 @@ from memtop.supervisor.monitor.processes.table import all_pids, run_processes
 from memtop.supervisor.run.record.folder import RunFolder, find_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event
-from tests.forking import LONG, Program
+from tests.forking import LONG, Program, fork_workers
 from tests.groups import MemoryGroup, memory_group
 
 # `make test` tries the same examples every time. `make long` looks for new ones.
@@ -108,6 +108,13 @@ def pytest_configure(config: pytest.Config) -> None:
     named = [Path(word.partition("::")[0]).parts for word in config.args]
     if Path("/dev/nvidiactl").exists() and not all("gpu" in parts for parts in named):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Tests of a few files may need no torch."""
+    if all(Path(word).is_dir() for word in config.args):
+        fork_workers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -65,6 +65,8 @@ _TORCH = (
 )
 # Modules that start other programs: each of their processes has a starter.
 _STARTING = ("memtop", "memtop.supervisor", "torch.distributed.run", "accelerate.commands.launch")
+# How pytest-xdist starts a worker.
+_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 # Commands of memtop that start no training.
 _SMALL_COMMANDS = (
     *("advise", "checkpoint", "compare", "config", "diagnose", "free", "notify", "report", "runs", "sample", "show"),
@@ -212,6 +214,14 @@ class Program(subprocess.Popen[Any]):
     _execute_child = _execute_child
 
 
+def fork_workers() -> None:
+    """Have pytest-xdist fork its workers, each with a starter of its own: torch and transformers
+    are imported once for all of them."""
+    global _starter
+    _starter = _starter_with(_TORCH, os.environ)
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
 def run(
     args: Sequence[str], *, timeout: float | None = None, capture_output: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
@@ -352,6 +362,10 @@ def _become(request: Request) -> NoReturn:
     if command.kind == "-m" and command.target in _STARTING:
         _starter = Starter(_fork_starter(), _early(environment))
         subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    if command.target == _WORKER:
+        early = _early(environment)
+        _starters[_TORCH, frozenset(early.items())] = Starter(_fork_starter(), early)
+        sys.modules["tests.forking"] = sys.modules[__name__]  # the worker finds its starter there
     os.execvpe = _execvpe
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_IGN if number in request.ignored else signal.SIG_DFL)

@@ -25,6 +25,7 @@ from memtop.presets.checks import longer_than_known
 from memtop.presets.comparison import changes, describe_cut, describe_split, outlook, pace
 from memtop.presets.edits import assign, find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
+from memtop.presets.files import parse
 from memtop.presets.keys import LISTS, choices, keys
 from memtop.presets.schema import Lora, Settings, Zero, exact_splits, nearest_splits, split_below
 
@@ -428,6 +429,15 @@ def test_the_users_files_extend_and_override(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("homeless")
+def test_a_file_is_read_anew_for_each_caller(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[one]\nvalues = [1]\n")
+    parse(path)["one"]["values"].append(2)
+    assert parse(path) == {"one": {"values": [1]}}
+    path.write_text("[one]\nvalues = [3]\n")
+    assert parse(path) == {"one": {"values": [3]}}
+
+
 def test_a_user_without_a_home_folder_has_the_built_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "standard" in load_presets()

@@ -192,6 +192,8 @@ class LineList(RoleStyles, can_focus=True):
         below = len(self._rows) - self._offset - height
         if self._page.heading is None and y == height - 1 and below > 0:
             return fit(line((f"  {below + 1} more lines: PgDn", MUTED)), width)
+        if self._page.heading is None and y == 0 and self._offset > 0:
+            return fit(line((f"  {self._offset + 1} lines above: PgUp", MUTED)), width)
         if number >= len(self._rows):
             return fit((), width)
         key, row = self._rows[number]
@@ -217,12 +219,13 @@ class LineList(RoleStyles, can_focus=True):
         if first is None or self.size.height <= 0:
             return
         last = max(n for n, (key, _) in enumerate(self._rows) if key == self._cursor)
-        # Below a text, one line is needed to tell that it goes on.
-        lowest = last - self.room + 1 + (self._page.heading is None and last + 1 < len(self._rows))
-        if self._page.heading is None and self._cursor == self._keys[0]:
+        # Below and above a text, one line is needed to tell that it goes on.
+        is_text = self._page.heading is None
+        lowest = last - self.room + 1 + (is_text and last + 1 < len(self._rows))
+        if is_text and self._cursor == self._keys[0]:
             self._offset = max(0, lowest)
         else:
-            self._offset = min(max(self._offset, lowest), first)
+            self._offset = min(max(self._offset, lowest), max(0, first - is_text))
 
     # --- keys and mouse ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label, Select
@@ -157,8 +157,9 @@ class RestartDialog(FormDialog[RestartRequest]):
         asked = (after, self._learned)
         if self._asked != asked:
             self._asked = asked
-            self.run_worker(self._foresee_in_thread(after, self._forecaster()), group=FORECAST, exclusive=True)
+            self._foresee_in_thread(after, self._forecaster())
 
+    @work(group=FORECAST, exclusive=True)
     async def _foresee_in_thread(self, after: Settings, forecaster: Forecaster) -> None:
         self._seen = await asyncio.to_thread(what_if, forecaster, after)
         self._asked = None

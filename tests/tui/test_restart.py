@@ -4,6 +4,7 @@ failed."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
 import time
@@ -34,6 +35,7 @@ from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Rest
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import Line, plain
 from memtop.tui.remedies import FORECAST, forecast_lines, what_if
+from memtop.tui.restart import RestartDialog
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.recovery.support import T5
@@ -329,6 +331,17 @@ class HeldBack(Widget):
     async def on_unmount(self) -> None:
         while any(worker.group == FORECAST and worker.is_running for worker in self.workers):
             await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_the_next_one_replaces_before_it_begins_is_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    async with opened(RecordingFeed(running(gpu()))) as (app, pilot):
+        await press(pilot, "r")
+        assert isinstance(app.screen, RestartDialog)
+        for after in (LOW, HALF):
+            app.screen._foresee(after)
+        await settle(pilot)
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize("key", ["r", "5"])
