@@ -255,10 +255,10 @@ def presets_by_memory(free_bytes: int, recipe: str) -> tuple[list[Preset], str]:
     rungs = _rungs(recipe)
     at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
     border = rungs[at][0]
-    where = f"from {border:g} GiB on" if border > 0 else "the smallest of them"
+    where = f"meant for {border:g} GiB and more" if border > 0 else "the smallest of them"
     if at > 0:
         above = rungs[at - 1][0]
-        where = f"from {border:g} up to {above:g} GiB" if border > 0 else f"below {above:g} GiB"
+        where = f"meant for {border:g} up to {above:g} GiB" if border > 0 else f"meant for less than {above:g} GiB"
     return [preset for _, preset in rungs[at:]], where
 
 

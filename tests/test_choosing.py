@@ -191,26 +191,28 @@ def test_a_search_of_the_batch_needs_room_for_one_sample() -> None:
 @pytest.mark.parametrize(
     ("gib", "needs", "name", "reason"),
     [
-        (12, {}, "deepspeed", "12.00 GiB of GPU memory free, from 12 GiB on"),
+        (12, {}, "deepspeed", "12.00 GiB of GPU memory free, meant for 12 GiB and more"),
         (
             12,
             {"deepspeed": 11, "stage2_offload": 10.3},
             "stage3",
-            "12.00 GiB of GPU memory free; deepspeed, from 12 GiB on, is estimated to peak at ~11.00 GiB, stage3 at ~1.00 GiB",
+            "12.00 GiB of GPU memory free; deepspeed, meant for 12 GiB and more, is estimated to peak at ~11.00 GiB, "
+            "stage3 at ~1.00 GiB",
         ),
         # A larger preset than that of the guide is never taken, whatever is foreseen.
         (
             5,
             {"stage3": 7, "minimal": 6},
             "minimal",
-            "5.00 GiB of GPU memory free; stage3, from 4 up to 6 GiB, is estimated to peak at ~7.00 GiB, minimal at ~6.00 GiB: "
-            "not below 85 % of the free memory",
+            "5.00 GiB of GPU memory free; stage3, meant for 4 up to 6 GiB, is estimated to peak at ~7.00 GiB, "
+            "minimal at ~6.00 GiB: not below 85 % of the free memory",
         ),
         (
             3,
             {"minimal": 4},
             "minimal",
-            "3.00 GiB of GPU memory free, below 4 GiB, estimated to peak at ~4.00 GiB: not below 85 % of the free memory",
+            "3.00 GiB of GPU memory free, meant for less than 4 GiB, estimated to peak at ~4.00 GiB: "
+            "not below 85 % of the free memory",
         ),
     ],
 )

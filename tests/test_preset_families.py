@@ -180,10 +180,10 @@ def test_the_preset_by_free_memory(gib: float, name: str) -> None:
 
 
 def test_the_reason_names_the_threshold() -> None:
-    assert presets_by_memory(6 * GIB, "first-run")[1] == "from 6 up to 12 GiB"
-    assert presets_by_memory(12 * GIB - 1, "first-run")[1] == "from 6 up to 12 GiB"
-    assert presets_by_memory(3 * GIB, "first-run")[1] == "below 4 GiB"
-    assert presets_by_memory(24 * GIB, "first-run")[1] == "from 12 GiB on"
+    assert presets_by_memory(6 * GIB, "first-run")[1] == "meant for 6 up to 12 GiB"
+    assert presets_by_memory(12 * GIB - 1, "first-run")[1] == "meant for 6 up to 12 GiB"
+    assert presets_by_memory(3 * GIB, "first-run")[1] == "meant for less than 4 GiB"
+    assert presets_by_memory(24 * GIB, "first-run")[1] == "meant for 12 GiB and more"
 
 
 @pytest.mark.parametrize(("gib", "name"), [(3, "qlora-16g-min"), (11.9, "qlora-16g-min"), (12, "qlora-16g-safe")])

@@ -255,8 +255,8 @@ def test_a_model_that_is_not_here_yet_is_not_guessed(
 @pytest.mark.parametrize(
     ("free", "gpus", "preset", "said"),
     [
-        ((13.0, 5.0), ["0", "1"], "stage3", "from 4 up to 6 GiB; GPU 1 is the fullest of 2; --preset"),
-        ((13.0, 14.0), ["0", "1"], "deepspeed", "from 12 GiB on; GPU 0 is the fullest of 2"),
+        ((13.0, 5.0), ["0", "1"], "stage3", "meant for 4 up to 6 GiB; GPU 1 is the fullest of 2; --preset"),
+        ((13.0, 14.0), ["0", "1"], "deepspeed", "meant for 12 GiB and more; GPU 0 is the fullest of 2"),
     ],
 )
 def test_the_fullest_gpu_decides(
@@ -552,7 +552,9 @@ def test_each_process_may_be_given_its_own_batch(data: Change, monkeypatch: pyte
 
 @pytest.mark.parametrize("text", ["3,a", "4x2,", "3,1_0"])
 def test_sizes_of_the_processes_are_whole_numbers(text: str) -> None:
-    with pytest.raises(UsageError, match=f"^batch '{text}': gives no size for each process; write B,B or BxA,BxA$"):
+    with pytest.raises(
+        UsageError, match=f"^batch '{text}': must be a whole number, or one size for each process: B,B or BxA,BxA$"
+    ):
         train.new_run("first-run", None, Change(assignments=assignments_of((), batch=text)), ["0", "1"])
 
 

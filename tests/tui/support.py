@@ -4,16 +4,12 @@ text."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import reduce
 from typing import Any
 
 from msgspec.structs import replace
-from textual import app as textual_app
-from textual import pilot as textual_pilot
-from textual._wait import SLEEP_GRANULARITY, wait_for_idle
 from textual.app import App
 from textual.pilot import Pilot
 from textual.screen import Screen
@@ -208,36 +204,6 @@ def screen_text(app: App[DashboardResult]) -> str:
 def screen_colours(app: App[DashboardResult]) -> list[list[tuple[str, str]]]:
     """The text on the terminal now, each piece with its style."""
     return [[(segment.text, str(segment.style)) for segment in strip] for strip in app.screen._compositor.render_strips()]
-
-
-async def until_idle(min_sleep: float = SLEEP_GRANULARITY, max_sleep: float = 1.0) -> None:
-    """Until nothing is ready to run, and what was to run in the next 20 ms has run.
-
-    In place of Textual's function, which always takes 20 ms, and which a process convinces that
-    gets no processor in this time. The loop knows better, unless a thread has work for it.
-    """
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, asyncio.BaseEventLoop)
-    begun, quiet = loop.time(), 0
-    while quiet < 3 and loop.time() < begun + max_sleep:
-        await asyncio.sleep(0)
-        if _threads_work(loop):
-            await wait_for_idle(min_sleep, max_sleep)
-            return
-        due = [timer.when() for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
-        soon = min((moment for moment in due if moment <= begun + SLEEP_GRANULARITY), default=None)
-        quiet = 0 if loop._ready or soon is not None else quiet + 1  # type: ignore[attr-defined]
-        if not loop._ready and soon is not None:  # type: ignore[attr-defined]
-            await asyncio.sleep(max(0.0, soon - loop.time()))
-
-
-def _threads_work(loop: asyncio.BaseEventLoop) -> bool:
-    """Whether there are other threads than those of the loop's pool that have nothing to do."""
-    pool = loop._default_executor  # type: ignore[attr-defined]
-    return threading.active_count() > 1 + (0 if pool is None else pool._idle_semaphore._value)
-
-
-textual_pilot.wait_for_idle = textual_app.wait_for_idle = until_idle  # type: ignore[attr-defined]
 
 
 async def settle(pilot: Pilot[DashboardResult]) -> None:
