@@ -16,10 +16,10 @@
   layers, flash attention), in whole gigabytes of the process; the usual CUDA context is subtracted.
 * `xmem`: the experiments of xMem: RTX 3060, T5-small in fp32 with Adam or AdamW, samples of at most
   128 tokens, bytes of the process. The CUDA context is not published; that of the T4 is subtracted.
-  Beside it are the answers of xMem, DNNMem and SchedTune, as published there.
+  The same source publishes the answers of xMem, DNNMem and SchedTune, which are printed, too.
 
-Errors are signed, in percent of the measurement. Beside the dry run's errors are those of other
-estimators (`baselines.py`) for the allocated memory.
+Errors are signed, in percent of the measurement. The other tables also have the errors of other
+estimators for the allocated memory (`baselines.py`).
 
 `--closed`: the estimate of `presets.estimate` compared with the dry run instead, over N trainings
 drawn from a seed: published models on a card, with what somebody would try there (`trainings.py`).

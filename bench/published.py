@@ -91,7 +91,7 @@ XMEM = (
 """Batch, the bytes of the process, and what xMem, DNNMem and SchedTune said of it."""
 
 T4_CONTEXT_BYTES = round(140.9 * (1 << 20))
-"""What the T4's processes had beside the memory that torch reserved."""
+"""The CUDA context of the T4's processes: what they held in addition to torch's reserved memory."""
 
 
 def a6000_training(model: str, method: Any, precision: str, special: str) -> Training:

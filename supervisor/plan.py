@@ -301,17 +301,11 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask,
             continue
         changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
-    # Of two that are as good as each other, the first one stays.
-    best_ones = [
-        way
-        for place, way in enumerate(found)
-        if not any(
-            _is_as_good(one, way) and (earlier < place or not _is_as_good(way, one))
-            for earlier, one in enumerate(found)
-            if one is not way
-        )
-    ]
-    return sorted(best_ones, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]
+    unbeaten: list[Way] = []
+    for way in found:
+        if not any(_is_as_good(one, way) for one in unbeaten):
+            unbeaten = [*(one for one in unbeaten if not _is_as_good(way, one)), way]
+    return sorted(unbeaten, key=lambda way: (not way.unchanged, way.pace.rank))[:MOST_WAYS]
 
 
 def _is_as_good(one: Way, other: Way) -> bool:

@@ -395,8 +395,9 @@ def _print_one(
     peak, seen, alone = peak_of(need, card), answers.measured(settings), answers.alone(settings) or need
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
-    suffices, others = band_of(host.fraction) is not Band.DANGER, list[Way]()
+    others: list[Way] = []
     if card.total_bytes is not None:
+        suffices = band_of(host.fraction) is not Band.DANGER
         others = ways(settings, _others(settings, own), card, answers.quick, host_suffices=suffices)
     hosts = (host if own is not None else on_host(way.settings) for way in others)
     found = [(way, of_host) for way, of_host in zip(others, hosts, strict=True) if not of_host.is_too_little]
