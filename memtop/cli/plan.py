@@ -396,11 +396,13 @@ def _print_one(
     best = largest_safe(settings, card, answers.quick, answers.sure)
     least = smallest(settings, card, answers.quick) if best is None else None
     others: list[Way] = []
+    suffices = band_of(host.fraction) is not Band.DANGER
     if card.total_bytes is not None:
-        suffices = band_of(host.fraction) is not Band.DANGER
         others = ways(settings, _others(settings, own), card, answers.quick, host_suffices=suffices)
     hosts = (host if own is not None else on_host(way.settings) for way in others)
     found = [(way, of_host) for way, of_host in zip(others, hosts, strict=True) if not of_host.is_too_little]
+    if not suffices:
+        found = [(way, of_host) for way, of_host in found if band_of(of_host.fraction) is not Band.DANGER]
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
