@@ -16,6 +16,8 @@ PRODUCT = 1 << 60
 """The event of a pass's first matrix product, for which cuBLAS may need its workspace."""
 GRADIENT = PRODUCT + 1
 """The event of a backward pass's first gradient of a weight."""
+RECOMPUTED = PRODUCT + 2
+"""The event at which a checkpoint has run its layer again."""
 
 
 class Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.architectures import BF16_FROM, CPU, Shape, causal_layer, kernel_of, shape_of, t5_layer
-from memtop.presets.autograd import Tensor
+from memtop.presets.autograd import PRODUCT, RECOMPUTED, Tensor
 from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
@@ -120,6 +121,9 @@ class _Start(NamedTuple):
     """Of the first layer of each stack."""
     kept: list[int]
     """What lives until the backward pass ends."""
+    remade: list[list[int]]
+    """Of each stack, what its first layer makes for the others. The checkpoint makes it again; the
+    first of them lives until then."""
     added: list[int]
     """What lives until the forward pass of the last norm ends."""
     made: list[int]
@@ -289,9 +293,10 @@ class _Run:
                 holds = [sequence.begin(start.leaf, "activations") for _ in start.inputs]
                 inputs = [sequence.begin(size, "activations") for size in start.inputs]
                 kept = [sequence.begin(size, "activations") for size in start.kept]
+                for_others = [sequence.begin(size, "activations") for size, *_ in start.remade]
                 added = [sequence.begin(size, "activations") for size in start.added]
                 engine.after_forward(places.embeddings)
-                sequence.workspace = 0 if update else workspace
+                sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
                 source = -1
                 for part in places.layers:
                     engine.before_forward(part.unit)
@@ -330,7 +335,7 @@ class _Run:
                 sequence.keeps = engine.keeps_gradients and not number
                 engine.begin_backward(last=number + 1 == micro_batches)
                 engine.before_backward(head)
-                sequence.workspace = 0 if update else workspace
+                sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
                 gradient, of_head = loss.backward()
                 if places.head is not None:
                     engine.after_backward(head)
@@ -343,6 +348,10 @@ class _Run:
                 seen = sequence.begin(width * self.normed_item if self.shape.decoder_layers else 0, "temporary")
                 for part in reversed(places.layers):
                     engine.before_backward(part.unit)
+                    if part.is_first and for_others:
+                        sequence.end(for_others.pop())
+                        again = [sequence.begin(size, "activations") for size in start.remade[len(for_others)]]
+                        sequence.calls[RECOMPUTED] = partial(sequence.end, *again)
                     gradient = self._part_backward(sequence, part, gradient)
                     engine.after_backward(part.unit)
                     if part.is_first:
@@ -442,7 +451,7 @@ class _Run:
             # Without a kernel, a mask for layers of each of two kinds. Checkpoints keep them.
             masks = [settings.batch * self.square * item] * 2 if shape.kind == "gemma2" else []
             (kept if checkpointed else added).extend(masks)
-            return _Start([size], [*kept, angles, angles], added, [], leaf, 0)
+            return _Start([size], [*kept, angles, angles], [], added, [], leaf, 0)
         scores = shape.heads * self.square
         bias, zeros = scores * numbers.weights, scores * self._query_item
         # With the encoder's last norm and result, a mask for each sample, and the distances.
@@ -454,8 +463,9 @@ class _Run:
         ]
         made = [bias] if numbers.full else []
         if not checkpointed:
-            return _Start([size] * 2, kept, [*added, bias, zeros], made, leaf, 0)
-        return _Start([size] * 2, [*kept, bias, bias, zeros], added, [*made, zeros], leaf, 2 * zeros)
+            return _Start([size] * 2, kept, [], [*added, bias, zeros], made, leaf, 0)
+        remade = [[bias], [bias, zeros]]
+        return _Start([size] * 2, [*kept, zeros], remade, added, [*made, zeros], leaf, 2 * zeros)
 
 
 def _parts_of(layers: list[Stack]) -> list[_Part]:

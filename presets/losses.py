@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtop.presets.architectures import Shape
+from memtop.presets.autograd import PRODUCT
 from memtop.presets.logits import ROWS, tokens_at_once
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
@@ -40,7 +41,7 @@ class Loss:
         else:
             self._kept.append(copy)
             self._forward_whole(states)
-        self._sequence.product()
+        self._sequence.reach(PRODUCT)
 
     def _new(self, size: int, use: str = "temporary") -> int:
         return self._sequence.begin(size, use)
@@ -119,9 +120,9 @@ class Loss:
             logits = self._backward_of_logits()
             of_head = self._new(self._head * compute if numbers.full else 0, "gradients")
             if numbers.full:
-                sequence.product()
+                sequence.reach(PRODUCT)
             found = self._new(self._states * compute)
-            sequence.product()
+            sequence.reach(PRODUCT)
             sequence.end(logits, *self._kept)
             found = self._converted(found, self._states * self._item, self._item != compute)
             of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
-from memtop.presets.autograd import GRADIENT, PRODUCT, Tensor
+from memtop.presets.autograd import PRODUCT, RECOMPUTED, Tensor
 from memtop.presets.layers import Layer
 from memtop.presets.states import Parameter
 
@@ -25,7 +25,7 @@ _KEPT = -2
 
 Events = list[tuple[list[int], int]]
 """Events of a layer's own tensors, and after each part what ends then and is not its own, or
-PRODUCT, GRADIENT; -1: nothing."""
+PRODUCT, GRADIENT, RECOMPUTED; -1: nothing."""
 
 
 def split(events: list[int], outside: set[int]) -> Events:
@@ -205,7 +205,7 @@ def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: 
         after = [event for event in backward[used:] if event >= 0 or ~event not in late]
         backward = [*backward[:ahead], *events[:last], *gone]
         # The checkpoint holds the input until the last that was saved has been used.
-        backward = [*(event for event in [*backward, *rest] if event != ~source), ~source, *after]
+        backward = [*(event for event in [*backward, RECOMPUTED, *rest] if event != ~source), ~source, *after]
         again = made
         saved, copies = size * item, copied
         found = run(unsaved)[1]
@@ -264,10 +264,8 @@ class Sequence:
         """Whether gradients of weights stay; otherwise they are added to older ones, or moved."""
         self.kept: list[int] = []
         """Those that stay."""
-        self.workspace = 0
-        """Bytes that the next matrix product allocates to stay."""
-        self.at_gradient: Callable[[], None] | None = None
-        """Called once, with the next gradient of a weight."""
+        self.calls: dict[int, Callable[[], object]] = {}
+        """What is called once, when PRODUCT, GRADIENT or RECOMPUTED comes next."""
 
     def phase(self, name: Phase) -> None:
         self.phases.append((len(self.events), name))
@@ -309,16 +307,10 @@ class Sequence:
     def pass_through(self, size: int, use: str = "temporary", stream: int = 0) -> None:
         self.end(self.begin(size, use, stream))
 
-    def product(self) -> None:
-        """A matrix product has just got its result."""
-        self.begin(self.workspace, "workspace")
-        self.workspace = 0
-
-    def gradient(self) -> None:
-        """A weight has just got its gradient."""
-        call, self.at_gradient = self.at_gradient, None
-        if call is not None:
-            call()
+    def reach(self, event: int) -> None:
+        """PRODUCT, GRADIENT or RECOMPUTED has come."""
+        if event in self.calls:
+            self.calls.pop(event)()
 
     def live_bytes(self) -> int:
         """What is there now."""
@@ -376,10 +368,8 @@ class Sequence:
         found = self.events
         for part, outside in events:
             found += [base + event if event >= 0 else event - base for event in part]
-            if outside == PRODUCT:
-                self.product()
-            elif outside == GRADIENT:
-                self.gradient()
+            if outside >= PRODUCT:
+                self.reach(outside)
             elif keys.get(outside, NOWHERE) >= 0:
                 found.append(~keys[outside])
 

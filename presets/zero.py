@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections import deque
 
+from memtop.presets.autograd import GRADIENT
 from memtop.presets.parameters import LIVE_PARAMETERS
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import NOWHERE, Sequence
@@ -133,7 +134,7 @@ class Stages1And2(_Sharded):
     def begin_backward(self, *, last: bool) -> None:
         super().begin_backward(last=last)
         if self._in_bucket < 0:
-            self._sequence.at_gradient = self._start_bucket
+            self._sequence.calls[GRADIENT] = self._start_bucket
 
     def _start_bucket(self) -> None:
         self._in_bucket = self._sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
@@ -141,7 +142,7 @@ class Stages1And2(_Sharded):
     def after_backward(self, unit: Unit) -> None:
         sequence = self._sequence
         if unit.count:
-            sequence.gradient()
+            sequence.reach(GRADIENT)
         if not self._partitions:
             if self._separate and unit not in self._done:
                 self._done.add(unit)
@@ -181,8 +182,8 @@ class Stages1And2(_Sharded):
 
     def _reduce_bucket(self) -> None:
         self._reduce(self._filled, self._filled_own)
-        if self._filled_own and not self._offloads:
-            # The process that updates it keeps it.
+        if self._filled_own and not (self._offloads and self._last):
+            # The process that updates it keeps it, unless it is moved to the host.
             self._own.append(self._oversized)
         else:
             self._sequence.end(self._oversized)
@@ -196,7 +197,7 @@ class Stages1And2(_Sharded):
             self._sum()
             sequence.pass_through(4 * min(own, size))
         sequence.end(whole)
-        if own and self._offloads:
+        if own and self._offloads and self._last:
             sequence.pass_through(8 * min(own, self._largest))
 
     def _sum(self) -> None:
@@ -495,6 +496,6 @@ def engine_of(
         return Plain(settings, numbers, units, sequence)
     if zero.stage == 3:
         return Stage3(settings, numbers, units, sequence, rank, width, capacity)
-    is_bf16 = numbers.half == "bf16"
-    kind = Stage1InBf16 if zero.stage == 1 and is_bf16 and not zero.offload_optimizer else Stages1And2
+    simple = zero.stage == 1 and numbers.half == "bf16" and not zero.offload_optimizer
+    kind = Stage1InBf16 if simple else Stages1And2
     return kind(settings, numbers, units, sequence, rank, width, capacity)

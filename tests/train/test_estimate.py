@@ -167,6 +167,29 @@ def test_a_published_model_at_its_whole_depth_takes_what_the_dry_run_says(name: 
 
 
 @pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        pytest.param(
+            LLAMA | {"num_hidden_layers": 2, "vocab_size": 150_000, "tie_word_embeddings": False},
+            FULL | SHARDED | {"zero": Zero(stage=2, offload_optimizer=True), "accumulation": 4, "precision": "fp32", "batch": 16},
+            id="large gradients stay until the backward pass of all but the last micro-batch ends",
+        ),
+        pytest.param(
+            T5 | {"num_layers": 2, "num_decoder_layers": 2},
+            {"method": "lora", "lora": replace(ALL, targets=("q", "v")), "task": "seq2seq", "batch": 1, "seq_len": 1024},
+            id="the first layer's checkpoint makes the distances again",
+        ),
+    ],
+)
+def test_the_backward_pass_of_few_layers_takes_what_the_dry_run_says(config: dict[str, Any], values: dict[str, Any]) -> None:
+    checkpointed = settings(**values, gradient_checkpointing=True, model={"config": config})
+    one = Compared(checkpointed, config, 86, 79 * GIB)
+    found = estimate(one.settings, config, generation=86, capacity=one.capacity)
+    exact = next(peak for peak in one.foreseen().phases if peak.phase == "backward")
+    assert -0.02 <= found.peaks["backward"] / exact.allocated - 1 <= 0.02
+
+
+@pytest.mark.parametrize(
     ("generation", "values"),
     [
         (80, FULL),
