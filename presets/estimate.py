@@ -337,10 +337,9 @@ class _Run:
                 engine.before_backward(head)
                 sequence.calls[PRODUCT] = partial(sequence.begin, 0 if update else workspace, "workspace")
                 gradient, of_head = loss.backward()
+                engine.release(head)
                 if places.head is not None:
                     engine.after_backward(head)
-                else:
-                    engine.release(head)
                 engine.before_backward(places.tail)
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)

@@ -423,9 +423,9 @@ class Stage3(_Sharded):
             whole = sequence.begin(self._item * size if size <= self._bucket else 0, "temporary", _REDUCING)
             own = sequence.begin(4 * part if self._item != 4 else 0, "temporary", _REDUCING)
             if self._offloads:
-                # The sum so far, and a copy of it for its norm.
+                # The sum so far, and in the last micro-batch a copy of it for its norm.
                 on_gpu = sequence.begin(4 * part, "temporary", _REDUCING)
-                sequence.pass_through(8 * part, "temporary", _REDUCING)
+                sequence.pass_through(8 * part if self._last else 0, "temporary", _REDUCING)
                 sequence.end(on_gpu)
             sequence.end(whole, own)
             sequence.end(*first)

@@ -171,8 +171,15 @@ def test_a_published_model_at_its_whole_depth_takes_what_the_dry_run_says(name: 
     [
         pytest.param(
             LLAMA | {"num_hidden_layers": 2, "vocab_size": 150_000, "tie_word_embeddings": False},
-            FULL | SHARDED | {"zero": Zero(stage=2, offload_optimizer=True), "accumulation": 4, "precision": "fp32", "batch": 16},
+            FULL
+            | SHARDED
+            | {"zero": Zero(stage=2, offload_optimizer=True), "accumulation": 4, "precision": "fp32", "batch": 16},
             id="large gradients stay until the backward pass of all but the last micro-batch ends",
+        ),
+        pytest.param(
+            LLAMA | {"num_hidden_layers": 2, "vocab_size": 256_000, "tie_word_embeddings": False},
+            FULL | {"zero": Zero(stage=3, offload_optimizer=True), "accumulation": 4, "batch": 2, "world_size": 2},
+            id="the head's weights are released before its gradient is reduced",
         ),
         pytest.param(
             T5 | {"num_layers": 2, "num_decoder_layers": 2},
