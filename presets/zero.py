@@ -122,14 +122,23 @@ class Stages1And2(_Sharded):
         self._compact = self._item == 2 and not self._offloads
         self._separate = self._compact and not self._partitions
         self.keeps_gradients = not (self._separate or self._partitions)
-        self._flat = self._in_bucket = self._oversized = NOWHERE
-        self._filled = self._filled_own = 0
-        """Numbers in the bucket, and those of them that this process updates."""
-        self._own: list[int] = []
+        self._flat = self._copies = self._in_bucket = self._oversized = NOWHERE
+        self._filled: list[int] = []
+        """Bounds of the numbers in the bucket, which follow each other."""
+        self._staying: list[int] = []
+        """Gradients larger than the bucket that stay until all are reduced."""
         self._sums: list[int] = []
         self._done: set[Unit] = set()
         ends = list(itertools.accumulate(unit.count for unit in self._units))
         self._starts = {unit: end - unit.count for unit, end in zip(self._units, ends, strict=True)}
+        trained = [one.numbers for unit in self._units for one in unit.trained]
+        ranges = itertools.pairwise(itertools.accumulate(trained, initial=0))
+        self._copied = sum(end - start for start, end in ranges if self._own(start, end))
+        """Numbers of the parameters of which this process updates a part."""
+
+    def _own(self, start: int, end: int) -> int:
+        """How many of these numbers this process updates."""
+        return max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
 
     def begin_backward(self, *, last: bool) -> None:
         super().begin_backward(last=last)
@@ -140,65 +149,88 @@ class Stages1And2(_Sharded):
         self._in_bucket = self._sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
 
     def after_backward(self, unit: Unit) -> None:
-        sequence = self._sequence
-        if unit.count:
-            sequence.reach(GRADIENT)
-        if not self._partitions:
-            if self._separate and unit not in self._done:
-                self._done.add(unit)
-                self._sums += self._sequence.begin_all((4 * one.numbers for one in unit.trained), "gradients")
+        if not unit.count:
             return
-        end = self._starts[unit] + unit.count
-        for one in reversed(unit.trained):
-            start = end - one.numbers
-            if self._filled + one.numbers > self._bucket:
-                self._reduce_bucket()
-            if one.numbers > self._bucket:
-                # It does not go through the bucket.
-                self._oversized = sequence.begin(self._item * one.numbers, "gradients")
-            self._fill(start, end)
-            end = start
+        self._sequence.reach(GRADIENT)
+        if self._separate:
+            self._add_to_sums(unit)
+        if self._partitions:
+            end = self._starts[unit] + unit.count
+            for one in reversed(unit.trained):
+                self._put_in_bucket(end - one.numbers, end)
+                end -= one.numbers
 
-    def _fill(self, start: int, end: int) -> None:
-        """These numbers are put into the bucket."""
-        self._filled += end - start
-        self._filled_own += max(0, min(end, (self._rank + 1) * self._part) - max(start, self._rank * self._part))
+    def _add_to_sums(self, unit: Unit) -> None:
+        """They are in fp32. A gradient ends when it has been added."""
+        sequence, most = self._sequence, max(one.numbers for one in unit.trained)
+        gradient = sequence.begin(self._item * most, "gradients")
+        if unit in self._done:
+            sequence.pass_through(4 * most)
+        else:
+            self._done.add(unit)
+            self._sums += sequence.begin_all((4 * one.numbers for one in unit.trained), "gradients")
+        sequence.end(gradient)
 
-    def _reduce_kept(self) -> None:
-        """All gradients go through the bucket, and to the host, in the order of the model."""
-        sequence, start, waiting = self._sequence, 0, list[int]()
-        for key in reversed(sequence.kept):
-            end = start + sequence.sizes[key] // self._item
-            if self._filled + end - start > self._bucket:
-                self._reduce_bucket()
-                sequence.end(*waiting)
-                waiting.clear()
-            waiting.append(key)
-            self._fill(start, end)
+    def _put_in_bucket(self, start: int, end: int, gradient: int = NOWHERE) -> None:
+        """The gradient of these numbers, or its sum; NOWHERE: it has just ended."""
+        sequence, count = self._sequence, end - start
+        if self._filled and max(self._filled) - min(self._filled) + count > self._bucket:
+            self._reduce_bucket()
+        if count > self._bucket:
+            # It does not go through the bucket. What will be moved to the host is a copy.
+            is_new = gradient < 0 or self._offloads
+            self._oversized = sequence.begin(self._item * count, "gradients") if is_new else gradient
+        if self._oversized != gradient:
+            sequence.end(gradient)
+        self._filled += (start, end)
+
+    def _reduce_all(self) -> None:
+        """All gradients go through the bucket, in the order of the model."""
+        found, start = self._sums if self._separate else self._sequence.kept, 0
+        for key in reversed(found):
+            end = start + self._sequence.sizes[key] // (4 if self._separate else self._item)
+            self._put_in_bucket(start, end, key)
             start = end
+        found.clear()
         self._reduce_bucket()
-        sequence.end(*waiting)
-        sequence.kept.clear()
 
     def _reduce_bucket(self) -> None:
-        self._reduce(self._filled, self._filled_own)
-        if self._filled_own and not (self._offloads and self._last):
-            # The process that updates it keeps it, unless it is moved to the host.
-            self._own.append(self._oversized)
-        else:
-            self._sequence.end(self._oversized)
-        self._filled = self._filled_own = 0
-        self._oversized = NOWHERE
-
-    def _reduce(self, size: int, own: int) -> None:
-        sequence = self._sequence
-        whole = sequence.begin(self._item * size, "temporary")
-        if own and self._compact:
-            self._sum()
-            sequence.pass_through(4 * min(own, size))
-        sequence.end(whole)
+        if not self._filled:
+            return
+        sequence, start, end = self._sequence, min(self._filled), max(self._filled)
+        own = self._own(start, end)
+        self._reduce(start, end)
+        copies = bool(own) and not self._compact and not self._offloads
+        if copies and self._copies < 0:
+            self._copies = sequence.begin(self._item * self._copied, "gradients")
         if own and self._offloads and self._last:
             sequence.pass_through(8 * min(own, self._largest))
+        moves = copies or self._separate or (self._offloads and self._last)
+        if moves if own else self._partitions:
+            sequence.end(self._oversized)
+        else:
+            self._staying.append(self._oversized)
+        self._filled.clear()
+        self._oversized = NOWHERE
+
+    def _reduce(self, start: int, end: int) -> None:
+        """Of a gradient larger than the bucket, the parts of some processes at a time."""
+        sequence, part, item = self._sequence, self._part, self._item
+        if self._compact and self._own(start, end):
+            self._sum()
+        bounds, begun = [*range(-(-(start + 1) // part) * part, end, part), end], start
+        for bound in bounds:
+            size, own = bound - begun, self._own(begun, bound)
+            if size <= self._bucket and bound < end:
+                continue
+            # Several parts are put together; so are parameters that are added to a sum.
+            several = begun // part < (bound - 1) // part or (self._compact and own and end - start <= self._bucket)
+            joined = sequence.begin(4 * size if self._separate and several else 0, "temporary")
+            whole = sequence.begin(item * size if self._separate or several else 0, "temporary")
+            sequence.end(joined)
+            sequence.pass_through(4 * own if self._compact else 0)
+            sequence.end(whole)
+            begun = bound
 
     def _sum(self) -> None:
         if self._flat < 0:
@@ -208,29 +240,26 @@ class Stages1And2(_Sharded):
         sequence = self._sequence
         if self._partitions:
             self._reduce_bucket()
-        elif self._last and self._offloads:
-            self._reduce_kept()
         elif self._last:
-            self._reduce(max(self._bucket, self._largest), self._part)
+            self._reduce_all()
         if self._compact and self._last:
             self._sum()
-        if not self._compact and not self._offloads and (self._partitions or self._last):
-            # Of each micro-batch new ones, which are added to those of the first.
-            own = sequence.begin(self._item * self._part, "gradients")
-            if self._flat < 0:
-                self._flat = own
-            else:
-                sequence.end(own)
-        if self._partitions or self._last:
-            sequence.end(self._in_bucket)
-            self._in_bucket = -1
-        sequence.end(*self._own)
-        self._own.clear()
+        if self._flat < 0:
+            self._flat = self._copies
+        else:
+            # They were added to those of the first micro-batch.
+            sequence.end(self._copies)
+        self._copies = NOWHERE
         if self._last:
-            sequence.end(*self._sums, *sequence.kept)
-            self._sums.clear()
             self._done.clear()
-            sequence.kept.clear()
+        if self._partitions or (self._last and not self._separate):
+            self._end_bucket()
+
+    def _end_bucket(self) -> None:
+        """With the gradients that are parts of it, or were too large for it."""
+        self._sequence.end(self._in_bucket, *self._staying)
+        self._in_bucket = NOWHERE
+        self._staying.clear()
 
     def step(self) -> None:
         sequence = self._sequence
@@ -239,6 +268,7 @@ class Stages1And2(_Sharded):
             gradient = -1 if self._compact else sequence.begin(4 * self._part, "gradients")
             if not self._compact:
                 sequence.end(self._flat)
+            self._end_bucket()
             self._make_moments(self._part)
             self._has_moments = True
             sequence.end(self._flat if self._compact else gradient)
