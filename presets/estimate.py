@@ -22,8 +22,9 @@ from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
 from memtop.presets.sequence import Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
 from memtop.presets.states import Parameter, UnknownMemoryError, WrongValueError, numbers_of
-from memtop.presets.updates import Unit
-from memtop.presets.zero import engine_of
+from memtop.presets.updates import Plain, Unit
+from memtop.presets.zero import Stage1InBf16, Stages1And2
+from memtop.presets.zero3 import Stage3
 
 Component = Literal[
     "weights",
@@ -276,7 +277,7 @@ class _Run:
         settings, numbers, tail = self.settings, self.numbers, self.tail
         sequence = self.sequence = Sequence()
         places = self._places()
-        engine = engine_of(settings, self.numbers, places.units, sequence, rank, self.shape.hidden, self.capacity)
+        engine = self._engine(places.units, rank)
         engine.load()
         workspace = 0 if self.generation == CPU else 32 * _MIB if self.generation >= 90 else 8_519_680
         head, width = places.head or places.embeddings, self.tokens * self.shape.hidden
@@ -378,6 +379,14 @@ class _Run:
             sequence.end(*held)
             held = []
         return sequence
+
+    def _engine(self, units: list[Unit], rank: int) -> Plain | Stage1InBf16 | Stages1And2 | Stage3:
+        zero = self.settings.zero
+        if not zero.stage:
+            return Plain(self.settings, self.numbers, units, self.sequence)
+        simple = zero.stage == 1 and self.half == "bf16" and not zero.offload_optimizer
+        kind = Stage3 if zero.stage == 3 else Stage1InBf16 if simple else Stages1And2
+        return kind(self.settings, self.numbers, units, self.sequence, rank, self.shape.hidden, self.capacity)
 
     def _part_forward(self, sequence: Sequence, part: _Part, source: int) -> int:
         """`source`: the result of the layer before. Returns that of this one."""

@@ -12,33 +12,6 @@ from memtop.presets.sequence import Sequence
 from memtop.presets.states import Numbers, Parameter, optimizer_sizes, ring_bytes, weight_sizes
 
 
-class Gathered(msgspec.Struct, eq=False):
-    """Weights that ZeRO-3 gathers together."""
-
-    arrived: int
-    """What they arrive in, until the last of them is used."""
-    pieces: list[Piece]
-    unused: int
-    """How many of them were not used yet."""
-
-
-class Piece(msgspec.Struct, eq=False):
-    """A weight that ZeRO-3 gathers."""
-
-    number: int
-    """Its place in the model."""
-    count: int
-    """Its numbers."""
-    gathered: int = -1
-    """Where it is, whole."""
-    arrives: Gathered | None = None
-    """With which others, until it is used."""
-    fetched_for: int = -1
-    """The last step for which it was gathered."""
-    used_at: int = -1
-    """The step that used it last."""
-
-
 class Unit(msgspec.Struct, eq=False):
     """Parameters that are used together: of a layer, or of the embeddings."""
 
