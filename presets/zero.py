@@ -169,12 +169,14 @@ class Stages1And2(Sharded):
     def _put_in_bucket(self, start: int, end: int, gradient: int = NOWHERE) -> None:
         """The gradient of these numbers, or its sum; NOWHERE: it has just ended."""
         sequence, count = self._sequence, end - start
+        is_large = count > self._bucket
+        if is_large and gradient < 0:
+            gradient = sequence.begin(self._item * count, "gradients")
         if self._filled and max(self._filled) - min(self._filled) + count > self._bucket:
             self._reduce_bucket()
-        if count > self._bucket:
+        if is_large:
             # It does not go through the bucket. What will be moved to the host is a copy.
-            is_new = gradient < 0 or self._offloads
-            self._oversized = sequence.begin(self._item * count, "gradients") if is_new else gradient
+            self._oversized = sequence.begin(self._item * count, "gradients") if self._offloads else gradient
         if self._oversized != gradient:
             sequence.end(gradient)
         self._filled += (start, end)
