@@ -15,7 +15,7 @@ from memtop.presets.allocator import MIB
 PRODUCT = 1 << 60
 """The event of a pass's first matrix product, for which cuBLAS may need its workspace."""
 GRADIENT = PRODUCT + 1
-"""The event of a backward pass's first gradient of a weight."""
+"""The event of gradients of weights, when what their operation had saved has ended."""
 RECOMPUTED = PRODUCT + 2
 """The event at which a checkpoint has run its layer again."""
 
@@ -113,7 +113,7 @@ class Tape:
         """In `large`, the gradient of the result."""
         self.passed_on: tuple[int, ...] = ()
         """The gradient of the input."""
-        self._has_product = self._has_gradient = False
+        self._has_product = False
         self._shared: set[int] = set()
         """The nodes of inputs that other tapes have as well."""
 
@@ -225,8 +225,7 @@ class Tape:
             self._release(gradient)
             while saved:
                 saved.pop(0)
-            if is_weights and not self._has_gradient:
-                self._has_gradient = True
+            if is_weights:
                 self.events.append(GRADIENT)
             for (parent, *_), own in zip(parents, owns, strict=True):
                 self._accumulate(gradients, parent, own)

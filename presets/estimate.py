@@ -20,7 +20,7 @@ from memtop.presets.autograd import PRODUCT, RECOMPUTED, Tensor
 from memtop.presets.layers import Kernel, Layer
 from memtop.presets.losses import Loss
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
+from memtop.presets.sequence import NOWHERE, Passes, Phase, Running, Sequence, Stack, Tensors, stack_of
 from memtop.presets.states import Parameter, UnknownMemoryError, WrongValueError, numbers_of
 from memtop.presets.updates import Plain, Unit
 from memtop.presets.zero import Stage1InBf16, Stages1And2
@@ -340,7 +340,8 @@ class _Run:
                 gradient, of_head = loss.backward()
                 engine.release(head)
                 if places.head is not None:
-                    engine.after_backward(head)
+                    engine.after_backward(head, sequence.moved(of_head))
+                    of_head = NOWHERE
                 engine.before_backward(places.tail)
                 gradient = sequence.backward(normed, gradient)
                 engine.after_backward(places.tail)
@@ -369,8 +370,8 @@ class _Run:
                 if numbers.full or settings.gradient_checkpointing:
                     engine.before_backward(places.embeddings)
                 is_view = not loss.in_pieces and numbers.weights == numbers.compute
-                self._embedded(sequence, of_head, gradient, is_view=is_view)
-                engine.after_backward(places.embeddings)
+                embedded = self._embedded(sequence, of_head, gradient, is_view=is_view)
+                engine.after_backward(places.embeddings, embedded)
                 engine.end_backward()
                 sequence.end(*kept)
                 held = [*holds, sequence.begin(start.held, "activations")]
@@ -427,13 +428,13 @@ class _Run:
         sequence.end(gradient)
         return changed
 
-    def _embedded(self, sequence: Sequence, of_head: int, gradient: int, *, is_view: bool) -> None:
-        """The gradient of the embeddings. If they are tied, it is added to the head's: to a new
-        tensor if that one is a view, which autograd holds as well."""
+    def _embedded(self, sequence: Sequence, of_head: int, gradient: int, *, is_view: bool) -> int:
+        """The gradient of the embeddings, if it does not stay. If they are tied, it is added to the
+        head's: to a new tensor if that one is a view, which autograd holds as well."""
         shape, numbers = self.shape, self.numbers
         if not numbers.full:
             sequence.end(of_head, gradient)
-            return
+            return NOWHERE
         size = shape.vocabulary * shape.hidden * numbers.weights
         embedded = sequence.begin(size, "temporary")
         sequence.end(gradient)
@@ -442,7 +443,7 @@ class _Run:
             sequence.end(*([of_head] if is_view else []), embedded)
             embedded = total
         sequence.uses[embedded] = "gradients"
-        sequence.keep(embedded)
+        return sequence.moved(embedded)
 
     def _start(self, tail: Stack) -> _Start:
         shape, numbers, settings = self.shape, self.numbers, self.settings

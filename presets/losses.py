@@ -25,7 +25,7 @@ class Loss:
         self._tokens = settings.batch * settings.seq_len
         self._head = shape.vocabulary * shape.hidden
         self._states = self._tokens * shape.hidden
-        self._is_capped, self._is_tied = shape.logit_cap, shape.tied
+        self._is_capped = shape.logit_cap
         self.in_pieces = settings.loss_chunk != 0 and not shape.logit_cap
         self._of_states = self._of_head = NOWHERE
         self._kept: list[int] = []
@@ -90,9 +90,7 @@ class Loss:
                 self._rows(chunk)
             sequence.pass_through(4 * hidden)
             if numbers.full:
-                scaled = self._new(4 * hidden)
-                narrow = self._new(hidden * compute if compute != 4 else 0)
-                sequence.end(scaled)
+                narrow = self._converted(self._new(4 * hidden), hidden * compute, compute != 4)
                 if not piece:
                     self._of_head = self._new(4 * self._head, "gradients")
                 sequence.end(narrow)
@@ -106,8 +104,7 @@ class Loss:
         self._sequence.end(wide, softmax)
 
     def backward(self) -> tuple[int, int]:
-        """The gradients of the hidden states, and of the head's weights if those are the
-        embeddings'."""
+        """The gradients of the hidden states and of the head's weights."""
         sequence, numbers, compute = self._sequence, self._numbers, self._compute
         if self.in_pieces:
             found, of_head = self._of_states, self._of_head
@@ -126,10 +123,7 @@ class Loss:
             sequence.end(logits, *self._kept)
             found = self._converted(found, self._states * self._item, self._item != compute)
             of_head = self._converted(of_head, self._head * numbers.weights, numbers.full and numbers.weights != compute)
-        if not numbers.full or self._is_tied:
-            return found, of_head
-        sequence.keep(of_head)
-        return found, NOWHERE
+        return found, of_head
 
     def _converted(self, key: int, size: int, differs: bool) -> int:
         if not differs:

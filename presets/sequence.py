@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from memtop.presets.allocator import MIB, Allocator, CannotFit, rounded
-from memtop.presets.autograd import PRODUCT, RECOMPUTED, Tensor
+from memtop.presets.autograd import GRADIENT, PRODUCT, RECOMPUTED, Tensor
 from memtop.presets.layers import Layer
 from memtop.presets.states import Parameter
 
@@ -299,10 +299,14 @@ class Sequence:
 
     def keep(self, gradient: int) -> None:
         """The gradient of a weight stays, or is added to an older one."""
+        self.end(self.moved(gradient))
+
+    def moved(self, gradient: int) -> int:
+        """The gradient of a weight, if it does not stay."""
         if self.keeps and gradient >= 0:
             self.kept.append(gradient)
-        else:
-            self.end(gradient)
+            return NOWHERE
+        return gradient
 
     def pass_through(self, size: int, use: str = "temporary", stream: int = 0) -> None:
         self.end(self.begin(size, use, stream))
@@ -338,15 +342,9 @@ class Sequence:
         if passes.made_backward is not None:
             base = self._made(passes.made_backward)
         gradients = [base + number for number in passes.gradients]
-        began = len(self.events)
-        self._play(passes.backward, base, keys)
+        self._play(passes.backward, base, keys, moved=frozenset(() if self.keeps else gradients))
         if self.keeps:
             self.kept += gradients
-        elif gradients:
-            part = self.events[began:]
-            moved = set(gradients)
-            ended = ((event, ~event) if event in moved else (event,) for event in part)
-            self.events[began:] = [event for both in ended for event in both]
         if passes.given == NOWHERE:
             self.end(given)
         if passes.source < 0:
@@ -364,10 +362,17 @@ class Sequence:
         self.streams += [0] * len(large.sizes)
         return base
 
-    def _play(self, events: Events, base: int, keys: dict[int, int]) -> None:
-        found = self.events
+    def _play(self, events: Events, base: int, keys: dict[int, int], moved: frozenset[int] = frozenset()) -> None:
+        """`moved`: gradients that do not stay."""
+        found, made = self.events, list[int]()
         for part, outside in events:
-            found += [base + event if event >= 0 else event - base for event in part]
+            new = [base + event if event >= 0 else event - base for event in part]
+            found += new
+            if moved:
+                made += sorted(moved.intersection(new))
+            if outside == GRADIENT:
+                self.end(*made)
+                made.clear()
             if outside >= PRODUCT:
                 self.reach(outside)
             elif keys.get(outside, NOWHERE) >= 0:

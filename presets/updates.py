@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 import msgspec
 
 from memtop.presets.schema import Settings
-from memtop.presets.sequence import Sequence
+from memtop.presets.sequence import NOWHERE, Sequence
 from memtop.presets.states import Numbers, Parameter, optimizer_sizes, ring_bytes, weight_sizes
 
 
@@ -58,7 +58,11 @@ class Plain:
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
 
-    after_forward = before_backward = after_backward = release = before_forward
+    after_forward = before_backward = release = before_forward
+
+    def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
+        """`gradient`: of its first parameter, if it still exists and does not stay."""
+        self._sequence.end(gradient)
 
     def begin_forward(self) -> None:
         """Do nothing."""

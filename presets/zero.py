@@ -66,7 +66,11 @@ class Sharded:
     def before_forward(self, unit: Unit) -> None:
         """Do nothing."""
 
-    after_forward = before_backward = after_backward = release = before_forward
+    after_forward = before_backward = release = before_forward
+
+    def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
+        """As `Plain.after_backward`."""
+        self._sequence.end(gradient)
 
     def begin_forward(self) -> None:
         """Do nothing."""
@@ -128,8 +132,8 @@ class Stages1And2(Sharded):
         self._starts = {unit: end - unit.count for unit, end in zip(self._units, ends, strict=True)}
         trained = [one.numbers for unit in self._units for one in unit.trained]
         ranges = itertools.pairwise(itertools.accumulate(trained, initial=0))
-        self._copied = sum(end - start for start, end in ranges if self._own(start, end))
-        """Numbers of the parameters of which this process updates a part."""
+        self._copied = [end - start for start, end in ranges if self._own(start, end)]
+        """Numbers of each parameter of which this process updates a part."""
 
     def _own(self, start: int, end: int) -> int:
         """How many of these numbers this process updates."""
@@ -143,22 +147,24 @@ class Stages1And2(Sharded):
     def _start_bucket(self) -> None:
         self._in_bucket = self._sequence.begin((4 if self._separate else self._item) * self._bucket, "buckets")
 
-    def after_backward(self, unit: Unit) -> None:
-        if not unit.count:
-            return
-        self._sequence.reach(GRADIENT)
-        if self._separate:
-            self._add_to_sums(unit)
-        if self._partitions:
-            end = self._starts[unit] + unit.count
-            for one in reversed(unit.trained):
-                self._put_in_bucket(end - one.numbers, end)
+    def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
+        if unit.count:
+            self._sequence.reach(GRADIENT)
+        if unit.count and self._separate:
+            self._add_to_sums(unit, gradient)
+        elif unit.count and self._partitions:
+            end, trained = self._starts[unit] + unit.count, unit.trained
+            for one in reversed(trained):
+                self._put_in_bucket(end - one.numbers, end, gradient if one is trained[0] else NOWHERE)
                 end -= one.numbers
+        else:
+            self._sequence.end(gradient)
 
-    def _add_to_sums(self, unit: Unit) -> None:
+    def _add_to_sums(self, unit: Unit, gradient: int) -> None:
         """They are in fp32. A gradient ends when it has been added."""
         sequence, most = self._sequence, max(one.numbers for one in unit.trained)
-        gradient = sequence.begin(self._item * most, "gradients")
+        if gradient < 0:
+            gradient = sequence.begin(self._item * most, "gradients")
         if unit in self._done:
             sequence.pass_through(4 * most)
         else:
@@ -199,7 +205,7 @@ class Stages1And2(Sharded):
         self._reduce(start, end)
         copies = bool(own) and not self._compact and not self._offloads
         if copies and self._copies < 0:
-            self._copies = sequence.begin(self._item * self._copied, "gradients")
+            self._copies = sequence.begin(self._item * sum(self._copied), "gradients")
         if own and self._offloads and self._last:
             sequence.pass_through(8 * min(own, self._largest))
         moves = copies or self._separate or (self._offloads and self._last)
@@ -262,11 +268,12 @@ class Stages1And2(Sharded):
         sequence = self._sequence
         if not self._offloads:
             sequence.pass_through(8 * min(self._part, self._largest))
-            gradient = -1 if self._compact else sequence.begin(4 * self._part, "gradients")
-            if not self._compact:
-                sequence.end(self._flat)
+            if not self._compact and len(self._copied) > 1:
+                # The parts of several parameters are put together.
+                copies, self._flat = self._flat, sequence.begin(4 * self._part, "gradients")
+                sequence.end(copies)
             self._end_bucket()
             self._make_moments(self._part)
             self._has_moments = True
-            sequence.end(self._flat if self._compact else gradient)
-            self._flat = -1
+            sequence.end(self._flat)
+            self._flat = NOWHERE

@@ -214,7 +214,8 @@ class Stage3(Sharded):
         for piece in pieces[-1:] if self._again else reversed(pieces):
             self._use(piece)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: Unit, gradient: int = NOWHERE) -> None:
+        self._sequence.end(gradient)
         if unit.count:
             sequence = self._sequence
             biggest = sorted((one.numbers for one in unit.trained), reverse=True)[:2]
