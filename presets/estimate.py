@@ -205,17 +205,29 @@ class _Run:
         return found
 
     def _causal_stack(self, kernel: Kernel, count: int, mask: int) -> Stack:
-        def run(layer: Layer) -> tuple[int, Tensor]:
-            x = layer.input(self.tokens * self.shape.hidden, self.numbers.stream)
+        def run(layer: Layer, *, is_first: bool) -> tuple[int, Tensor]:
+            x = self._input(layer, is_first=is_first)
             return layer.live, causal_layer(layer, self.shape, x, kernel, mask)
 
         return self._ran(run, count)
+
+    def _input(self, layer: Layer, *, is_first: bool) -> Tensor:
+        """What a layer gets from the one before; the first one from the embeddings."""
+        count = self.tokens * self.shape.hidden
+        if is_first:
+            return layer.input(count, self._embedded_item, trained=self.numbers.full or self.holds_inputs)
+        return layer.input(count, self.numbers.stream)
+
+    @property
+    def _embedded_item(self) -> int:
+        numbers = self.numbers
+        return numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
 
     def _t5_stack(self, kernel: Kernel, count: int, *, decodes: bool) -> Stack:
         numbers, shape, scores = self.numbers, self.shape, self.shape.heads * self.square
         given: list[Tensor] = []  # from outside the layer: it lives longer
 
-        def run(layer: Layer) -> tuple[int, Tensor]:
+        def run(layer: Layer, *, is_first: bool) -> tuple[int, Tensor]:
             near = layer.input(scores, numbers.weights, trained=numbers.full, shared=True)
             far = seen = None
             if decodes:
@@ -223,7 +235,7 @@ class _Run:
                 seen = layer.input(self.tokens * shape.hidden, self.normed_item, shared=True)
                 given.extend((far, seen))
             given.append(near)
-            x = layer.input(self.tokens * shape.hidden, numbers.stream)
+            x = self._input(layer, is_first=is_first)
             return layer.live, t5_layer(layer, shape, x, kernel, (near, far), seen)
 
         return self._ran(run, count)
@@ -248,11 +260,17 @@ class _Run:
             self.normed_item = found.item
             return before, found
 
-        return self._ran(run, 1, may_checkpoint=False)
+        return stack_of(run, self._layer(), None, 1)
 
-    def _ran(self, run: Callable[[Layer], tuple[int, Tensor]], count: int, *, may_checkpoint: bool = True) -> Stack:
-        checkpoints = may_checkpoint and self.settings.gradient_checkpointing
-        return stack_of(run, self._layer(), self._layer(saves=False) if checkpoints else None, count)
+    def _ran(self, run: Callable[..., tuple[int, Tensor]], count: int) -> Stack:
+        def ran(*, is_first: bool) -> Stack:
+            unsaved = self._layer(saves=False) if self.settings.gradient_checkpointing else None
+            return stack_of(partial(run, is_first=is_first), self._layer(), unsaved, count)
+
+        found = ran(is_first=False)
+        if self._embedded_item != self.numbers.stream or not (self.numbers.full or self.holds_inputs):
+            found.first = ran(is_first=True)
+        return found
 
     def _layer(self, *, saves: bool = True) -> Layer:
         # In a large model, what is small hardly counts.
@@ -448,7 +466,7 @@ class _Run:
     def _start(self, tail: Stack) -> _Start:
         shape, numbers, settings = self.shape, self.numbers, self.settings
         checkpointed = settings.gradient_checkpointing
-        item = numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
+        item = self._embedded_item
         stacks, size = 2 if shape.decoder_layers else 1, self.tokens * shape.hidden * item
         leaf = size if self.holds_inputs and (shape.embedding_dropout or shape.kind == "gemma2") else 0
         kept, added = [16 * self.tokens * stacks], list[int]()
@@ -482,4 +500,6 @@ def _parts_of(layers: list[Stack]) -> list[_Part]:
     pass, nearly all that was saved is still there."""
     last = len(layers) - 1
     whole = {0, last, next((n for n in range(last, -1, -1) if layers[n] is not layers[last]), last)}
-    return [_Part(Unit(one.parameters), one, n in whole, is_first=not n) for n, one in enumerate(layers)]
+    parts = [_Part(Unit(one.parameters), one, n in whole, is_first=not n) for n, one in enumerate(layers)]
+    parts[0].stack = layers[0].first or layers[0]
+    return parts

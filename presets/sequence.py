@@ -172,6 +172,8 @@ class Stack(msgspec.Struct):
     """Of weights."""
     parameters: list[Parameter]
     names: set[str]
+    first: Stack | None = None
+    """The layer as the first one of the model, if it gets something else there."""
 
 
 def stack_of(run: Callable[[Layer], tuple[int, Tensor]], layer: Layer, unsaved: Layer | None, count: int) -> Stack:
