@@ -804,7 +804,7 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     assert {name: settings[name] for name in expected} == expected
     assert (settings["method"], settings["gradient_checkpointing"], settings["world_size"]) == ("full", True, 1)
     assert "the weights are in fp32" in found["assumed"]
-    assert (found["host"]["peak_bytes"], found["host"]["reason"]) == (None, "that of your own program is not foreseen")
+    assert (found["host"]["peak_bytes"], found["host"]["reason"]) == (None, "not foreseen for your own program")
     alternatives = {row["preset"] for row in found["alternatives"]}
     assert alternatives <= {"standard"}, "presets are for recipes"
     with contextlib.closing(DryRuns("")) as runs:

@@ -372,7 +372,7 @@ def _print_one(
 
     host = on_host(settings)
     if own is not None:
-        host = host._replace(foreseen=None, reason="that of your own program is not foreseen")
+        host = host._replace(foreseen=None, reason="not foreseen for your own program")
     need = answers.sure(settings)
     if need is None:
         bound = answers.bound(settings)

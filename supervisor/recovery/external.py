@@ -190,7 +190,7 @@ def _training(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator
     if of_torch and not _is(diagnosis, Place.MPS, Place.TPU, Place.DIRECTML):
         yield _option_of("offload_optimizer", "optimizer state in host memory (ZeRO with offload), or in 8 bits", _OFFLOADED)
     images = ", or smaller images" if command is None else ""
-    yield _option_of("seq_len", f"shorter samples, at first 512 tokens or more{images}", "this changes the data", changes=True)
+    yield _option_of("seq_len", f"shorter samples: try 512 tokens or more first{images}", "this changes the data", changes=True)
     if command is not None and command.mentions("lora"):
         yield _option_of("lora_rank", "a smaller LoRA rank with the same alpha / r", "other adapters: a new run", changes=True)
     why = "for example 0.5 B instead of 1.8 B parameters: a new run"
