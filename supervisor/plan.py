@@ -273,7 +273,8 @@ def smallest(settings: Settings, card: Card, quick: Ask) -> tuple[Settings, Plan
     known = [(one, need) for one in tried if (need := quick(one)) is not None]
     if not known:
         return None
-    found, need = min(known, key=lambda one: one[1].reserved)
+    # What torch reserves beyond what is allocated, it gives back if memory is short.
+    found, need = min(known, key=lambda one: (sum(one[1].components.values()), one[1].reserved))
     return found, peak_of(need, card)
 
 
@@ -292,13 +293,21 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask,
     found: list[Way] = []
     for other in others:
         best = None if other == settings else largest_safe(other, card, quick, quick)
-        if best is None or best[0] in [way.settings for way in found]:
+        if best is None:
             continue
         tried, need = best
-        speed = pace(settings, tried)
-        saves = least is None or need.reserved <= _LESS * least
-        if own is not None and not saves and (tried.batch <= own[0].batch or (fits and speed.is_slower)):
+        if own is not None and least is not None and need.reserved > _LESS * least:
+            larger = tried.batch > own[0].batch
+            if not larger or (fits and pace(settings, tried).is_slower):
+                # The largest B gains nothing; the present one may need less.
+                tried = with_split(other, settings.batch, settings.accumulation)
+                same = quick(tried)
+                if same is None or not is_safe(same, card) or same.reserved > _LESS * least:
+                    continue
+                need = same
+        if tried in [way.settings for way in found]:
             continue
+        speed = pace(settings, tried)
         changes, same = other_changes(settings, tried), training_unchanged(settings, tried)
         found.append(Way(settings=tried, peak=peak_of(need, card), changes=changes, unchanged=same, pace=speed))
     unbeaten: list[Way] = []
@@ -318,6 +327,7 @@ def _is_as_good(one: Way, other: Way) -> bool:
         and one.unchanged >= other.unchanged
         and (one.pace.speed is None) == (other.pace.speed is None)
         and one.pace.rank <= other.pace.rank
+        and not pace(its, mine).is_slower
         and mine.zero.offload_optimizer <= its.zero.offload_optimizer
         and mine.zero.offload_parameters <= its.zero.offload_parameters
     )

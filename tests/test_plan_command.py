@@ -132,9 +132,9 @@ def test_ways_are_those_that_gain_something_the_training_unchanged_first() -> No
     )
     found = ways(settings, [shorter, same, checkpointed, settings], CARD, linear)
     assert [(way.settings.seq_len, way.settings.batch, way.unchanged) for way in found] == [(128, 16, True), (64, 16, False)]
-    # 8 x 2 is safe, and faster than 16 x 1 with checkpointing.
+    # 16 x 1 with checkpointing needs what 8 x 2 does, and is slower: 8 x 2 with it needs less.
     safe = replace(settings, batch=8, accumulation=2)
-    assert ways(safe, [same, checkpointed], CARD, linear) == []
+    assert [way.settings.batch for way in ways(safe, [same, checkpointed], CARD, linear)] == [8]
 
 
 def test_of_ways_that_leave_training_as_it_is_the_faster_ones_come_first() -> None:
@@ -171,6 +171,16 @@ def test_a_way_that_another_one_beats_is_left_out() -> None:
     found = ways(settings, [offloaded, lean, checkpointed, like_it], CARD, need)
     assert [way.settings for way in found] == [checkpointed, lean]
 
+    def halved_by_offload(asked: Settings) -> Need:
+        found = linear(asked)
+        return replace(found, reserved=found.reserved // (2 if asked.zero.offload_optimizer else 1))
+
+    # Both are slower, but the offload is the slower one.
+    assert [way.settings for way in ways(settings, [offloaded, checkpointed], CARD, halved_by_offload)] == [
+        offloaded,
+        checkpointed,
+    ]
+
 
 def test_if_the_host_has_too_little_memory_each_safe_way_gains_something() -> None:
     settings = first_run(batch=8, accumulation=1, zero=Zero(stage=3, offload_optimizer=True, offload_parameters=True))
@@ -183,8 +193,9 @@ def test_a_way_that_needs_more_than_what_is_safe_already_is_none() -> None:
     settings = first_run(batch=2, accumulation=4)
     assert is_safe(linear(settings), CARD)
     checkpointed = replace(settings, gradient_checkpointing=True)
-    # 8 x 1 with checkpointing takes 400 MiB, the present 2 x 4 only 200.
-    assert ways(settings, [checkpointed], CARD, linear) == []
+    # 8 x 1 with checkpointing takes 400 MiB, the present 2 x 4 only 200, and 100 with it.
+    assert [way.settings.batch for way in ways(settings, [checkpointed], CARD, linear)] == [2]
+    assert ways(settings, [replace(settings, optimizer="adafactor")], CARD, linear) == []
     whole = replace(settings, batch=8, accumulation=1)
     assert [way.settings.batch for way in ways(whole, [checkpointed], CARD, linear)] == [8]
 
