@@ -128,7 +128,7 @@ def plan_text(
     measured: str | None,
 ) -> Iterator[str]:
     yield from heading(settings, own, assumed)
-    yield f"GPU memory  {_share(peak, card)}"
+    yield f"GPU memory  {_share(peak, card)}{_at_most(peak, card)}"
     yield f"by          {peak.calibrated or peak.basis}: between {units.size(peak.least)} and {units.size(peak.most)}"
     if measured is not None:
         yield f"measured    {measured}"
@@ -186,6 +186,15 @@ def _share(peak: PlannedPeak, card: Card) -> str:
         return units.size(peak.bytes)
     share = f"{units.percent(peak.fraction)} {_band(peak.band)}"
     return share_text(peak.bytes, card.total_bytes, card.others_bytes, share)
+
+
+def _at_most(peak: PlannedPeak, card: Card) -> str:
+    """The largest share that the true peak may take, if that is in a worse band; else empty."""
+    fraction = card.fraction(peak.most)
+    band = band_of(fraction)
+    if peak.band not in (Band.SAFE, Band.EDGE) or band is peak.band:
+        return ""
+    return separator("; ") + tr(f"at most {units.percent(fraction)} {_band(band)}")
 
 
 def _band(band: Band) -> str:
