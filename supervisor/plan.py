@@ -301,10 +301,10 @@ def ways(settings: Settings, others: Iterable[Settings], card: Card, quick: Ask,
             if not larger or (fits and pace(settings, tried).is_slower):
                 # The largest B gains nothing; the present one may need less.
                 tried = with_split(other, settings.batch, settings.accumulation)
-                same = quick(tried)
-                if same is None or not is_safe(same, card) or same.reserved > _LESS * least:
+                less = quick(tried)
+                if less is None or not is_safe(less, card) or less.reserved > _LESS * least:
                     continue
-                need = same
+                need = less
         if tried in [way.settings for way in found]:
             continue
         speed = pace(settings, tried)

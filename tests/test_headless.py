@@ -210,3 +210,17 @@ def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> Non
     assert follower.returncode == 0, printed
     assert "run a: finished" in printed
     assert runs.show("a")["state"] == "finished"
+
+
+def test_a_signal_stops_the_run_although_nobody_reads_the_output_any_more(runs: Runs) -> None:
+    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
+    with runs.start(*arguments, stderr=subprocess.PIPE) as follower:
+        assert follower.stderr is not None
+        follower.stderr.readline()
+        follower.stderr.close()
+        wait_for_file(runs.path / "a/attempts/0001/process.json")
+        runs.wait("a", lambda d: d["state"] in ("starting", "training"))
+        follower.send_signal(signal.SIGTERM)
+        follower.wait(timeout=120)
+    assert follower.returncode == 130
+    assert runs.show("a")["state"] == "stopped"

@@ -18,7 +18,7 @@ import click
 
 from memtop import __version__
 from memtop.cli.language import HelpContext, chosen_language, without_language
-from memtop.cli.output import print_lines, print_message
+from memtop.cli.output import discard, print_lines, print_message
 from memtop.supervisor import import_asyncio_without_tls, language
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.language import tr
@@ -159,21 +159,16 @@ def run(arguments: list[str]) -> int:
     except (BrokenPipeError, SystemExit):
         # The reader of our output has gone, as in `| head`. Inside a command click turns a broken
         # pipe into SystemExit, and raises SystemExit for nothing else without standalone mode.
-        _drop_output()
+        discard(sys.stdout)
         return 0
     except OSError as error:
         # A file that this user cannot read, a full disk, a folder that was removed.
         try:
             sys.stdout.flush()
         except OSError:
-            _drop_output()
+            discard(sys.stdout)
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return _complain(f"{where}{error.strerror or error or type(error).__name__}", 1)
-
-
-def _drop_output() -> None:
-    """Discard buffered output, so that Python does not fail to write it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, status: int) -> int:

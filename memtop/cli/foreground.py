@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from memtop.cli.common import proposal_lines
-from memtop.cli.output import print_lines, print_message
+from memtop.cli.output import discard, print_lines, print_message
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RefusedError, RunFolderError
 from memtop.supervisor.language import Verbatim, tr
@@ -266,7 +266,11 @@ class _Follower:
 
     @staticmethod
     def _print(text: str) -> None:
-        print_message(Verbatim(f"memtop: {tr(text)}"))
+        try:
+            print_message(Verbatim(f"memtop: {tr(text)}"))
+        except BrokenPipeError:
+            # This process stays, because a signal to it stops the run.
+            discard(sys.stderr)
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:

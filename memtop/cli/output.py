@@ -6,6 +6,7 @@ JSON is exact data: it escapes control characters instead.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
@@ -30,6 +31,12 @@ def print_message(*lines: str) -> None:
         raise
     except OSError:
         return  # there is no other place to say it
+
+
+def discard(stream: TextIO) -> None:
+    """Send what this stream writes from now on nowhere, what it has buffered included: its reader
+    has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_json(document: Any, **lists: Iterator[Any]) -> None:
