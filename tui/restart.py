@@ -25,7 +25,7 @@ from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.form import FormDialog, buttons, field
-from memtop.tui.line import Line
+from memtop.tui.line import MUTED, Line, fit
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import FORECAST, WhatIf, earlier_runs, forecast_lines, what_if
 from memtop.tui.restart_plan import (
@@ -146,7 +146,10 @@ class RestartDialog(FormDialog[RestartRequest]):
         if after is None:
             return []
         seen = self._seen if self._seen is not None and self._seen.after == after else None
-        return forecast_lines(self._forecaster(), seen, width)[:height]
+        lines = forecast_lines(self._forecaster(), seen, width)
+        if len(lines) > height:
+            lines = [*lines[: height - 1], fit((*lines[height - 1], (" …", MUTED)), width)]
+        return lines
 
     def _forecaster(self) -> Forecaster:
         store = self._dashboard.store

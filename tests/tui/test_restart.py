@@ -138,6 +138,19 @@ async def test_the_open_list_of_presets_covers_no_text(size: tuple[int, int]) ->
         assert app.screen.query_one("#consequences").region == before
 
 
+@pytest.mark.parametrize(("size", "height"), [((80, 24), 4), ((160, 50), 6)])
+async def test_a_long_forecast_shows_that_it_goes_on(
+    size: tuple[int, int], height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[Line] = [((f"line {number} of the forecast", "muted"),) for number in range(1, height + 2)]
+    monkeypatch.setattr("memtop.tui.restart.forecast_lines", lambda *_: lines[: len(lines) - whole])
+    for whole in (0, 1):
+        async with opened(RecordingFeed(running(gpu())), "r", size=size) as (app, _):
+            shown = screen_text(app)
+            assert f"line {height} of the forecast{' …' * (not whole)} " in shown
+            assert f"line {height + 1}" not in shown
+
+
 async def test_another_sequence_length_says_the_tokens_per_update_and_not_that_nothing_changes() -> None:
     async with opened(RecordingFeed(running(gpu())), "r", size=(120, 35)) as (app, pilot):
         app.screen.query_one("#batch", Input).value = "4"
@@ -274,7 +287,7 @@ async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkey
     feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8, accumulation=8)))
     async with opened(feed, "r", size=(120, 35)) as (app, pilot):
         app.screen.query_one("#batch", Input).value = str(settings.batch)
-        while "calibrated by 1 earlier run with these settings" not in words(app):
+        while "calibrated by 1 earlier run" not in words(app):
             await pilot.pause(0.02)  # it is read in a thread
         assert "~12.2 GiB predicted" in words(app), "12 GiB of torch, and the measured context"
         await press(pilot, "escape", "5")
