@@ -36,8 +36,6 @@ _RECORD = "kept.json"
 _CONVERTED = "converted"
 """The folder in KEPT with the checkpoint that the program is given, if its position was converted.
 """
-
-
 _SAVING_SECONDS = 3.0
 """A save that has written nothing for so long does not go on."""
 
@@ -98,9 +96,8 @@ def newest_of(place: Place, since: float | None = None, split: Split | None = No
     return max(_found(place, since, split, None), key=_rank, default=None)
 
 
-def _rank(found: Checkpoint) -> tuple[bool, bool, float]:
-    """A position that cannot be read makes a complete checkpoint doubtful."""
-    return found.complete, found.problem is None, found.saved_at or 0.0
+def _rank(found: Checkpoint) -> tuple[bool, float]:
+    return found.complete, found.saved_at or 0.0
 
 
 def being_saved(place: Place) -> str | None:
@@ -242,9 +239,10 @@ def _keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None) 
 def _require_no_worse(found: Checkpoint, old: Checkpoint | None) -> None:
     """RunFolderError if this checkpoint is not complete, or its position cannot be read while that
     of the old copy can."""
-    good = old is not None and old.complete and old.problem is None
-    if not found.complete or (good and found.problem is not None):
+    if not found.complete:
         raise RunFolderError(f"{found.path}: cannot be kept: {found.problem}")
+    if found.problem is not None and old is not None and old.complete and old.problem is None:
+        raise RunFolderError(f"{found.problem}; the copy {old.path} stays: to resume from it, move {found.path} away")
 
 
 def _replace(new: Path, target: Path) -> None:
