@@ -26,6 +26,7 @@ from memtop.supervisor.run.processes.agent import SILENT_SECONDS, not_heard
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
 from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.profile_checkpoints import being_saved, place_of
 from memtop.supervisor.run.reports import Report, SettingsChanged, Step
 from memtop.supervisor.run.rules import prevention, stopping
 from memtop.supervisor.run.trends import Member, TrendWatch
@@ -118,7 +119,15 @@ class Sensors:
             not_heard=self._heard_nothing(model),
             disk_free=free_bytes(self._folder.path) if waits_for_disk else None,
             queue=queue,
+            saving=self._saving(model),
         )
+
+    def _saving(self, model: Model) -> str | None:
+        """Looked up while the first signal of a stop is due."""
+        if model.ladder is None or model.grip is None or not model.ladder.waits_for_save(self._monotonic()):
+            return None
+        place = place_of(model.grip)
+        return None if place is None else being_saved(place)
 
     def _has_loaded_torch(self, model: Model) -> bool:
         """Looked up while the program starts, until a process has."""

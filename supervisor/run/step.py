@@ -177,7 +177,7 @@ def _tick(model: Model, event: Tick) -> Model:
         model = survival.tick(model)
     elif attempt.stage is AttemptStage.RUNNING and not model.phase.final:
         if model.ladder is not None:
-            model = stopping.tick(model)
+            model = stopping.tick(model, event.saving)
         elif model.pending is not None and model.holding is None and model.phase in (Phase.STARTING, Phase.TRAINING):
             # Requested from an earlier supervisor, or by the command that started this one.
             model = restart.begin(model, model.pending, Cause.PENDING)

@@ -98,15 +98,23 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     manner: StopRule | None = None
     """The program saves after the first signal; None if it does not."""
     ends: float = 0.0
-    """While it saves: when it is ended nevertheless."""
+    """While it saves, before or after the first signal: when it is ended nevertheless. 0: it is not
+    waited for."""
     types_at: float | None = None
     """When the answer to its question is typed the next time; None before the first signal."""
+    told: bool = False
+    """That the first signal waits for a save."""
 
     def declined(self, now: float) -> StopLadder:
         """The program refused the request or is gone: the signals begin at once."""
         if not self.asking:
             return self
         return replace(self, asking=False, rungs=(_interrupt(self.waits), *self.rungs), deadline=now)
+
+    def waits_for_save(self, now: float) -> bool:
+        """The first signal is due, and may come later: many programs save over their only
+        checkpoint, and a signal would leave it broken."""
+        return self.types_at is None and self.deadline <= now < self.ends
 
     def next(self, now: float) -> tuple[StopLadder, Rung | None]:
         """The rung that is due now, or None. The last one is repeated until the program ends."""
@@ -154,7 +162,7 @@ def begin(
         after = rungs[1:] if manner.signal == "SIGTERM" else rungs
         if unsaved and manner.saves:
             return StopLadder(rungs=after, deadline=now, waits=waits)
-        ends = now + _MOST_ASIDE_SECONDS
+        ends = 0.0 if unsaved else now + _MOST_ASIDE_SECONDS
         first = _first(manner, waits)
         saves = manner if manner.saves or manner.answer is not None else None
         return StopLadder(rungs=(first, *after), deadline=now, waits=waits, manner=saves, ends=ends)

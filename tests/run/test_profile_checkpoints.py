@@ -23,9 +23,18 @@ from memtop.supervisor.run.checkpoint_watch import CheckpointWatch
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.positions import Split
 from memtop.supervisor.run.record import copies
-from memtop.supervisor.run.record.profile_checkpoints import Place, keep, newest_for, newest_of, prepared, try_conversion
+from memtop.supervisor.run.record.profile_checkpoints import (
+    Place,
+    being_saved,
+    keep,
+    newest_for,
+    newest_of,
+    prepared,
+    try_conversion,
+)
 from memtop.supervisor.run.record.program_checkpoints import KEPT
 from memtop.supervisor.wire import Checkpoint
+from tests.run.interrupted import interrupt_save
 
 MICRO = Position(counts="micro_batches", per_epoch=True, order="skipped", length="epochs")
 FULL, HALF = Split(8, 4), Split(4, 8)
@@ -100,6 +109,39 @@ def test_the_copy_is_used_where_the_program_was_killed_while_it_saved(run: Path)
     assert [one.name for one in sorted(path.parent.iterdir())] == ["ckpt.pt", "ckpt.pt.incomplete"]
 
 
+def test_an_interrupted_save_does_not_replace_the_copy(run: Path) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    save(path, 120)
+    kept = keep(found(run, place), run, place, FULL)
+    assert being_saved(place) is None
+    for record in (1, 6):
+        assert interrupt_save({"step": 140, "epoch": 0, "model": torch.ones(9), "more": torch.ones(9)}, path, record)
+        assert being_saved(place) == str(path)
+        with pytest.raises(RunFolderError, match=r"cannot be kept: .* the save was interrupted"):
+            keep(Checkpoint(path=str(path), complete=True), run, place, FULL)
+        assert found(run, place) == kept
+    os.utime(path, (1000, 1000))
+    assert being_saved(place) is None
+    assert torch.load(kept.path)["step"] == 120
+
+
+def test_a_checkpoint_without_a_position_does_not_replace_one_that_has_it(run: Path) -> None:
+    path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
+    torch.save({"weights": torch.ones(9)}, path)
+    unknown = keep(found(run, place), run, place, FULL)
+    assert "its position cannot be read" in str(unknown.problem)
+    save(path, 120)
+    kept = keep(found(run, place), run, place, FULL)
+    assert kept.step == 120
+    torch.save({"weights": torch.ones(9)}, path)
+    for told in (newest_of(place, None, FULL), Checkpoint(path=str(path), complete=True)):
+        assert told is not None
+        with pytest.raises(RunFolderError, match=r"it has no whole number step; the copy .* stays: to resume"):
+            keep(told, run, place, FULL)
+    assert torch.load(kept.path)["step"] == 120
+    assert [one.name for one in sorted((run / KEPT).iterdir())] == ["ckpt.pt", "kept.json"]
+
+
 def test_what_memtop_has_no_copy_of_only_gets_another_name(run: Path) -> None:
     path, place = run.parent / "out/ckpt.pt", one_file(run.parent / "out")
     save(path, 120)
@@ -168,6 +210,7 @@ def test_what_cannot_be_converted_is_known_before_the_stop(run: Path) -> None:
     with pytest.raises(RunFolderError, match="which Python of yours"):
         try_conversion(run, place, FULL, HALF, None)
     assert sorted(one.name for one in (run / KEPT).iterdir()) == ["ckpt.pt", "kept.json"]
+    shutil.rmtree(run / KEPT)  # which has a position
     torch.save({"step": torch.tensor(120), "epoch": 0}, path)
     keep(found(run, place), run, place, FULL)
     with pytest.raises(RunFolderError, match="it has no whole number step"):

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
 
 PROGRAMS = Path(__file__).with_name("programs")
 
@@ -55,6 +58,27 @@ def test_global_variables_and_a_checkpoint_that_is_overwritten(runs: Runs) -> No
     assert runs.events("a", "knob") == []
     metrics = json.loads(runs.memtop("show", "a", "--json", "--metrics").stdout)["metrics"]
     assert [row["update"] for row in metrics] == sorted({row["update"] for row in metrics})
+
+
+def test_a_save_that_the_stop_interrupts_costs_no_more_than_that_save(runs: Runs) -> None:
+    start(runs, "globals", "train.py", "--hangs_in_save=True", until="7 ")
+    path, copy = runs.root / "out/ckpt.pt", runs.path / "a/program_checkpoint/ckpt.pt"
+    wait_for_file(copy.with_name("kept.json"))
+    (runs.root / "go").touch()
+    stop = runs.start("stop", "a", stderr=subprocess.PIPE)
+    says = f"the program is saving {path}: SIGINT follows when it has saved"
+    runs.wait("a", lambda _: says in [event.message for event in runs.events("a", "stop")])
+    (runs.root / "stuck").touch()
+    assert says in stop.communicate()[1]
+    assert zipfile.is_zipfile(path)
+    with pytest.raises(RuntimeError, match="failed locating file data/"):
+        torch.load(path)
+    assert torch.load(copy)["iter_num"] == 4
+    runs.memtop("restart", "a", "--detach")
+    document = runs.wait("a", lambda d: d["state"] == "finished")
+    assert document["attempts"][1]["start_updates"] == 4
+    assert [step for step, *_ in rows(runs)] == [*range(8), *range(4, 41)]
+    assert path.with_name("ckpt.pt.incomplete").exists()
 
 
 def test_a_program_inside_a_shell_has_a_profile_too(runs: Runs) -> None:

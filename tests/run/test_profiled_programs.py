@@ -82,7 +82,7 @@ def test_a_checkpoint_that_was_cut_is_replaced_by_the_copy(runs: Runs) -> None:
     before = runs.wait("a", lambda d: d["supervisor_pid"] is None)
     torch.save({"step": torch.tensor(12)}, runs.root / "out/state.pth")
     refused = runs.memtop("restart", "a", "--batch", "2", "--accum", "4", "--detach", status=1).stderr
-    assert "memtop: its position cannot be converted: " in refused
+    assert "its position cannot be read: it has no whole number step; the copy " in refused
     after = runs.show("a")
     assert (before["updates"], len(after["attempts"])) == (after["updates"], 2)
     assert after["updates"] is not None

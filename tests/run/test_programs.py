@@ -17,6 +17,7 @@ from memtop.supervisor.run.record.checkpoints import checked
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Checkpoint, RunState
 from tests.run.brain import START, Brain, training
+from tests.run.interrupted import interrupt_save
 from tests.run.reported import reported
 
 BATCH = {"value": 2, "name": "per_device_train_batch_size", "source": "SFTConfig"}
@@ -120,4 +121,6 @@ def test_a_checkpoint_of_one_file_is_complete_if_its_end_is_there(tmp_path: Path
     whole = Path(told.path).read_bytes()
     assert checked(told).complete
     Path(told.path).write_bytes(whole[:-50])
-    assert checked(told).problem == f"{told.path}: the file is not complete"
+    assert checked(told).problem == f"{told.path}: its end is missing: the save was interrupted, or goes on"
+    interrupt_save({"state": torch.zeros(1000)}, Path(told.path), 1)
+    assert checked(told).problem == f"{told.path}: it has no data.pkl: the save was interrupted"

@@ -120,6 +120,31 @@ def test_it_gets_time_as_long_as_its_files_change() -> None:
     assert 1700 < seconds < 1900
 
 
+def test_the_first_signal_waits_for_a_save() -> None:
+    def ticks(brain: Brain, *after: float) -> list[str]:
+        brain.effects.clear()
+        for seconds in after:
+            brain.tick(after=seconds, saving="/out/ckpt.pt")
+        return [one.name for one in brain.asked(Signal)]
+
+    brain = trains(StopRule())
+    stop(brain)
+    assert ticks(brain, 0.2, 100.0, 1600.0) == []
+    says = "the program is saving /out/ckpt.pt: SIGINT follows when it has saved"
+    assert brain.messages("stop") == [says]
+    assert [answer.message for answer in brain.answers()] == [says]
+    assert sent(brain) == [("SIGINT", "group")]
+    # It saves on no signal: the next one does not wait.
+    assert ticks(brain, 16.0)[0] == "SIGTERM"
+
+    brain = trains(StopRule())
+    stop(brain)
+    assert ticks(brain, 1700.0, 101.0)[0] == "SIGINT"  # a save that never ends
+    brain = trains(StopRule())
+    brain.model = replace(stopping.stop_unsaved(brain.model), effects=())
+    assert ticks(brain, 0.2)[0] == "SIGINT"
+
+
 @pytest.mark.parametrize(("signal", "first"), [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGKILL")])
 def test_a_program_that_must_not_save_does_not_get_the_signal_on_which_it_does(signal: str, first: str) -> None:
     brain = trains(StopRule(signal=signal, saves=True, asks="save?", answer="y"))  # type: ignore[arg-type]

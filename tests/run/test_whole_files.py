@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from memtop.supervisor.run.record.whole_files import numbers_in, why_not_whole
+from tests.run.interrupted import interrupt_save
 
 
 def state(step: int) -> dict[str, Any]:
@@ -43,6 +47,67 @@ def test_a_file_of_torch_save_without_its_end_is_not_whole(tmp_path: Path, share
     assert "its end is missing: the save was interrupted, or goes on" in str(why_not_whole(path))
     with pytest.raises(ValueError, match="its values cannot be read"):
         numbers_in(path, ("iter_num",))
+
+
+def test_an_interrupted_save_is_not_whole_although_torch_has_closed_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt.pt"
+    lacks = []
+    for record in itertools.count(1):
+        if not interrupt_save({"weights": [torch.ones(50) for _ in range(12)], "iter_num": 3}, path, record):
+            break
+        assert zipfile.is_zipfile(path)
+        with pytest.raises(RuntimeError, match="failed locating file data"):
+            torch.load(path)
+        (lack,) = re.findall(r"it has no (\S+): the save was interrupted", str(why_not_whole(path)))
+        lacks.append(lack)
+    assert list(dict.fromkeys(lacks)) == ["data.pkl", *(f"data/{key}" for key in range(12))]
+    assert why_not_whole(path) is None
+
+
+def test_a_storage_has_the_bytes_that_the_pickle_says(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt.pt"
+    for dtype, item in ((torch.float32, 4), (torch.bfloat16, 2), (torch.uint16, 2), (torch.complex128, 16), (torch.bool, 1)):
+        torch.save({"weights": torch.zeros(50, dtype=dtype)}, path)
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "new.pt", "w") as new:
+            for one in old.infolist():
+                new.writestr(one.filename, old.read(one)[: -1 if one.filename.endswith("data/0") else None])
+        told = f"its data/0 has {50 * item - 1} of {50 * item} bytes: the save was interrupted"
+        assert told in str(why_not_whole(tmp_path / "new.pt"))
+
+
+def test_no_whole_file_is_refused(tmp_path: Path) -> None:
+    """Whatever torch can write."""
+    path, base = tmp_path / "ckpt.pt", torch.arange(24, dtype=torch.float32)
+    values = {
+        "kinds": [torch.zeros(3, dtype=one) for one in (torch.float8_e5m2, torch.uint64, torch.complex64, torch.int8)],
+        "views": [base[2:4], base.view(4, 6).T, torch.ones(4).untyped_storage()],
+        "part of an element": torch.frombuffer(bytearray(11), dtype=torch.uint8)[:8].view(torch.float64),
+        "others": [torch.empty(0), torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.nn.Linear(2, 2)],
+        "objects": [argparse.Namespace(a=1), Counter("ab"), Path("x"), Runs.__reduce__],
+    }
+    for protocol in (2, 3, 4, 5):
+        torch.save(values, path, pickle_protocol=protocol)
+        assert why_not_whole(path) is None
+    torch.jit.save(torch.jit.script(torch.nn.Linear(3, 4)), path)  # type: ignore[no-untyped-call]
+    assert why_not_whole(path) is None
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("weights.npy", b"numbers")
+    assert why_not_whole(path) is None
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ckpt/data.pkl", b"no pickle")
+    assert why_not_whole(path) is None
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save(state(7), tmp_path / "ckpt.pt")
+        interrupt_save(state(7), tmp_path / "interrupted.pt", 7)
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    assert why_not_whole(tmp_path / "ckpt.pt") is None
+    assert numbers_in(tmp_path / "ckpt.pt", ("iter_num",)) == {"iter_num": 7}
+    assert "it has no data/" in str(why_not_whole(tmp_path / "interrupted.pt"))
 
 
 def test_an_empty_or_missing_file_and_a_pipe_are_not_whole(tmp_path: Path) -> None:

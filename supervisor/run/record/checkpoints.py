@@ -16,7 +16,6 @@ import errno
 import os
 import shutil
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import msgspec
 from memtop.presets.decoding import decoder_of
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.record.folder import name_aside, open_to_read
+from memtop.supervisor.run.record.whole_files import why_not_whole
 from memtop.supervisor.run.reports import Count, Time, Word
 from memtop.supervisor.wire import Checkpoint
 
@@ -76,7 +76,7 @@ RANDOM_STATE = "random_states_0.pkl"
 
 def checked(reported: Checkpoint) -> Checkpoint:
     """A checkpoint that a program has reported: complete if what it writes last is there. That is a
-    file in the folder of Hugging Face's Trainer or accelerate, and the end of a single file."""
+    file in the folder of Hugging Face's Trainer or accelerate, and a single file is whole."""
     path = Path(reported.path)
     problem = None
     try:
@@ -87,9 +87,8 @@ def checked(reported: Checkpoint) -> Checkpoint:
             with open_to_read(path) as file:
                 msgspec.json.decode(file.read(), type=dict[str, msgspec.Raw])
         else:
-            with open_to_read(path) as file:
-                # torch.save writes a zip file, which ends with its list of contents.
-                problem = None if zipfile.is_zipfile(file) else f"{path}: the file is not complete"
+            path.stat()
+            problem = why_not_whole(path)
     except FileNotFoundError:
         problem = f"{path} is missing: the save was interrupted, or the checkpoint was removed"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:

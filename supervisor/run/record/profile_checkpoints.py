@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,8 @@ _RECORD = "kept.json"
 _CONVERTED = "converted"
 """The folder in KEPT with the checkpoint that the program is given, if its position was converted.
 """
-
+_SAVING_SECONDS = 3.0
+"""A save that has written nothing for so long does not go on."""
 
 # One thread looks for new checkpoints, another prepares a restart.
 _alone = threading.Lock()
@@ -96,6 +98,14 @@ def newest_of(place: Place, since: float | None = None, split: Split | None = No
 
 def _rank(found: Checkpoint) -> tuple[bool, float]:
     return found.complete, found.saved_at or 0.0
+
+
+def being_saved(place: Place) -> str | None:
+    """The path of a checkpoint that is not complete and has changed just now: an exception in the
+    program would leave it so."""
+    now = time.time()
+    incomplete = (one for one in _found(place, None, None, None) if not one.complete and one.saved_at is not None)
+    return next((one.path for one in incomplete if abs(now - (one.saved_at or 0.0)) < _SAVING_SECONDS), None)
 
 
 def _found(place: Place, since: float | None, split: Split | None, record: Kept | None) -> list[Checkpoint]:
@@ -207,13 +217,16 @@ def _keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None) 
         target.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise RunFolderError(f"{source}: cannot be kept in {target.parent}: {why(error)}") from None
+    old = None if record is None else _kept(run, place, record)
+    _require_no_worse(checkpoint, old)
     new = target.with_name(f".new-{target.name}")
     remove(new)
     copy(source, new)
-    found = read(new, place, split)
-    if not found.complete:
+    try:
+        _require_no_worse(replace(read(new, place, split), path=str(source)), old)
+    except RunFolderError:
         remove(new)
-        raise RunFolderError(f"{source}: cannot be kept: {found.problem}")
+        raise
     _replace(new, target)
     write_json(target.parent / _RECORD, Kept(name=target.name, origin=str(source), source=present, split=split))
     for other in target.parent.iterdir():
@@ -221,6 +234,15 @@ def _keep(checkpoint: Checkpoint, run: Path, place: Place, split: Split | None) 
         if other.name not in (target.name, _RECORD):
             remove(other)
     return read(target, place, split)
+
+
+def _require_no_worse(found: Checkpoint, old: Checkpoint | None) -> None:
+    """RunFolderError if this checkpoint is not complete, or its position cannot be read while that
+    of the old copy can."""
+    if not found.complete:
+        raise RunFolderError(f"{found.path}: cannot be kept: {found.problem}")
+    if found.problem is not None and old is not None and old.complete and old.problem is None:
+        raise RunFolderError(f"{found.problem}; the copy {old.path} stays: to resume from it, move {found.path} away")
 
 
 def _replace(new: Path, target: Path) -> None:

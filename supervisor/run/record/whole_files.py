@@ -1,8 +1,8 @@
 """Whether a file that a program has saved is whole, and the numbers in it.
 
-Standard library only: the supervisor never loads torch. A file of torch.save is a zip archive whose
-end is written last. The numbers in it are in one small pickle, in which everything but plain values
-is replaced by an object that does nothing.
+Standard library only: the supervisor never loads torch. A file of torch.save is a zip archive with
+one small pickle and a record for each tensor's storage. The pickle has the numbers, and names the
+storages. Everything in it but plain values is replaced by an object that does nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import time
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import msgspec
 
@@ -25,6 +25,14 @@ STEADY_SECONDS = 5.0
 _PICKLE_BYTES = 64 << 20
 _HEADER_BYTES = 100 << 20
 """The largest header of a safetensors file."""
+_ITEM_BYTES = {
+    **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8"), 1),
+    **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "Float", "QInt32"), 4),
+    **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+"""Of an element of torch's storages: `FloatStorage` has 4. Of others only the name counts."""
 
 Stamp = tuple[int, int, int]
 """Inode, size and time of a file. A file that was written meanwhile has others."""
@@ -69,10 +77,58 @@ def _problem_of_zip(path: Path, file: BinaryIO) -> str | None:
         with zipfile.ZipFile(file) as archive:
             end = archive.start_dir
             if all(one.header_offset + one.compress_size < end for one in archive.infolist()):
-                return None
+                return _lack_of(path, archive)
     except (zipfile.BadZipFile, OSError, ValueError, EOFError, struct.error):
         pass  # without its end it is no archive
     return f"{path}: its end is missing: the save was interrupted, or goes on"
+
+
+def _lack_of(path: Path, archive: zipfile.ZipFile) -> str | None:
+    """What a file of torch.save lacks although it has its end; None if nothing.
+
+    An exception inside torch.save, such as that of Ctrl-C, leaves a file with an end: torch writes
+    `version` and the end on the way out. The pickle is written before the storages, and names each.
+    So a file is whole exactly if it has what the pickle names. Neither the last names nor numbers
+    without a gap tell that. A pickle that cannot be read to its end names what it named until then:
+    better too few than that a whole file is refused for ever.
+    """
+    sizes = {one.filename: one.file_size for one in archive.infolist()}
+    pickles = _pickles_in(archive)
+    if not pickles and all(name.endswith(("/version", "/byteorder", "/.data/serialization_id")) for name in sizes):
+        return f"{path}: it has no data.pkl: the save was interrupted"
+    if len(pickles) != 1:
+        return None  # another kind of archive
+    folder = pickles[0].filename.removesuffix("data.pkl")
+    for key, wanted in _storages(archive, pickles[0]).items():
+        size = sizes.get(f"{folder}data/{key}")
+        if size is None:
+            return f"{path}: it has no data/{key}: the save was interrupted"
+        if size < wanted:  # more is right: the last part of a storage may be smaller than an element
+            return f"{path}: its data/{key} has {size} of {wanted} bytes: the save was interrupted"
+    return None
+
+
+def _pickles_in(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    found = [one for one in archive.infolist() if one.filename.endswith("/data.pkl") and one.filename.count("/") == 1]
+    for one in found:
+        del one.CRC  # a program may tell torch to leave it out (set_crc32_options), and it is wrong then
+    return found
+
+
+def _storages(archive: zipfile.ZipFile, name: zipfile.ZipInfo) -> dict[str, int]:
+    """The storages that the pickle names, with their bytes."""
+    if name.file_size > _PICKLE_BYTES:
+        return {}
+    plain = None
+    try:
+        with archive.open(name) as values:
+            plain = _Plain(values)
+            plain.load()
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001 - damaged pickles raise anything
+        return {} if plain is None else plain.storages
+    return plain.storages
 
 
 def _problem_of_tensors(path: Path, file: BinaryIO, size: int) -> str | None:
@@ -133,7 +189,7 @@ def _pickled_values(path: Path) -> Any:
     with open_to_read(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                (name,) = (one for one in archive.infolist() if one.filename.endswith("data.pkl"))
+                (name,) = _pickles_in(archive)
                 if name.file_size > _PICKLE_BYTES:
                     raise ValueError(f"{os.fspath(path)}: its list of values is too long to be read")
                 with archive.open(name) as values:
@@ -187,8 +243,19 @@ class _Dictionary(dict[Any, Any]):
 class _Plain(pickle.Unpickler):
     """Reads plain values, and calls nothing that the file names."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        return _Dictionary if (module, name) == ("collections", "OrderedDict") else _Anything
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.storages: dict[str, int] = {}
+        """The least bytes of each storage that was named."""
 
-    def persistent_load(self, _: Any) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return _Dictionary
+        return type(name, (_Anything,), {}) if name.endswith("Storage") else _Anything
+
+    def persistent_load(self, named: Any) -> Any:
+        match named:
+            case ("storage", type() as kind, str() as key, _, int() as elements):
+                each = _ITEM_BYTES.get(kind.__name__.removesuffix("Storage"), 0)
+                self.storages[key] = max(self.storages.get(key, 0), elements * each)
         return _Anything()

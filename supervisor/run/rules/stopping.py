@@ -119,14 +119,17 @@ def answered(model: Model, pending: Ask, event: Answered) -> Model:
     return replace(model, ladder=model.ladder.declined(model.now.monotonic))
 
 
-def tick(model: Model) -> Model:
-    """Send the signal that is due. Continue what SIGSTOP or Ctrl-Z has stopped: at the beginning,
-    with each signal but SIGKILL, and when the program or a rank is stopped between two signals.
+def tick(model: Model, saving: str | None = None) -> Model:
+    """Send the signal that is due; the first one not while the program saves this file. Continue
+    what SIGSTOP or Ctrl-Z has stopped: at the beginning, with each signal but SIGKILL, and when the
+    program or a rank is stopped between two signals.
 
     A process that is stopped handles neither a request nor a signal until it continues.
     """
     ladder = model.ladder
     assert ladder is not None
+    if saving is not None and ladder.waits_for_save(model.now.monotonic):
+        return _wait_for_save(model, ladder, saving)
     stopped, before = frozenset(model.stopped), ladder.continued
     ladder, rung = ladder.next(model.now.monotonic)
     known = stopped if before is None or rung is not None else before | stopped
@@ -141,6 +144,16 @@ def tick(model: Model) -> Model:
     assert model.ladder is not None
     ladder, text = model.ladder.typing(model.now.monotonic)
     return model if text is None else emit(replace(model, ladder=ladder), TypeAnswer(text))
+
+
+def _wait_for_save(model: Model, ladder: stop_ladder.StopLadder, saving: str) -> Model:
+    """Say once what the stop waits for."""
+    if ladder.told:
+        return model
+    words = f"the program is saving {saving}: {ladder.rungs[0].name} follows when it has saved"
+    stops = [waiter for waiter in model.waiters if waiter.purpose == "stop"]
+    model = replace(model, ladder=replace(ladder, told=True))
+    return note(_tell(model, stops, Outcome.ACCEPTED, words), "stop", words)
 
 
 def manner_of(model: Model) -> str:
