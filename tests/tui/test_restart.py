@@ -287,9 +287,9 @@ async def test_the_form_and_the_presets_know_earlier_runs(tmp_path: Path, monkey
     feed = RecordingFeed(running(gpu(fraction=0.0), settings=replace(settings, batch=8, accumulation=8)))
     async with opened(feed, "r", size=(120, 35)) as (app, pilot):
         app.screen.query_one("#batch", Input).value = str(settings.batch)
-        while "calibrated by 1 earlier run" not in words(app):
+        while "~12.2 GiB predicted" not in words(app):  # 12 GiB of torch, and the measured context
             await pilot.pause(0.02)  # it is read in a thread
-        assert "~12.2 GiB predicted" in words(app), "12 GiB of torch, and the measured context"
+        assert "from: estimate, calibrated by 1 earlier run with" in words(app)
         await press(pilot, "escape", "5")
         while "estimate, calibrated by 1 earlier run" not in words(app):
             await pilot.pause(0.02)
