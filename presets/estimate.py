@@ -156,6 +156,8 @@ class _Run:
             self.numbers = replace(self.numbers, replaces_linear=False)
         if (settings.task == "seq2seq") != bool(shape.decoder_layers):
             raise UnknownMemoryError(f"task {settings.task}: does not go together with model_type {shape.kind}")
+        narrow = self.numbers.narrow_norms or self.half == "fp16"
+        self.embedded_item = self.numbers.stream if narrow else self.numbers.weights
         self.tokens = settings.batch * settings.seq_len
         self.square = settings.seq_len * settings.seq_len
         self.holds_inputs = settings.gradient_checkpointing and not self.numbers.full
@@ -191,10 +193,8 @@ class _Run:
         shape = self.shape
         if shape.decoder_layers:
             kernel = kernel_of(shape, self.generation, half=self.half, masked=True)
-            return [
-                self._t5_stack(kernel, shape.layers, decodes=False),
-                self._t5_stack(kernel, shape.decoder_layers, decodes=True),
-            ]
+            counts = (shape.layers, False), (shape.decoder_layers, True)
+            return [self._t5_stack(kernel, count, decodes=decodes) for count, decodes in counts]
         masked = sum(0 < window <= self.settings.seq_len for window in shape.windows)
         found = []
         for count, is_masked in ((shape.layers - masked, False), (masked, True)):
@@ -215,13 +215,8 @@ class _Run:
         """What a layer gets from the one before; the first one from the embeddings."""
         count = self.tokens * self.shape.hidden
         if is_first:
-            return layer.input(count, self._embedded_item, trained=self.numbers.full or self.holds_inputs)
+            return layer.input(count, self.embedded_item, trained=self.numbers.full or self.holds_inputs)
         return layer.input(count, self.numbers.stream)
-
-    @property
-    def _embedded_item(self) -> int:
-        numbers = self.numbers
-        return numbers.stream if numbers.narrow_norms or self.half == "fp16" else numbers.weights
 
     def _t5_stack(self, kernel: Kernel, count: int, *, decodes: bool) -> Stack:
         numbers, shape, scores = self.numbers, self.shape, self.shape.heads * self.square
@@ -268,7 +263,7 @@ class _Run:
             return stack_of(partial(run, is_first=is_first), self._layer(), unsaved, count)
 
         found = ran(is_first=False)
-        if self._embedded_item != self.numbers.stream or not (self.numbers.full or self.holds_inputs):
+        if self.embedded_item != self.numbers.stream or not (self.numbers.full or self.holds_inputs):
             found.first = ran(is_first=True)
         return found
 
@@ -388,8 +383,7 @@ class _Run:
                 if numbers.full or settings.gradient_checkpointing:
                     engine.before_backward(places.embeddings)
                 is_view = not loss.in_pieces and numbers.weights == numbers.compute
-                embedded = self._embedded(sequence, of_head, gradient, is_view=is_view)
-                engine.after_backward(places.embeddings, embedded)
+                engine.after_backward(places.embeddings, self._embedded(sequence, of_head, gradient, is_view=is_view))
                 engine.end_backward()
                 sequence.end(*kept)
                 held = [*holds, sequence.begin(start.held, "activations")]
@@ -466,7 +460,7 @@ class _Run:
     def _start(self, tail: Stack) -> _Start:
         shape, numbers, settings = self.shape, self.numbers, self.settings
         checkpointed = settings.gradient_checkpointing
-        item = self._embedded_item
+        item = self.embedded_item
         stacks, size = 2 if shape.decoder_layers else 1, self.tokens * shape.hidden * item
         leaf = size if self.holds_inputs and (shape.embedding_dropout or shape.kind == "gemma2") else 0
         kept, added = [16 * self.tokens * stacks], list[int]()
