@@ -150,6 +150,23 @@ def stored_config(settings: Settings) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
+def unreadable_model(settings: Settings) -> str | None:
+    """Why the model's folder holds no configuration that can be read; None if it does, or if the
+    model is in no folder of the user's."""
+    path = settings.model.get("path")
+    if "config" in settings.model or not isinstance(path, str) or not os.path.isdir(path):  # noqa: PTH112 - as above
+        return None
+    try:
+        found = msgspec.json.decode((Path(path) / "config.json").read_bytes())
+    except FileNotFoundError:
+        return f"model.path {path}: no config.json in it"
+    except OSError as error:
+        return f"model.path {path}: its config.json cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):
+        return f"model.path {path}: its config.json is not valid JSON"
+    return None if isinstance(found, dict) else f"model.path {path}: its config.json is not a JSON object"
+
+
 def model_size(settings: Settings) -> ModelSize | None:
     """The size of the run's model; None if it is not known before the model is loaded."""
     config = stored_config(settings) or {}

@@ -22,6 +22,7 @@ from memtop.cli.plan_output import (
     bound_text,
     document,
     heading,
+    left_out,
     measured_row,
     measured_text,
     peak_row,
@@ -35,7 +36,7 @@ from memtop.presets.edits import find_preset
 from memtop.presets.estimate import wrong_value
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
-from memtop.presets.parameters import stored_config
+from memtop.presets.parameters import stored_config, unreadable_model
 from memtop.presets.schema import Zero
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
@@ -128,12 +129,14 @@ def plan(
     card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
-    if (wrong := wrong_value(stored_config(settings) or {})) is not None:
+    config = stored_config(settings) or {}
+    if (wrong := unreadable_model(settings) or wrong_value(config)) is not None:
         raise UsageError(wrong)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
     if _is_of_unknown_kind(machine, vram):
         assumed.append(_USUAL_GPU)
+    assumed += left_out(config)
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]

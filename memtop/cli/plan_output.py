@@ -13,6 +13,7 @@ from memtop.cli.output import print_json, print_lines, row
 from memtop.cli.plan_host import PlannedHost, share_text
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
+from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
 from memtop.presets.comparison import Outlook, speed_words
 from memtop.presets.measured import Measured
 from memtop.presets.parameters import model_size, stored_config
@@ -46,6 +47,33 @@ def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: i
         "max_safe_batch": best,
         "alternatives": [_way_row(*one) for one in found],
     }
+
+
+_DECISIVE = (
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "n_embd",
+        "n_layer",
+        "n_head",
+    ),
+    *("d_model", "d_ff", "d_kv", "num_layers", "num_heads"),
+)
+
+
+def left_out(config: Mapping[str, Any]) -> list[str]:
+    """What is assumed of the values that decide how large a model is, if the configuration does not
+    give them all."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in DEFAULTS:
+        return []
+    given = {OTHER_NAMES.get(kind, {}).get(name, name) for name in config}
+    missing = [f"{name} {value}" for name, value in DEFAULTS[kind].items() if name in _DECISIVE and name not in given]
+    listed = ", ".join(missing)
+    return [f"what the model's configuration leaves out, as in transformers: {listed}"] if missing else []
 
 
 def peak_row(peak: PlannedPeak) -> dict[str, Any]:
