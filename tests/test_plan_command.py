@@ -631,8 +631,11 @@ def test_a_bound_never_counts_layers_that_may_differ() -> None:
     assert least() == words + 2 * part
     assert least(num_hidden_layers=4, layers_block_type=["a", "b", "a", "b"]) == words + part
     assert least(num_hidden_layers=12, num_hidden_groups=1, embedding_size=32) == words // 2 + part
-    assert least(num_experts=8, moe_intermediate_size=32) == words + 2 * part
+    # Only one of two layers may have experts.
+    assert least(num_experts=8, moe_intermediate_size=32) == words + 3 * part
     assert least(num_experts=2, moe_intermediate_size=32) == words + 2 * part // 2
+    assert least(num_experts=8, moe_intermediate_size=32, first_k_dense_replace=0) == words + 4 * part
+    assert least(num_hidden_layers=4, layer_types=["a_attention", "b_attention"] * 2) == words + 4 * part
     assert least(num_hidden_layers=None, text_config={**NEW, "num_hidden_layers": 3}) == words + 3 * part
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -15,7 +17,8 @@ from transformers.models.auto.modeling_auto import (
 
 from memtop.cli import run
 from memtop.presets import checks
-from tests.test_plan_command import LLAMA
+from memtop.presets.parameters import least_size, model_parameters
+from tests.test_plan_command import LLAMA, first_run
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +97,80 @@ def test_the_values_that_a_configuration_leaves_out_are_named(capsys: pytest.Cap
     assert assumed == ["what the model's configuration leaves out, as in transformers: vocab_size 50257"]
     (model / "config.json").write_text(json.dumps(LLAMA))
     assert document(capsys, "--model", str(model))["assumed"] == []
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+RANKS = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+NARROW = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def true_size(kind: str, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The whole configuration of such a model of transformers, and its number of parameters."""
+    config = AutoConfig.for_model(kind, **SMALL | values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return json.loads(config.to_json_string(use_diff=False)), sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("mixtral", EIGHT),
+        ("mixtral", {**EIGHT, "head_dim": 16, "tie_word_embeddings": True}),
+        ("qwen3_moe", NARROW),
+        ("qwen3_moe", {**NARROW, "decoder_sparse_step": 2, "mlp_only_layers": [1], "head_dim": 32}),
+        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)
+def test_all_experts_of_a_known_mixture_are_counted(kind: str, values: dict[str, Any]) -> None:
+    config, true = true_size(kind, values)
+    assert model_parameters(config) == model_parameters({**SMALL, **values, "model_type": kind}) == true
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "least"),
+    [
+        ("qwen2_moe", {**NARROW, "shared_expert_intermediate_size": 16}, 0.4),
+        ("deepseek_v2", {**ROUTED, **RANKS, "first_k_dense_replace": 1}, 0.4),
+        ("glm4_moe", {**ROUTED, "first_k_dense_replace": 2, "n_shared_experts": 1, "head_dim": 8}, 0.4),
+        ("gpt_oss", {**EIGHT, "head_dim": 8}, 0.4),
+        ("phimoe", EIGHT, 0.4),
+        ("granitemoe", EIGHT, 0.4),
+        ("llama4_text", {**EIGHT, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "head_dim": 8}, 0.1),
+        ("jamba", {"num_experts": 8, "expert_layer_period": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False}, 0.01),
+    ],
+)
+def test_the_bound_of_another_mixture_counts_experts_but_never_too_many(
+    kind: str, values: dict[str, Any], least: float
+) -> None:
+    config, true = true_size(kind, values)
+    # With all values, and with the decisive ones only.
+    decisive = {name: config[name] for name in (*SMALL, *values) if name in config}
+    shares = []
+    for known in (config, decisive):
+        found = least_size(first_run(model={"config": {**known, "model_type": "quokka"}}))
+        assert not isinstance(found, str)
+        shares.append(found.parameters / true)
+    assert least < max(shares) <= 1
+    assert min(shares) > 0
+
+
+def test_a_bound_says_that_it_counts_experts(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8}
+    (model / "config.json").write_text(json.dumps(mixtral))
+    gpu = document(capsys, "--model", str(model), "--vram", "48")["gpu"]
+    assert gpu["counted"] == "the weights of its architecture"
+    assert gpu["least_bytes"] == 16 * (model_parameters(mixtral) or 0) > 16 * 2 * 8 * 3 * 64 * 128
+    (model / "config.json").write_text(json.dumps({**mixtral, "model_type": "quokka"}))
+    gpu = document(capsys, "--model", str(model), "--vram", "48")["gpu"]
+    assert gpu["counted"] == "the embeddings, the experts and other feed-forward parts, as its configuration gives them"
