@@ -124,7 +124,7 @@ def plan(
         for name, given in refused.items():
             if given is not None:
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
-        own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
+        own = trainer_command(program, str(Path.cwd()), model=model, batch=batch, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
     python = search().found
@@ -376,17 +376,17 @@ def _print_one(
     host = on_host(settings)
     if own is not None:
         host = host._replace(foreseen=None, reason="not foreseen for your own program")
-    need = answers.sure(settings)
+    need, name = answers.sure(settings), settings.recipe if own is None else "-- COMMAND"
     if need is None:
         bound = answers.bound(settings)
         if answers.is_wrong:
-            raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
+            raise UsageError(f"{name}: the memory of this run cannot be foreseen: {answers.problem}")
         if isinstance(bound, str):
-            why = f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
+            why = f"{name}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
             raise UsageError(f"{why}; {_WITH_VRAM}" if answers.lacks_size else why)
         if as_json:
             gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
-            row = document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
+            row = document(settings, own, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
             print_json(row | {"assumed": assumed})
             return
         print_lines(*heading(settings, own, assumed), *bound_text(bound, card))
@@ -409,7 +409,7 @@ def _print_one(
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
-        row = document(settings, gpu, host, None if best is None else best[0].batch, found)
+        row = document(settings, own, gpu, host, None if best is None else best[0].batch, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(row | {"assumed": assumed})

@@ -31,7 +31,14 @@ Ways = Sequence[tuple[Way, PlannedHost]]
 """Other settings, and what they need of the host's memory."""
 
 
-def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: Ways) -> dict[str, Any]:
+def document(
+    settings: Settings,
+    own: TrainerCommand | None,
+    gpu: dict[str, Any],
+    host: PlannedHost,
+    best: int | None,
+    found: Ways,
+) -> dict[str, Any]:
     size, config = model_size(settings), stored_config(settings) or {}
     return {
         "model": {
@@ -39,14 +46,24 @@ def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: i
             "parameters": None if size is None else size.all,
             "trained_parameters": None if size is None else size.trained,
         },
-        "settings": msgspec.to_builtins(settings),
+        "settings": _settings_row(settings, own),
         "gpu": gpu,
         "host": host.row,
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
         "max_safe_batch": best,
-        "alternatives": [_way_row(*one) for one in found],
+        "alternatives": [_way_row(*one, own) for one in found],
     }
+
+
+def _settings_row(settings: Settings, own: TrainerCommand | None) -> dict[str, Any]:
+    """Of a program of the user's own, what is not known of it is None."""
+    row: dict[str, Any] = msgspec.to_builtins(settings)
+    if own is None:
+        return row
+    # Without an option for DeepSpeed, the Trainer has no ZeRO.
+    known = {"model", "method", "world_size", "lora", "zero", *own.values}
+    return {name: value if name in known else None for name, value in row.items()}
 
 
 _DECISIVE = (
@@ -126,10 +143,10 @@ def bound_row(bound: Bound, card: Card) -> dict[str, Any]:
     }
 
 
-def _way_row(way: Way, host: PlannedHost) -> dict[str, Any]:
+def _way_row(way: Way, host: PlannedHost, own: TrainerCommand | None) -> dict[str, Any]:
     settings = way.settings
     return {
-        "preset": settings.preset,
+        "preset": settings.preset if own is None else None,
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
