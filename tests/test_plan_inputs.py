@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from memtop.cli import gpus as gpus_of
 from memtop.cli import run
 from memtop.presets import checks
 from memtop.presets.parameters import least_size, model_parameters
@@ -174,3 +177,79 @@ def test_a_bound_says_that_it_counts_experts(capsys: pytest.CaptureFixture[str],
     (model / "config.json").write_text(json.dumps({**mixtral, "model_type": "quokka"}))
     gpu = document(capsys, "--model", str(model), "--vram", "48")["gpu"]
     assert gpu["counted"] == "the embeddings, the experts and other feed-forward parts, as its configuration gives them"
+
+
+WIDE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+NOTHING = "instead     memtop knows no other settings of this method that fit this GPU and host; "
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # Full training offloads more than the host has.
+        (["--vram", "80", "--host-ram", "23"], r"--method lora trains adapters: ~[\d.]+ GiB of GPU memory, ~[\d.]+ GiB of"),
+        (["--vram", "16", "--host-ram", "23"], r"--method qlora trains adapters: ~[\d.]+ GiB of GPU memory, ~[\d.]+ GiB of"),
+        (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
+        (["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model"),
+        (["--vram", "80", "--host-ram", "400"], None),
+    ],
+)
+def test_a_way_out_is_named_where_nothing_of_the_method_fits(
+    words: list[str], said: str | None, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    assert run(["plan", "--model", str(model), *words]) == 0
+    out = capsys.readouterr().out
+    if said is None:
+        assert "instead" not in out
+        return
+    assert re.search(f"^{NOTHING}{said}", out, re.MULTILINE)
+    named = re.search(r"instead .*--method (\w+) trains adapters: ~([\d.]+ GiB) of GPU", out)
+    if named is not None:
+        assert run(["plan", "--model", str(model), "--vram", words[1], "--host-ram", words[3], "--method", named[1]]) == 0
+        plan = capsys.readouterr().out
+        assert "fits        no" not in plan, "the plan of that method fits"
+        assert f" {named[2]}, safe" in plan or f"GPU memory  {named[2].partition(' ')[0]} / " in plan
+
+
+def test_the_copy_for_saving_is_said_to_need_room(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 300_000}))
+    for room, words in (("64", 1), ("2.3", 0)):
+        assert run(["plan", "--model", str(model), "--vram", "8", "--host-ram", room]) == 0
+        said = r"copy for saving [\d.]+ [MG]iB \(made only if there is room; else memtop saves without it\)"
+        assert len(re.findall(said, capsys.readouterr().out)) == words
+
+
+@pytest.mark.parametrize(
+    ("precision", "assumed"),
+    [
+        ("auto", ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]),
+        ("fp16", ["the GPU has flash attention, as those of compute capability 8.0 and above"]),
+        ("fp32", []),
+    ],
+)
+def test_of_an_unknown_gpu_only_what_the_precision_needs_is_assumed(
+    precision: str, assumed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    bare = replace(gpus_of.sample(), gpus=())
+    monkeypatch.setattr(gpus_of, "sample", lambda: bare)
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    found = document(capsys, "--model", str(model), "--vram", "8", "--set", f"precision={precision}")
+    assert found["assumed"] == assumed
+
+
+def test_a_plan_says_who_chose_the_preset_and_what_slower_means(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    assert run(["plan", "--model", str(model), "--vram", "8"]) == 0
+    told = capsys.readouterr().err
+    assert "memtop: memtop chose preset standard: 8.00 GiB of GPU memory, estimated to peak at ~" in told
+    assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
+    assert "memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n" in capsys.readouterr().err

@@ -241,10 +241,11 @@ def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
     head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
     changes = separator("; ").join(map(tr, way.changes))
-    size, most, speed = units.size(way.peak.bytes), units.size(way.peak.most), speed_words(way.pace.speed)
+    size, least, most = map(units.size, (way.peak.bytes, way.peak.least, way.peak.most))
+    speed = speed_words(way.pace.speed)
     if changes:
-        return tr(f"{head} ({changes}): ~{size}, at most {most}; {same}; {speed}")
-    return tr(f"{head}: ~{size}, at most {most}; {same}; {speed}")
+        return tr(f"{head} ({changes}): ~{size}, between {least} and {most}; {same}; {speed}")
+    return tr(f"{head}: ~{size}, between {least} and {most}; {same}; {speed}")
 
 
 def _host_words(host: PlannedHost) -> str:
