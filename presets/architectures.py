@@ -100,7 +100,7 @@ _QWEN = _LLAMA | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": _QWEN,
@@ -147,7 +147,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """transformers' values for what a configuration leaves out."""
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "gpt2": {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
     | {"max_position_embeddings": "n_positions"},
     "t5": {"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
@@ -165,12 +165,12 @@ class _Values:
             raise WrongValueError(f"model.config.{name} {value}: must be at most {most}")
         if not kind:
             raise UnknownMemoryError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
-        if not isinstance(kind, str) or kind not in _DEFAULTS:
-            known = ", ".join(sorted(_DEFAULTS))
+        if not isinstance(kind, str) or kind not in DEFAULTS:
+            known = ", ".join(sorted(DEFAULTS))
             raise UnknownMemoryError(f"model.config.model_type {kind}: no estimate for this architecture; known are {known}")
         self.kind = kind
-        renamed = {_OTHER_NAMES.get(kind, {}).get(name, name): value for name, value in config.items()}
-        self._values = _DEFAULTS[kind] | renamed
+        renamed = {OTHER_NAMES.get(kind, {}).get(name, name): value for name, value in config.items()}
+        self._values = DEFAULTS[kind] | renamed
 
     def whole(self, name: str) -> int:
         value = self._values[name]
@@ -234,8 +234,10 @@ def _causal_shape(values: _Values) -> Shape:
     layers, key_heads = values.whole("num_hidden_layers"), values.whole_or("num_key_value_heads", heads)
     _divides("num_key_value_heads", key_heads, "num_attention_heads", heads)
     if not values.has("head_dim"):
-        # Whether it works otherwise depends on the architecture.
-        _divides("num_attention_heads", heads, "hidden_size", hidden, UnknownMemoryError)
+        # Positions rotate pairs of numbers. Whether it works with heads of an even width depends on
+        # the version of transformers; phi3 may rotate only a part.
+        odd = hidden // heads % 2 and kind != "phi3"
+        _divides("num_attention_heads", heads, "hidden_size", hidden, WrongValueError if odd else UnknownMemoryError)
     biased = values.is_on("attention_bias") and kind != "mistral"
     return Shape(
         kind=kind,

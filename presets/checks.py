@@ -101,8 +101,15 @@ TABLES = {
 it is if the configuration does not say."""
 
 
+ENCODER_DECODERS = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "m2m_100", "fsmt", "led", "pegasus_x")
+"""Architectures with an encoder and a decoder, of which transformers has no causal model."""
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "gpt2", "mixtral", "qwen3_moe")
+"""Architectures of which transformers has no model with an encoder."""
+
+
 def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool = False) -> None:
-    """Check the model's values and the sequence length; SettingsError if no such model can train.
+    """Check the model's architecture, its values and the sequence length; SettingsError if no such
+    model can train.
 
     `is_new`: the weights are new, and the configuration limits the length. Otherwise only a table
     of positions does, and only in the task `causal`, where each sample has T tokens. In other
@@ -112,9 +119,19 @@ def check_model(settings: Settings, config: Mapping[str, Any], *, is_new: bool =
         name, value, most = large
         check_bounds(f"model.config.{name}", value, 1, most)
     kind, longest = str(language_part(config).get("model_type")), _positions(config)
+    _check_task(settings, kind)
     fails = is_new or (kind in TABLES and settings.task == "causal")
     if fails and longest is not None and settings.seq_len > longest:
         raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
+
+
+def _check_task(settings: Settings, kind: str) -> None:
+    if settings.task == "seq2seq" and kind in DECODERS:
+        why = "transformers has no model of this kind with an encoder and a decoder, as seq2seq needs"
+        raise SettingsError("model_type", kind, why)
+    if settings.task != "seq2seq" and kind in ENCODER_DECODERS:
+        why = "it has an encoder and a decoder, and this recipe trains causal language models; take recipe pretrain-t5"
+        raise SettingsError("model_type", kind, why)
 
 
 def longer_than_known(settings: Settings) -> str | None:

@@ -121,7 +121,33 @@ def _llama(config: Config) -> int:
     return int(embeddings + config["num_hidden_layers"] * layer + width)
 
 
-_FAMILIES: dict[str, Callable[[Config], int | None]] = {"t5": _t5, **dict.fromkeys(_LLAMA_LIKE, _llama)}
+def _experts(config: Config) -> int | None:
+    """Mixtures of experts with the attention of Llama."""
+    kind, width, layers = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
+    count = _value(config, _EXPERTS)
+    if count is None or config.get("attention_bias"):
+        return None
+    shapes = _llama_shapes({**config, "intermediate_size": 0})
+    layer = sum(inputs * outputs for inputs, outputs in shapes.values()) + 2 * width
+    inner, dense = config["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"], 0
+    if kind == "qwen3_moe":
+        layer += 2 * (config.get("head_dim") or width // config["num_attention_heads"])
+        step, without = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        dense = sum(number in without or (number + 1) % step > 0 for number in range(layers))
+    elif kind == "olmoe":
+        layer += shapes["q_proj"][1] + shapes["k_proj"][1]
+    forward = (layers - dense) * count * width * (3 * inner + 1)
+    if dense:
+        forward += dense * 3 * width * config["intermediate_size"]
+    embeddings = config["vocab_size"] * width * (1 if config.get("tie_word_embeddings", False) else 2)
+    return int(embeddings + layers * layer + forward + width)
+
+
+_FAMILIES: dict[str, Callable[[Config], int | None]] = {
+    "t5": _t5,
+    **dict.fromkeys(_LLAMA_LIKE, _llama),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe"), _experts),
+}
 
 
 # --- of a run, from its files ---------------------------------------------------------------------
@@ -148,6 +174,23 @@ def stored_config(settings: Settings) -> dict[str, Any] | None:
         except (OSError, ValueError, RecursionError):
             return None  # no such folder, or it cannot be read
     return config if isinstance(config, dict) else None
+
+
+def unreadable_model(settings: Settings) -> str | None:
+    """Why the model's folder holds no configuration that can be read; None if it does, or if the
+    model is in no folder of the user's."""
+    path = settings.model.get("path")
+    if "config" in settings.model or not isinstance(path, str) or not os.path.isdir(path):  # noqa: PTH112 - as above
+        return None
+    try:
+        found = msgspec.json.decode((Path(path) / "config.json").read_bytes())
+    except FileNotFoundError:
+        return f"model.path {path}: no config.json in it"
+    except OSError as error:
+        return f"model.path {path}: its config.json cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):
+        return f"model.path {path}: its config.json is not valid JSON"
+    return None if isinstance(found, dict) else f"model.path {path}: its config.json is not a JSON object"
 
 
 def model_size(settings: Settings) -> ModelSize | None:
@@ -198,7 +241,12 @@ _WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _WORDS = ("vocab_size",)
 _INNER = ("intermediate_size", "d_ff", "ffn_dim", "n_inner")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_INNER_OF_EXPERTS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_WITHOUT_EXPERTS = ("first_k_dense_replace", "num_dense_layers")
+"""How many of the first layers have no experts."""
+_STEP = ("decoder_sparse_step", "interleave_moe_layer_step")
+"""Only each so-many-th layer has experts."""
 _MOST = {
     **dict.fromkeys((*_LAYERS, "num_decoder_layers", "encoder_layers", "decoder_layers"), 10_000),
     **dict.fromkeys((*_WIDTH, *_WORDS, *_INNER, "num_attention_heads", "n_head", "num_heads", "head_dim", "d_kv"), 1 << 24),
@@ -215,7 +263,7 @@ def least_size(settings: Settings) -> LeastSize | str:
     Its files say it. The values of its configuration give the embeddings, and the feed-forward part
     of each layer: two matrices between the width of the model and that inside a layer, or three of
     half the width inside. Attention, a third whole matrix and an output head are not counted,
-    because not every architecture has them.
+    because not every architecture has them. Of a mixture of experts, each expert counts.
     """
     config = stored_config(settings)
     if config is None:
@@ -236,24 +284,53 @@ def least_size(settings: Settings) -> LeastSize | str:
     config = config.get("text_config") or config
     if not isinstance(config, dict):
         return "its configuration has no text_config that can be read"
-    values = {names: _value(config, names) for names in (_WIDTH, _LAYERS, _WORDS, _INNER)}
+    values = {names: _value(config, names) for names in (_WIDTH, _LAYERS, _WORDS, (*_INNER, *_INNER_OF_EXPERTS))}
     missing = [names[0] for names, value in values.items() if value is None]
     if missing:
         return f"its configuration lacks {', '.join(missing)}"
     width, layers, words, inner = (value or 0 for value in values.values())
-    # Some layers of such a model may have no experts. They are as wide as the configuration says.
-    experts = (_value(config, _EXPERTS) or 1) * (_value(config, ("moe_intermediate_size",)) or inner)
     layers = min(layers, _value(config, _SHARED) or layers)
-    if any("pattern" in name or "block_type" in name or _is_list(value, layers) for name, value in config.items()):
+    if any("pattern" in name or "block_type" in name or _differs(name, value, layers) for name, value in config.items()):
         # Its layers differ; perhaps only one has a feed-forward part.
         layers = 1
     embedded = words * min(width, _value(config, _NARROW) or width)
-    counted = "the embeddings and the feed-forward part of each layer, as its configuration gives them"
-    return LeastSize(embedded + layers * (3 * width * min(inner, experts) // 2), embedded, counted)
+    part, mixed = 3 * width * inner // 2, _mixed(config, width, layers)
+    if mixed is None:
+        counted = "the embeddings and the feed-forward part of each layer, as its configuration gives them"
+        return LeastSize(embedded + layers * part, embedded, counted)
+    with_experts, experts = mixed
+    counted = "the embeddings, the experts and other feed-forward parts, as its configuration gives them"
+    return LeastSize(embedded + with_experts * experts + (layers - with_experts) * min(part, experts), embedded, counted)
 
 
-def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length > 1
+def _mixed(config: Config, width: int, layers: int) -> tuple[int, int] | None:
+    """Of a mixture of experts: how many layers have experts at the least, and how many parameters
+    those of one layer. None if that is not known.
+
+    Where its configuration does not say which layers have none, each second one has some.
+    """
+    count, inner = _value(config, _EXPERTS), _value(config, _INNER_OF_EXPERTS)
+    if inner is None and "num_local_experts" in config:
+        inner = _value(config, _INNER)
+    if count is None or inner is None:
+        return None
+    matrices = count * width * inner
+    without, step = ([config[name] for name in names if type(config.get(name)) is int] for names in (_WITHOUT_EXPERTS, _STEP))
+    only, kinds = config.get("mlp_only_layers"), config.get("mlp_layer_types")
+    with_experts = layers // 2
+    if isinstance(kinds, list):
+        with_experts = min(layers, kinds.count("sparse"))
+    elif without or step:
+        with_experts = (layers - sum(without) - (len(only) if isinstance(only, list) else 0)) // max(1, *step, 1)
+    gated = config.get("hidden_act", config.get("activation_function")) in ("silu", "swish")
+    return max(1, with_experts), 3 * matrices if gated else 3 * matrices // 2
+
+
+def _differs(name: str, value: Any, layers: int) -> bool:
+    """Whether this may be a list of layers that differ in more than their attention and experts."""
+    if not isinstance(value, list) or len(value) != layers or layers == 1 or name == "mlp_layer_types":
+        return False
+    return not (name == "layer_types" and all(str(kind).endswith("attention") for kind in value))
 
 
 def _value(config: Config, names: tuple[str, ...]) -> int | None:

@@ -657,8 +657,11 @@ def test_a_bound_never_counts_layers_that_may_differ() -> None:
     assert least() == words + 2 * part
     assert least(num_hidden_layers=4, layers_block_type=["a", "b", "a", "b"]) == words + part
     assert least(num_hidden_layers=12, num_hidden_groups=1, embedding_size=32) == words // 2 + part
-    assert least(num_experts=8, moe_intermediate_size=32) == words + 2 * part
+    # Only one of two layers may have experts.
+    assert least(num_experts=8, moe_intermediate_size=32) == words + 3 * part
     assert least(num_experts=2, moe_intermediate_size=32) == words + 2 * part // 2
+    assert least(num_experts=8, moe_intermediate_size=32, first_k_dense_replace=0) == words + 4 * part
+    assert least(num_hidden_layers=4, layer_types=["a_attention", "b_attention"] * 2) == words + 4 * part
     assert least(num_hidden_layers=None, text_config={**NEW, "num_hidden_layers": 3}) == words + 3 * part
 
 
@@ -826,15 +829,21 @@ def test_a_plan_for_a_command_is_that_of_the_same_training(capsys: pytest.Captur
     assert run(["plan", "--vram", "1", "--json", "--", *command, *more]) == 0
     found = json.loads(capsys.readouterr().out)
     settings = found["settings"]
+    needed = {"recipe": "", "preset": "", "save_every": 1, "learning_rate": 1e-4, "device": "cuda"}
     expected = {"batch": 4, "accumulation": 2, "seq_len": 64, "precision": "fp16", "optimizer": "adamw_8bit", "loss_chunk": 0}
     assert {name: settings[name] for name in expected} == expected
     assert (settings["method"], settings["gradient_checkpointing"], settings["world_size"]) == ("full", True, 1)
     assert "the weights are in fp32" in found["assumed"]
     assert (found["host"]["peak_bytes"], found["host"]["reason"]) == (None, "not foreseen for your own program")
-    alternatives = {row["preset"] for row in found["alternatives"]}
-    assert alternatives <= {"standard"}, "presets are for recipes"
+    assert {row["preset"] for row in found["alternatives"]} <= {None}, "presets are for recipes"
+    assert {name for name, value in settings.items() if value is not None} == {
+        *("batch", "accumulation", "seq_len", "world_size", "model", "method", "precision", "optimizer", "zero"),
+        *("gradient_checkpointing", "loss_chunk"),
+    }, "nothing else is in the command"
+    assert set(settings) == set(msgspec.to_builtins(first_run())), "every key stays"
+    known = {name: value for name, value in settings.items() if value is not None}
     with contextlib.closing(DryRuns("")) as runs:
-        own = runs.foresee(msgspec.convert(settings, Settings), generation=80, capacity=GIB - CONTEXT_BYTES)
+        own = runs.foresee(msgspec.convert(needed | known, Settings), generation=80, capacity=GIB - CONTEXT_BYTES)
     assert found["gpu"]["peak_bytes"] == own.reserved + CONTEXT_BYTES
     assert found["gpu"]["components"].get("communication") is None
     two = ("torchrun", "--nproc_per_node", "2", *command[1:])

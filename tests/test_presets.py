@@ -185,7 +185,7 @@ def test_wrong_values_are_refused_in_one_line_with_field_and_value(edit: dict[st
         ({"model_type": "gpt2", "n_positions": 512}, {"seq_len": "513", "task": "sft"}, ""),
         ({"model_type": "gpt2", "n_positions": 0}, {"seq_len": "1024"}, ""),
         ({"model_type": ["gpt2"]}, {"seq_len": "1024"}, ""),
-        ({"model_type": "t5", "n_positions": 512}, {"seq_len": "1024"}, ""),
+        ({"model_type": "t5", "n_positions": 512}, {"seq_len": "1024", "task": "seq2seq"}, ""),
         ({"model_type": "llama", "max_position_embeddings": 512}, {"seq_len": "1024"}, ""),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,14 @@ from memtop.cli.plan_output import (
     bound_text,
     document,
     heading,
+    left_out,
     measured_row,
     measured_text,
     peak_row,
     plan_text,
     print_all,
 )
+from memtop.cli.wrapping import for_terminal
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets
 from memtop.presets.checks import longer_than_known
 from memtop.presets.comparison import outlook
@@ -35,8 +37,9 @@ from memtop.presets.edits import find_preset
 from memtop.presets.estimate import wrong_value
 from memtop.presets.files import usable
 from memtop.presets.measured import Measured, learned
-from memtop.presets.parameters import stored_config
+from memtop.presets.parameters import stored_config, unreadable_model
 from memtop.presets.schema import Zero
+from memtop.supervisor import units
 from memtop.supervisor.dry_runs import DryRuns, Foreseen, NotForeseenError
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.interpreters import Interpreter, learned_on
@@ -48,6 +51,7 @@ from memtop.supervisor.plan import (
     Need,
     Way,
     bound_of,
+    is_safe,
     largest_safe,
     peak_of,
     smallest,
@@ -123,27 +127,34 @@ def plan(
         for name, given in refused.items():
             if given is not None:
                 raise UsageError(f"{name} with -- COMMAND: leave it out; the command says what it trains")
-        own = trainer_command(program, str(Path.cwd()), model=model, seq_len=seq_len, processes=gpus)
+        own = trainer_command(program, str(Path.cwd()), model=model, batch=batch, seq_len=seq_len, processes=gpus)
         model, method, preset, gpus, values = own.model, own.method, "standard", own.processes, own.values | values
     card = _card(machine, vram, gpus or 1)
     python = search().found
     settings, chosen = _settings(recipe, model, method, preset, values, gpus or 1, card, python)
-    if (wrong := wrong_value(stored_config(settings) or {})) is not None:
+    config = stored_config(settings) or {}
+    if (wrong := unreadable_model(settings) or wrong_value(config)) is not None:
         raise UsageError(wrong)
     answers = _Answers(card, gpus or 1, python)
     card, assumed = answers.card, [] if own is None else list(own.assumed)
-    if _is_of_unknown_kind(machine, vram):
-        assumed.append(_USUAL_GPU)
+    if _is_of_unknown_kind(machine, vram) and settings.precision in _OF_KIND:
+        assumed.append(_OF_KIND[settings.precision])
+    assumed += left_out(config)
     try:
         if every:
             rows = [_of_preset(settings, one, answers) for one in usable(load_presets(), settings.recipe).values()]
             on_gpu = card.total_bytes is not None
             hosts = [planned_host(look.kept, machine.host, host_ram, on_gpu=on_gpu) for look, _, _ in rows]
             print_all(rows, hosts, card, as_json=as_json)
+            if not as_json:
+                asked = f"{settings.split_text}, T {settings.seq_len}"
+                print_message(f"memtop: faster and slower: than preset {settings.preset} with {asked}")
             return 0
-        _print_one(settings, own, assumed, card, answers, host_ram, machine, as_json=as_json)
+        _print_one(settings, own, values, assumed, card, answers, host_ram, machine, as_json=as_json)
         if chosen is not None and card.total_bytes is not None:
-            print_message(f"memtop: {chosen}; --preset NAME chooses another")
+            # Of a GPU with --vram all memory is free.
+            why = chosen if vram is None else chosen.replace(" free", "", 1)
+            print_message(f"memtop: memtop chose {why}; --preset NAME chooses another")
         if (longer := longer_than_known(settings)) is not None:
             print_message(f"memtop: {longer}")
     finally:
@@ -174,7 +185,11 @@ def _is_of_unknown_kind(machine: MachineSnapshot, vram: float | None) -> bool:
     return vram is not None and emptiest(machine) is None
 
 
-_USUAL_GPU = "the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"
+_OF_KIND = {
+    **dict.fromkeys(("auto", "bf16"), "the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"),
+    "fp16": "the GPU has flash attention, as those of compute capability 8.0 and above",
+}
+"""What is assumed of an unknown GPU, by precision: fp32 is the same on all."""
 
 
 def _settings(
@@ -311,10 +326,14 @@ class _Answers:
         if rough is None:
             return None if self._runs is None or self.problem is not None else self.sure(settings)
         if factor is None:
-            found = self._estimates.need(settings)
-            return None if isinstance(found, str) else found
+            return self.rough(settings)
         least = sum(rough.components.values())
         return self._estimates.corrected(settings, replace(rough, reserved=max(least, round(rough.reserved * factor))), factor)
+
+    def rough(self, settings: Settings) -> Need | None:
+        """By the estimate, and what earlier runs have measured."""
+        found = self._estimates.need(settings)
+        return None if isinstance(found, str) else found
 
     def measured(self, settings: Settings) -> Measured | None:
         """What the newest earlier run with these settings has measured, if possible one that has
@@ -358,6 +377,7 @@ _WITH_VRAM = "no GPU is here: with --vram GIB, which says how large yours is, a 
 def _print_one(
     settings: Settings,
     own: TrainerCommand | None,
+    values: dict[str, str],
     assumed: list[str],
     card: Card,
     answers: _Answers,
@@ -373,17 +393,17 @@ def _print_one(
     host = on_host(settings)
     if own is not None:
         host = host._replace(foreseen=None, reason="not foreseen for your own program")
-    need = answers.sure(settings)
+    need, name = answers.sure(settings), settings.recipe if own is None else "-- COMMAND"
     if need is None:
         bound = answers.bound(settings)
         if answers.is_wrong:
-            raise UsageError(f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}")
+            raise UsageError(f"{name}: the memory of this run cannot be foreseen: {answers.problem}")
         if isinstance(bound, str):
-            why = f"{settings.recipe}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
+            why = f"{name}: the memory of this run cannot be foreseen: {answers.problem}; there is no bound: {bound}"
             raise UsageError(f"{why}; {_WITH_VRAM}" if answers.lacks_size else why)
         if as_json:
             gpu = {**bound_row(bound, card), "peak_phase": None, "total_bytes": card.total_bytes, "reason": answers.problem}
-            row = document(settings, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
+            row = document(settings, own, gpu, host, None, []) | {"measured": None, "smallest_peak_bytes": None}
             print_json(row | {"assumed": assumed})
             return
         print_lines(*heading(settings, own, assumed), *bound_text(bound, card))
@@ -406,7 +426,7 @@ def _print_one(
     if as_json:
         parts = {"peak_phase": peak.phase, "components": dict(peak.components), "total_bytes": card.total_bytes}
         gpu = {**peak_row(peak), **parts, "context_measured": card.context_measured}
-        row = document(settings, gpu, host, None if best is None else best[0].batch, found)
+        row = document(settings, own, gpu, host, None if best is None else best[0].batch, found)
         row["measured"] = None if seen is None else measured_row(seen, settings, alone, card)
         row["smallest_peak_bytes"] = None if least is None else least[1].bytes
         print_json(row | {"assumed": assumed})
@@ -415,6 +435,8 @@ def _print_one(
         *plan_text(settings, own, assumed, peak, card, best, least, found, measured_text(seen, settings, alone, card)),
         *host_text(host, on_gpu=card.total_bytes is not None),
     )
+    if card.total_bytes is not None and not found and own is None and (best is None or host.is_too_little):
+        print_lines(*for_terminal([_instead(settings, values, card, answers, on_host)]))
     if answers.learned.problem is not None:
         print_message(f"memtop: earlier runs: {answers.learned.problem}")
     if answers.problem is not None and need.basis == "dry run":
@@ -423,6 +445,30 @@ def _print_one(
         print_message(f"memtop: estimated without a dry run: {answers.problem}")
     if card.total_bytes is None:
         print_message("memtop: no GPU is here: --vram GIB says how large yours is")
+
+
+def _instead(
+    settings: Settings, values: dict[str, str], card: Card, answers: _Answers, on_host: Callable[[Settings], PlannedHost]
+) -> str:
+    """What to do where memtop knows no settings of the same method that fit: another method that
+    fits, by its estimate."""
+    model, methods = settings.model.get("path"), list(_BY_METHOD)
+    for method in methods[methods.index(settings.method) + 1 :] if model and settings.task != "seq2seq" else ():
+        try:
+            other, _ = _settings(None, model, method, None, values, settings.world_size, card, None)
+        except UsageError:
+            continue  # a value of the user's does not go with it
+        need = answers.rough(other)
+        if not is_safe(need, card):
+            other, need = largest_safe(other, card, answers.rough, answers.rough) or (other, None)
+        host = on_host(other)
+        if need is not None and host.foreseen is not None and band_of(host.fraction) is not Band.DANGER:
+            on_gpu, of_host = units.size(peak_of(need, card).bytes), units.size(host.foreseen.peak)
+            return (
+                "instead     memtop knows no other settings of this method that fit this GPU and host; "
+                f"--method {method} trains adapters: ~{on_gpu} of GPU memory, ~{of_host} of host memory"
+            )
+    return "instead     memtop knows no other settings of this method that fit this GPU and host; take a smaller model"
 
 
 def _others(settings: Settings, own: TrainerCommand | None) -> Iterator[Settings]:

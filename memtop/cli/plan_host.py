@@ -92,10 +92,16 @@ def host_text(host: PlannedHost, *, on_gpu: bool) -> Iterator[str]:
     if host.is_too_little:
         yield "fits        no: the run needs more host memory than there is"
     parts = sorted(found.components.items(), key=lambda one: -one[1])
-    yield f"parts       {separator(', ').join(f'{tr(name)} {units.size(size)}' for name, size in parts)}"
+    yield f"parts       {separator(', ').join(_part(name, units.size(size)) for name, size in parts)}"
     if found.with_files > found.peak:
         most = units.size(found.with_files)
         yield f"while read  up to {most} with the model's file, which the system drops if memory is short"
+
+
+def _part(name: str, size: str) -> str:
+    if name == "copy for saving":
+        return tr(f"copy for saving {size} (made only if there is room; else memtop saves without it)")
+    return f"{tr(name)} {size}"
 
 
 def _host_share(host: PlannedHost) -> str:

@@ -13,6 +13,7 @@ from memtop.cli.output import print_json, print_lines, row
 from memtop.cli.plan_host import PlannedHost, share_text
 from memtop.cli.wrapping import for_terminal, wraps_on_terminal
 from memtop.presets import Settings
+from memtop.presets.architectures import DEFAULTS, OTHER_NAMES
 from memtop.presets.comparison import Outlook, speed_words
 from memtop.presets.measured import Measured
 from memtop.presets.parameters import model_size, stored_config
@@ -30,7 +31,14 @@ Ways = Sequence[tuple[Way, PlannedHost]]
 """Other settings, and what they need of the host's memory."""
 
 
-def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: int | None, found: Ways) -> dict[str, Any]:
+def document(
+    settings: Settings,
+    own: TrainerCommand | None,
+    gpu: dict[str, Any],
+    host: PlannedHost,
+    best: int | None,
+    found: Ways,
+) -> dict[str, Any]:
     size, config = model_size(settings), stored_config(settings) or {}
     return {
         "model": {
@@ -38,14 +46,51 @@ def document(settings: Settings, gpu: dict[str, Any], host: PlannedHost, best: i
             "parameters": None if size is None else size.all,
             "trained_parameters": None if size is None else size.trained,
         },
-        "settings": msgspec.to_builtins(settings),
+        "settings": _settings_row(settings, own),
         "gpu": gpu,
         "host": host.row,
         "effective_batch": settings.effective_batch,
         "tokens_per_update": settings.tokens_per_update,
         "max_safe_batch": best,
-        "alternatives": [_way_row(*one) for one in found],
+        "alternatives": [_way_row(*one, own) for one in found],
     }
+
+
+def _settings_row(settings: Settings, own: TrainerCommand | None) -> dict[str, Any]:
+    """Of a program of the user's own, what is not known of it is None."""
+    row: dict[str, Any] = msgspec.to_builtins(settings)
+    if own is None:
+        return row
+    # Without an option for DeepSpeed, the Trainer has no ZeRO.
+    known = {"model", "method", "world_size", "lora", "zero", *own.values}
+    return {name: value if name in known else None for name, value in row.items()}
+
+
+_DECISIVE = (
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "n_embd",
+        "n_layer",
+        "n_head",
+    ),
+    *("d_model", "d_ff", "d_kv", "num_layers", "num_heads"),
+)
+
+
+def left_out(config: Mapping[str, Any]) -> list[str]:
+    """What is assumed of the values that decide how large a model is, if the configuration does not
+    give them all."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in DEFAULTS:
+        return []
+    given = {OTHER_NAMES.get(kind, {}).get(name, name) for name in config}
+    missing = [f"{name} {value}" for name, value in DEFAULTS[kind].items() if name in _DECISIVE and name not in given]
+    listed = ", ".join(missing)
+    return [f"what the model's configuration leaves out, as in transformers: {listed}"] if missing else []
 
 
 def peak_row(peak: PlannedPeak) -> dict[str, Any]:
@@ -98,10 +143,10 @@ def bound_row(bound: Bound, card: Card) -> dict[str, Any]:
     }
 
 
-def _way_row(way: Way, host: PlannedHost) -> dict[str, Any]:
+def _way_row(way: Way, host: PlannedHost, own: TrainerCommand | None) -> dict[str, Any]:
     settings = way.settings
     return {
-        "preset": settings.preset,
+        "preset": settings.preset if own is None else None,
         "batch": settings.batch,
         "accumulation": settings.accumulation,
         "seq_len": settings.seq_len,
@@ -205,10 +250,11 @@ def _way_text(way: Way, own: TrainerCommand | None) -> str:
     same = "training is unchanged" if way.unchanged else "changes training"
     head = way.settings.split_text if own is not None else f"{way.settings.split_text}{separator(', ')}{_named(way)}"
     changes = separator("; ").join(map(tr, way.changes))
-    size, most, speed = units.size(way.peak.bytes), units.size(way.peak.most), speed_words(way.pace.speed)
+    size, least, most = map(units.size, (way.peak.bytes, way.peak.least, way.peak.most))
+    speed = speed_words(way.pace.speed)
     if changes:
-        return tr(f"{head} ({changes}): ~{size}, at most {most}; {same}; {speed}")
-    return tr(f"{head}: ~{size}, at most {most}; {same}; {speed}")
+        return tr(f"{head} ({changes}): ~{size}, between {least} and {most}; {same}; {speed}")
+    return tr(f"{head}: ~{size}, between {least} and {most}; {same}; {speed}")
 
 
 def _host_words(host: PlannedHost) -> str:

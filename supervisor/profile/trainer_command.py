@@ -90,12 +90,18 @@ class TrainerCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trainer_command(
-    words: tuple[str, ...], cwd: str, *, model: str | None = None, seq_len: int | None = None, processes: int | None = None
+    words: tuple[str, ...],
+    cwd: str,
+    *,
+    model: str | None = None,
+    batch: int | None = None,
+    seq_len: int | None = None,
+    processes: int | None = None,
 ) -> TrainerCommand:
     """The training that a command would begin. UsageError names what is missing, and an option
     whose memory cannot be foreseen.
 
-    `model`, `seq_len`, `processes`: for a command that does not say them.
+    `model`, `batch`, `seq_len`, `processes`: in place of what the command says, or does not say.
     """
     options = _Options(words, cwd)
     if options.missing is not None:
@@ -107,11 +113,11 @@ def trainer_command(
     if path is None:
         raise UsageError("-- COMMAND: it names no model (--model_name_or_path); give --model NAME|PATH before the dashes")
     method = _method(options)
-    found = _shape(options, seq_len)
+    found = _shape(options, batch, seq_len)
     assumed = ["each sample has as many tokens as the sequence length", "the loss is the model's own"]
     if not options.names_trainer:
         assumed.append("the program uses Hugging Face's Trainer, which its script does not name")
-    if options.text(*_BATCH) is None:
+    if batch is None and options.text(*_BATCH) is None:
         assumed.append(f"a batch of {_DEFAULT_BATCH}, the default of TrainingArguments")
     if options.text(*_CHECKPOINTING) is None:
         of = options.defaults.of
@@ -279,7 +285,7 @@ def _method(options: _Options) -> str:
     return "lora" if adapters or kind == "lora" else "full"
 
 
-def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
+def _shape(options: _Options, batch: int | None, seq_len: int | None) -> dict[str, str]:
     length = seq_len or options.whole(*_LENGTH) or options.defaults.length
     if length is None:
         raise UsageError(
@@ -288,7 +294,7 @@ def _shape(options: _Options, seq_len: int | None) -> dict[str, str]:
         )
     checkpointing = options.is_on("gradient_checkpointing", default=options.defaults.checkpointing)
     return {
-        "batch": str(options.whole(*_BATCH) or _DEFAULT_BATCH),
+        "batch": str(batch or options.whole(*_BATCH) or _DEFAULT_BATCH),
         "accumulation": str(options.whole(_ACCUMULATION) or 1),
         "seq_len": str(length),
         "gradient_checkpointing": str(checkpointing and not options.is_on("disable_gradient_checkpointing")).lower(),

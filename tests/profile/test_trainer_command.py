@@ -220,6 +220,10 @@ def test_what_a_command_does_not_say_can_be_given(tmp_path: Path) -> None:
     words = ("torchrun", "--nproc_per_node", "gpu", "train.py")
     found = trainer_command(words, str(tmp_path), model="m", seq_len=128, processes=3)
     assert (found.model, found.values["seq_len"], found.processes) == ("m", "128", 3)
+    assert "a batch of 8, the default of TrainingArguments" in found.assumed
+    found = trainer_command(words, str(tmp_path), model="m", batch=4, seq_len=128, processes=3)
+    assert found.values["batch"] == "4"
+    assert not any("batch" in words for words in found.assumed), "what was given is not assumed"
 
 
 def test_for_a_missing_script_only_scripts_are_proposed(tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""`memtop plan`: what it says of wrong and incomplete inputs, and what it assumes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from memtop.cli import gpus as gpus_of
+from memtop.cli import run
+from memtop.presets import checks
+from memtop.presets.parameters import least_size, model_parameters
+from tests.test_plan_command import LLAMA, first_run
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, and a Python without torch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "bare").symlink_to(Path(sys.base_prefix) / "bin" / "python3")
+    monkeypatch.setenv("MEMTOP_PYTHON", str(tmp_path / "bare"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert run(["plan", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+T5 = {"model_type": "t5", "d_model": 64, "is_encoder_decoder": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("this is not { json", [], "model.path {folder}: its config.json is not valid JSON"),
+        ("[1, 2]", [], "model.path {folder}: its config.json is not a JSON object"),
+        (None, [], "model.path {folder}: no config.json in it"),
+        (
+            json.dumps(T5),
+            ["--method", "lora"],
+            "model_type t5: it has an encoder and a decoder, and this recipe trains causal language models; "
+            "take recipe pretrain-t5",
+        ),
+        (
+            json.dumps(LLAMA),
+            ["pretrain-t5"],
+            "model_type llama: transformers has no model of this kind with an encoder and a decoder, as seq2seq needs",
+        ),
+        (
+            json.dumps({**LLAMA, "hidden_size": 1000, "num_attention_heads": 32}),
+            [],
+            "model.config.num_attention_heads 32: does not divide hidden_size 1000",
+        ),
+    ],
+)
+def test_without_torch_a_wrong_model_is_refused_for_its_own_reason(
+    text: str | None, words: list[str], said: str, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    if text is not None:
+        (model / "config.json").write_text(text)
+    assert run(["plan", "--model", str(model), *words]) == 2
+    out, told = capsys.readouterr()
+    assert (out, told.splitlines()[-1]) == ("", f"memtop: {said.format(folder=model)}")
+
+
+def test_the_architectures_that_go_with_one_task_only_are_those_of_transformers() -> None:
+    causal, seq2seq = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    assert set(checks.ENCODER_DECODERS) & causal == set()
+    assert set(checks.DECODERS) & seq2seq == set()
+    assert set(checks.DECODERS) <= causal
+
+
+def test_the_values_that_a_configuration_leaves_out_are_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
+    assumed = document(capsys, "--model", str(model))["assumed"]
+    assert assumed == [
+        "what the model's configuration leaves out, as in transformers: "
+        "intermediate_size 11008, num_hidden_layers 32, num_attention_heads 32, vocab_size 32000"
+    ]
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "hidden_size": 64, "n_layer": 2, "n_head": 2}))
+    assumed = document(capsys, "--model", str(model))["assumed"]
+    assert assumed == ["what the model's configuration leaves out, as in transformers: vocab_size 50257"]
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    assert document(capsys, "--model", str(model))["assumed"] == []
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+RANKS = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+NARROW = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def true_size(kind: str, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The whole configuration of such a model of transformers, and its number of parameters."""
+    config = AutoConfig.for_model(kind, **SMALL | values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return json.loads(config.to_json_string(use_diff=False)), sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("mixtral", EIGHT),
+        ("mixtral", {**EIGHT, "head_dim": 16, "tie_word_embeddings": True}),
+        ("qwen3_moe", NARROW),
+        ("qwen3_moe", {**NARROW, "decoder_sparse_step": 2, "mlp_only_layers": [1], "head_dim": 32}),
+        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)
+def test_all_experts_of_a_known_mixture_are_counted(kind: str, values: dict[str, Any]) -> None:
+    config, true = true_size(kind, values)
+    assert model_parameters(config) == model_parameters({**SMALL, **values, "model_type": kind}) == true
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "least"),
+    [
+        ("qwen2_moe", {**NARROW, "shared_expert_intermediate_size": 16}, 0.4),
+        ("deepseek_v2", {**ROUTED, **RANKS, "first_k_dense_replace": 1}, 0.4),
+        ("glm4_moe", {**ROUTED, "first_k_dense_replace": 2, "n_shared_experts": 1, "head_dim": 8}, 0.4),
+        ("gpt_oss", {**EIGHT, "head_dim": 8}, 0.4),
+        ("phimoe", EIGHT, 0.4),
+        ("granitemoe", EIGHT, 0.4),
+        ("llama4_text", {**EIGHT, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "head_dim": 8}, 0.1),
+        ("jamba", {"num_experts": 8, "expert_layer_period": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False}, 0.01),
+    ],
+)
+def test_the_bound_of_another_mixture_counts_experts_but_never_too_many(
+    kind: str, values: dict[str, Any], least: float
+) -> None:
+    config, true = true_size(kind, values)
+    # With all values, and with the decisive ones only.
+    decisive = {name: config[name] for name in (*SMALL, *values) if name in config}
+    shares = []
+    for known in (config, decisive):
+        found = least_size(first_run(model={"config": {**known, "model_type": "quokka"}}))
+        assert not isinstance(found, str)
+        shares.append(found.parameters / true)
+    assert least < max(shares) <= 1
+    assert min(shares) > 0
+
+
+def test_a_bound_says_that_it_counts_experts(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8}
+    (model / "config.json").write_text(json.dumps(mixtral))
+    gpu = document(capsys, "--model", str(model), "--vram", "48")["gpu"]
+    assert gpu["counted"] == "the weights of its architecture"
+    assert gpu["least_bytes"] == 16 * (model_parameters(mixtral) or 0) > 16 * 2 * 8 * 3 * 64 * 128
+    (model / "config.json").write_text(json.dumps({**mixtral, "model_type": "quokka"}))
+    gpu = document(capsys, "--model", str(model), "--vram", "48")["gpu"]
+    assert gpu["counted"] == "the embeddings, the experts and other feed-forward parts, as its configuration gives them"
+
+
+WIDE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+NOTHING = "instead     memtop knows no other settings of this method that fit this GPU and host; "
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # Full training offloads more than the host has.
+        (["--vram", "80", "--host-ram", "23"], r"--method lora trains adapters: ~[\d.]+ GiB of GPU memory, ~[\d.]+ GiB of"),
+        (["--vram", "16", "--host-ram", "23"], r"--method qlora trains adapters: ~[\d.]+ GiB of GPU memory, ~[\d.]+ GiB of"),
+        (["--vram", "4", "--host-ram", "23"], "take a smaller model"),
+        (["--vram", "3", "--host-ram", "64", "--method", "qlora"], "take a smaller model"),
+        (["--vram", "80", "--host-ram", "400"], None),
+    ],
+)
+def test_a_way_out_is_named_where_nothing_of_the_method_fits(
+    words: list[str], said: str | None, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(WIDE))
+    assert run(["plan", "--model", str(model), *words]) == 0
+    out = capsys.readouterr().out
+    if said is None:
+        assert "instead" not in out
+        return
+    assert re.search(f"^{NOTHING}{said}", out, re.MULTILINE)
+    named = re.search(r"instead .*--method (\w+) trains adapters: ~([\d.]+ GiB) of GPU", out)
+    if named is not None:
+        assert run(["plan", "--model", str(model), "--vram", words[1], "--host-ram", words[3], "--method", named[1]]) == 0
+        plan = capsys.readouterr().out
+        assert "fits        no" not in plan, "the plan of that method fits"
+        assert f" {named[2]}, safe" in plan or f"GPU memory  {named[2].partition(' ')[0]} / " in plan
+
+
+def test_the_copy_for_saving_is_said_to_need_room(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 300_000}))
+    for room, words in (("64", 1), ("2.3", 0)):
+        assert run(["plan", "--model", str(model), "--vram", "8", "--host-ram", room]) == 0
+        said = r"copy for saving [\d.]+ [MG]iB \(made only if there is room; else memtop saves without it\)"
+        assert len(re.findall(said, capsys.readouterr().out)) == words
+
+
+@pytest.mark.parametrize(
+    ("precision", "assumed"),
+    [
+        ("auto", ["the GPU has bf16 and flash attention, as those of compute capability 8.0 and above"]),
+        ("fp16", ["the GPU has flash attention, as those of compute capability 8.0 and above"]),
+        ("fp32", []),
+    ],
+)
+def test_of_an_unknown_gpu_only_what_the_precision_needs_is_assumed(
+    precision: str, assumed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    bare = replace(gpus_of.sample(), gpus=())
+    monkeypatch.setattr(gpus_of, "sample", lambda: bare)
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    found = document(capsys, "--model", str(model), "--vram", "8", "--set", f"precision={precision}")
+    assert found["assumed"] == assumed
+
+
+def test_a_plan_says_who_chose_the_preset_and_what_slower_means(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    assert run(["plan", "--model", str(model), "--vram", "8"]) == 0
+    told = capsys.readouterr().err
+    assert "memtop: memtop chose preset standard: 8.00 GiB of GPU memory, estimated to peak at ~" in told
+    assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
+    assert "memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n" in capsys.readouterr().err
