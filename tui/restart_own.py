@@ -17,9 +17,17 @@ from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
+from memtop.supervisor.run.grip import (
+    Grip,
+    after_stop,
+    consequences,
+    done_after_stop,
+    length_after,
+    values_of,
+    why_not_continued,
+)
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.wire import Change, Checkpoint, RunState
+from memtop.supervisor.wire import Change, Checkpoint, Phase, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.restart_plan import nothing_left
 from memtop.tui.screen import TITLE_NAME, Words
@@ -59,6 +67,19 @@ def where_own_resumes(run: RunState) -> str:
     return "resumes from its newest checkpoint" if at.updates is None else f"resumes at update {units.count(at.updates)}"
 
 
+def why_nothing_left(run: RunState, grip: Grip, changed: dict[str, str], resumed: Checkpoint | None) -> str | None:
+    """Why these settings leave nothing to train; None if they leave something, or if that is not
+    known."""
+    total, length = run.total_updates, length_after(grip, values_of(changed, grip), run.total_updates)
+    saved, finished = None if resumed is None else resumed.updates, run.state is Phase.FINISHED
+    done = done_after_stop(saved, run.updates, saves=run.alive and run.saves_when_stopped, finished=finished)
+    if done is None or length is None or total is None or done < length:
+        return None
+    if length < total and done < total:
+        return explain.nothing_would_be_left(done, length)
+    return nothing_left(run, resumed)
+
+
 class OwnProgramDialog(FormDialog[Change]):
     """Closes with the change to send, or None."""
 
@@ -96,12 +117,11 @@ class OwnProgramDialog(FormDialog[Change]):
         run, words = self._run, ""
         why = why_not_continued(self._grip) if run.updates else None
         resumed = resumed_from(run)
-        if why is None and not changed:
-            why = nothing_left(run, resumed)
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
             seen = self._grip if run.program is None else self._grip.with_seen(run.program.knobs)
             words = consequences(seen, changed, at, run.updates, run.total_updates, ended=not run.alive)
+            why = why or why_nothing_left(run, self._grip, changed, resumed)
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None

@@ -316,12 +316,22 @@ def _rate_change(grip: Grip, done: int, total: int, then: int) -> str | None:
 def length_after(grip: Grip, values: dict[str, Any], total: int | None) -> int | None:
     """How many updates a Trainer does with these values of knobs, if it does `total` now. None if
     not known."""
+    if "max_updates" in values:
+        return int(values["max_updates"])
     after = grip.given(values)
     if total is None or grip.fixed_length or grip.effective_batch == after.effective_batch:
         return total
-    if not grip.effective_batch or not after.effective_batch:
+    if grip.profile is not None or not grip.effective_batch or not after.effective_batch:
         return None
     return math.ceil(total * grip.effective_batch / after.effective_batch)
+
+
+def done_after_stop(saved: int | None, update: int | None, *, saves: bool, finished: bool) -> int | None:
+    """How many updates are done when the program starts again. One that `saves` when it is stopped
+    does the present update first; one that has `finished` has done all, whatever it saved."""
+    if saves and update is not None:
+        return update + 1
+    return max(saved, update or 0) if finished and saved is not None else saved
 
 
 def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str | None:

@@ -31,7 +31,7 @@ from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
-from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Phase, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import Line, plain
 from memtop.tui.remedies import FORECAST, forecast_lines, what_if
@@ -556,3 +556,21 @@ async def test_the_form_counts_from_the_update_at_which_the_program_saves_when_i
         await settle(pilot)
         assert "about 56 samples are repeated" in words(app)
         assert "done again" not in words(app)
+
+
+async def test_the_form_refuses_settings_that_would_leave_nothing_to_train(tmp_path: Path) -> None:
+    saved = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+    grip = Grip(output_dir="/out", batch=8, accumulation=2)
+    feed = RecordingFeed(own_run(tmp_path, grip, updates=7, total_updates=10, checkpoint=saved, offers=("stop",)))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        for accumulation, is_refused in (("4", True), ("1", False)):
+            app.screen.query_one("#accumulation", Input).value = accumulation
+            await settle(pilot)
+            words_then = "nothing would be left to train: 8 updates are done then, and the new length is 5"
+            assert (words_then in words(app), app.screen.query_one("#confirm", Button).disabled) == (is_refused, is_refused)
+    over: dict[str, object] = {"state": Phase.FINISHED, "alive": False, "updates": 10, "total_updates": 10}
+    feed = RecordingFeed(own_run(tmp_path, grip, checkpoint=saved, **over))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        assert "nothing is left to train: 10 updates are done, and the length is 10" in words(app)
