@@ -25,6 +25,7 @@ from memtop.tui.keymap import no_changes, restart_in_progress
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
+from memtop.tui.restart_own import why_not_back
 from memtop.tui.restart_plan import nothing_left_with, where_it_goes_on, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
@@ -127,7 +128,7 @@ class ConfigurationsScreen(FullScreen):
         store = self.dashboard.store
         problem = no_changes(store) or restart_in_progress(store)
         if problem is None and store.run is not None and not with_state:
-            problem = nothing_left_with(store.run, wanted.settings)
+            problem = nothing_left_with(store.run, wanted.settings) or why_not_back(store.run, wanted)
         change = rollback(wanted, self._rows, with_state=with_state) if problem is None else problem
         if isinstance(change, str):
             self.say(change)

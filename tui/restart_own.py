@@ -27,10 +27,11 @@ from memtop.supervisor.run.grip import (
     why_not_continued,
 )
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.wire import Change, Checkpoint, Phase, RunState
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.restart_plan import nothing_left
-from memtop.tui.screen import TITLE_NAME, Words
+from memtop.tui.screen import TITLE_NAME, Dashboard, Words
+from memtop.tui.store import Store
 
 _FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -64,7 +65,11 @@ def where_own_resumes(run: RunState) -> str:
     at = resumed_from(run)
     if at is None:
         return explain.FROM_ZERO
-    return "resumes from its newest checkpoint" if at.updates is None else f"resumes at update {units.count(at.updates)}"
+    if at.updates is None:
+        return "resumes from its newest checkpoint"
+    if run.alive and run.saves_when_stopped:
+        return f"resumes at the update at which it is stopped, now {units.count(at.updates)}"
+    return f"resumes at update {units.count(at.updates)}"
 
 
 def why_nothing_left(run: RunState, grip: Grip, changed: dict[str, str], resumed: Checkpoint | None) -> str | None:
@@ -80,13 +85,24 @@ def why_nothing_left(run: RunState, grip: Grip, changed: dict[str, str], resumed
     return nothing_left(run, resumed)
 
 
+def why_not_back(run: RunState, row: Configuration) -> str | None:
+    """Why the settings of this earlier configuration leave the user's own program nothing to train;
+    None if they leave something, or if that is not known."""
+    grip = grip_of(run) if run.settings is None else None
+    if grip is None:
+        return None
+    split: dict[str, str] = {name: str(row.uses[name]) for name in ("batch", "accumulation") if name in row.uses}
+    return why_nothing_left(run, grip, {**split, **row.knobs}, resumed_from(run))
+
+
 class OwnProgramDialog(FormDialog[Change]):
     """Closes with the change to send, or None."""
 
     AUTO_FOCUS = "#batch"
 
-    def __init__(self, run: RunState, grip: Grip) -> None:
+    def __init__(self, dashboard: Dashboard, run: RunState, grip: Grip) -> None:
         super().__init__()
+        self._dashboard = dashboard
         self._run = run
         self._grip = grip
         self._shown = {name: str(value) for name in _FIELDS if (value := getattr(grip, name)) is not None}
@@ -105,6 +121,10 @@ class OwnProgramDialog(FormDialog[Change]):
             yield from buttons("Restart")
 
     def on_mount(self) -> None:
+        self.follow(self._dashboard, self._take)
+
+    def _take(self, store: Store) -> None:
+        self._run = store.run or self._run
         self.judge()
 
     @on(Button.Pressed, "#confirm")

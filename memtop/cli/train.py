@@ -245,7 +245,7 @@ def _profile(program: tuple[str, ...], given: str | None) -> tuple[ProfileMatch 
         known = f"{', '.join(profiles)}, auto and none{did_you_mean(str(name), profiles)}"
         raise UsageError(f"{option} {name!r}: unknown; there are {known}")
     if inner is None and ".py" in (text or ""):
-        why = f"`{program[0]} -c` has more than one simple command, so memtop can change nothing in it"
+        why = f"`{program[0]} -c` has more than one simple command, so memtop can change no options in it"
         advice = "give the program itself: memtop train -- python ..."
         if name != "auto":
             raise UsageError(f"{option} {name}: {why}; {advice}")

@@ -15,6 +15,7 @@ from memtop.supervisor.recovery.values import Advice, Peak
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
 from memtop.supervisor.run.events import CheckpointKept, Examined, Launched, RemedyFacts, Requested, Sampled
 from memtop.supervisor.run.grip import Grip, consequences, rate_at, shape_key
+from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.prevention import advised
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
@@ -294,6 +295,13 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     assert consequences(GRIP, {}, SAVED, 7, None, ended=True) == "; 2 updates since update 5 are done again"
     assert consequences(GRIP, {}, SAVED, 6, None, ended=True) == "; 1 update since update 5 is done again"
     assert consequences(replace(GRIP, seq_len=64), {"seq_len": "32"}, SAVED, 5, None).startswith("; ! seq_len 64 -> 32")
+
+
+def test_settings_of_a_program_that_loads_are_not_known_yet() -> None:
+    loading = training(settings=None, phase=Phase.STARTING, progress=Progress())
+    assert "is still loading, so memtop does not know yet" in ask(loading)
+    silent = training(settings=None, phase=Phase.STARTING, progress=Progress(), warnings={"silent": "it cannot report"})
+    assert "memtop does not know where it takes its settings from" in ask(silent)
 
 
 def test_a_knob_without_effect_is_an_event() -> None:

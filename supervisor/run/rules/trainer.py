@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.configuration import OWN_PROGRAM
+from memtop.supervisor.recovery.configuration import OWN_PROGRAM, STILL_LOADING
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
@@ -34,19 +34,25 @@ def knobs_after(model: Model, change: Change) -> dict[str, str]:
     """The settings that the next attempt is given; UsageError if the change is not possible."""
     wanted = knobs_of(change)
     if replace(change, assignments={}, reason="", configuration=None, max_updates=None) != Change():
-        raise UsageError(OWN_PROGRAM if model.grip is None else only_knobs(model.grip))
+        raise UsageError(_unknown(model) if model.grip is None else only_knobs(model.grip))
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
     if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
         _check_length(model, change, knobs)
         return knobs
     if model.grip is None:
-        raise UsageError(OWN_PROGRAM)
+        raise UsageError(_unknown(model))
     values_of(wanted, model.grip)  # refuses what is not possible
     _check_length(model, change, {**knobs, **wanted})
     if not is_lost and (why := why_not_continued(model.grip)) is not None:
         raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
+
+
+def _unknown(model: Model) -> str:
+    """Why memtop cannot change the settings of a program that it does not hold."""
+    is_loading = model.alive and model.phase is Phase.STARTING and "silent" not in model.warnings
+    return STILL_LOADING if is_loading else OWN_PROGRAM
 
 
 def _check_length(model: Model, change: Change, knobs: dict[str, str]) -> None:
