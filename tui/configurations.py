@@ -278,11 +278,16 @@ def differences(of: Configuration, now: Configuration | None) -> list[str]:
         return ["it is the current one"]
     if of.settings is None or now.settings is None:
         if of.knobs or now.knobs:
-            return [
-                f"{name} {now.knobs.get(name, 'of its own')} -> {of.knobs.get(name, 'of its own')}" for name in _knobs(of, now)
-            ]
+            before, after = _own_settings(now), _own_settings(of)
+            return [f"{name} {before.get(name, 'of its own')} -> {after.get(name, 'of its own')}" for name in _knobs(of, now)]
         return ["the differences are not known: this program's settings are unknown"]
     return changes(now.settings, of.settings) or ["the same settings as now"]
+
+
+def _own_settings(of: Configuration) -> dict[str, str]:
+    """The settings of the user's own program, as far as they are known."""
+    uses = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in of.uses.items()}
+    return uses | of.knobs
 
 
 def _knobs(of: Configuration, now: Configuration) -> list[str]:

@@ -397,7 +397,9 @@ def _say_peak(settings: Settings, estimates: Estimates | None) -> bool:
 
 def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) -> None:
     """UsageError for options that have no meaning for the user's own program."""
-    given = {"RECIPE": recipe, "--preset": preset, "--max-updates": edits.max_updates}
+    if recipe is not None:
+        raise UsageError(f"RECIPE {recipe}: a recipe and a command of your own exclude each other; leave one of them out")
+    given = {"--preset": preset, "--max-updates": edits.max_updates}
     options = {**OPTIONS, "save_every": "--save-every"}
     given |= {options.get(name, f"--set {name}"): text for name, text in edits.assignments.items()}
     for option, value in given.items():

@@ -283,6 +283,13 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     linear = replace(GRIP, peak_rate=4e-4, schedule="linear")
     words = "the learning rate there changes from 0.0003 to 0.00035"
     assert consequences(linear, {"batch": "4"}, SAVED, None, 20).endswith(words)
+    # What does not change is left out.
+    at_zero = consequences(linear, {"batch": "4"}, None, None, 20)
+    assert at_zero.endswith("changes from 16 to 8; the learning rate now follows a schedule with 2 times as many updates")
+    constant = replace(linear, schedule="constant")
+    assert consequences(constant, {"batch": "4"}, SAVED, None, 20).endswith("; the learning rate stays the same")
+    uneven = consequences(linear, {"batch": "4"}, SAVED, None, 30)
+    assert uneven.endswith("the learning rate there changes from 0.000333 to 0.000367"), "three digits"
     fixed = replace(linear, fixed_length=True)
     assert "the learning rate continues as it was" in consequences(fixed, {"batch": "4"}, SAVED, None, 20)
     longer = consequences(linear, {"max_updates": "40"}, SAVED, None, 20)
