@@ -25,6 +25,12 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Shared memory (data-loader batches) as part of pss_bytes."""
     swap_bytes: int | None = None
 
+    @property
+    def words(self) -> str:
+        """`1 rank`, `3 loader workers`."""
+        several = self.processes != 1 and self.role in ("launcher", "rank", "loader worker")
+        return f"{self.processes} {self.role}{'s' if several else ''}"
+
 
 Measure = Literal["PSS", "RSS"]
 """PSS: a shared page is divided among the processes that map it. RSS: it counts in each of them."""

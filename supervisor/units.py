@@ -68,6 +68,10 @@ def energy(joules: float | None) -> str:
     return f"{watt_hours / 1000:.2f} kWh" if watt_hours >= 1000 else f"{watt_hours:.3g} Wh"
 
 
+def processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
+
+
 def percent(fraction: float | None, digits: int = 1) -> str:
     return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f} %"
 

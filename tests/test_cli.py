@@ -114,6 +114,10 @@ def command(name: str) -> click.Command:
     ("arguments", "message"),
     [
         (["trian"], "No such command 'trian'; did you mean train?"),
+        (
+            ["train", "first-run", "--", "python"],
+            "RECIPE first-run: a recipe and a command of your own exclude each other; leave",
+        ),
         (["train", "no-such-recipe"], "RECIPE 'no-such-recipe': unknown; there are first-run, pretrain-causal"),
         (
             ["train", "--preset", "lwo"],

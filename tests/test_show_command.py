@@ -410,7 +410,7 @@ def test_a_restart_says_what_peak_is_foreseen_or_why_none(
             peak = Peak(batch=batch, bytes=batch << 30, updates=9, settings_key=settings_key(settings))
             row = replace(configuration(number, settings, "restart", "replaced"), peak=peak)
             ledger.save_configuration(ConfigurationRecord(configuration=row, starts=()))
-    share = r"of \S+ [GT]iB \(\S+ %, (safe|edge|danger)\)"
+    share = r"of \S+ [GT]iB \(\S+ % with other processes, (safe|edge|danger)\)"
     others = r"other processes hold \S+ [GM]iB"
     line = rf"memtop: host memory is foreseen to peak at 2\.0 GiB {share}: line through peaks at B 4 and B 8; {others}\n"
     assert re.fullmatch(line, said(smaller))

@@ -229,3 +229,15 @@ def test_a_run_under_low_limits_and_without_an_environment(runs: Runs, limit: st
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert done.stderr.endswith("memtop: run a: finished; memtop show a\n")
+
+
+def test_a_name_that_is_taken_says_what_can_be_done_with_that_run(runs: Runs) -> None:
+    code = "import pathlib, time\nwhile not pathlib.Path('end').exists(): time.sleep(0.05)"
+    again = ("train", "--name", "a", "--detach", "--", sys.executable, "-c", code)
+    runs.memtop(*again)
+    said = runs.memtop(*again, status=1).stderr
+    assert said.endswith("/runs and is starting: `memtop watch a` shows it, --name chooses another name\n")
+    (runs.root / "end").touch()
+    runs.wait("a", lambda d: d["state"] == "finished")
+    said = runs.memtop(*again, status=1).stderr
+    assert "`memtop restart a` starts it again from the beginning, unless it resumes by itself; --fresh moves" in said

@@ -25,6 +25,7 @@ from memtop.tui.keymap import no_changes, restart_in_progress
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cell, fact, fit, foreign, join, join_fitting, line, wrap
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
+from memtop.tui.restart_own import why_not_back
 from memtop.tui.restart_plan import nothing_left_with, where_it_goes_on, where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
@@ -127,7 +128,7 @@ class ConfigurationsScreen(FullScreen):
         store = self.dashboard.store
         problem = no_changes(store) or restart_in_progress(store)
         if problem is None and store.run is not None and not with_state:
-            problem = nothing_left_with(store.run, wanted.settings)
+            problem = nothing_left_with(store.run, wanted.settings) or why_not_back(store.run, wanted)
         change = rollback(wanted, self._rows, with_state=with_state) if problem is None else problem
         if isinstance(change, str):
             self.say(change)
@@ -277,11 +278,16 @@ def differences(of: Configuration, now: Configuration | None) -> list[str]:
         return ["it is the current one"]
     if of.settings is None or now.settings is None:
         if of.knobs or now.knobs:
-            return [
-                f"{name} {now.knobs.get(name, 'of its own')} -> {of.knobs.get(name, 'of its own')}" for name in _knobs(of, now)
-            ]
+            before, after = _own_settings(now), _own_settings(of)
+            return [f"{name} {before.get(name, 'of its own')} -> {after.get(name, 'of its own')}" for name in _knobs(of, now)]
         return ["the differences are not known: this program's settings are unknown"]
     return changes(now.settings, of.settings) or ["the same settings as now"]
+
+
+def _own_settings(of: Configuration) -> dict[str, str]:
+    """The settings of the user's own program, as far as they are known."""
+    uses = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in of.uses.items()}
+    return uses | of.knobs
 
 
 def _knobs(of: Configuration, now: Configuration) -> list[str]:

@@ -17,12 +17,21 @@ from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.language import tr
 from memtop.supervisor.names import shortened
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.grip import Grip, after_stop, consequences, why_not_continued
+from memtop.supervisor.run.grip import (
+    Grip,
+    after_stop,
+    consequences,
+    done_after_stop,
+    length_after,
+    values_of,
+    why_not_continued,
+)
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.wire import Change, Checkpoint, RunState
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase, RunState
 from memtop.tui.form import FormDialog, buttons, field
 from memtop.tui.restart_plan import nothing_left
-from memtop.tui.screen import TITLE_NAME, Words
+from memtop.tui.screen import TITLE_NAME, Dashboard, Words
+from memtop.tui.store import Store
 
 _FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -56,7 +65,34 @@ def where_own_resumes(run: RunState) -> str:
     at = resumed_from(run)
     if at is None:
         return explain.FROM_ZERO
-    return "resumes from its newest checkpoint" if at.updates is None else f"resumes at update {units.count(at.updates)}"
+    if at.updates is None:
+        return "resumes from its newest checkpoint"
+    if run.alive and run.saves_when_stopped:
+        return f"resumes at the update at which it is stopped, now {units.count(at.updates)}"
+    return f"resumes at update {units.count(at.updates)}"
+
+
+def why_nothing_left(run: RunState, grip: Grip, changed: dict[str, str], resumed: Checkpoint | None) -> str | None:
+    """Why these settings leave nothing to train; None if they leave something, or if that is not
+    known."""
+    total, length = run.total_updates, length_after(grip, values_of(changed, grip), run.total_updates)
+    saved, finished = None if resumed is None else resumed.updates, run.state is Phase.FINISHED
+    done = done_after_stop(saved, run.updates, saves=run.alive and run.saves_when_stopped, finished=finished)
+    if done is None or length is None or total is None or done < length:
+        return None
+    if length < total and done < total:
+        return explain.nothing_would_be_left(done, length)
+    return nothing_left(run, resumed)
+
+
+def why_not_back(run: RunState, row: Configuration) -> str | None:
+    """Why the settings of this earlier configuration leave the user's own program nothing to train;
+    None if they leave something, or if that is not known."""
+    grip = grip_of(run) if run.settings is None else None
+    if grip is None:
+        return None
+    split: dict[str, str] = {name: str(row.uses[name]) for name in ("batch", "accumulation") if name in row.uses}
+    return why_nothing_left(run, grip, {**split, **row.knobs}, resumed_from(run))
 
 
 class OwnProgramDialog(FormDialog[Change]):
@@ -64,8 +100,9 @@ class OwnProgramDialog(FormDialog[Change]):
 
     AUTO_FOCUS = "#batch"
 
-    def __init__(self, run: RunState, grip: Grip) -> None:
+    def __init__(self, dashboard: Dashboard, run: RunState, grip: Grip) -> None:
         super().__init__()
+        self._dashboard = dashboard
         self._run = run
         self._grip = grip
         self._shown = {name: str(value) for name in _FIELDS if (value := getattr(grip, name)) is not None}
@@ -84,6 +121,10 @@ class OwnProgramDialog(FormDialog[Change]):
             yield from buttons("Restart")
 
     def on_mount(self) -> None:
+        self.follow(self._dashboard, self._take)
+
+    def _take(self, store: Store) -> None:
+        self._run = store.run or self._run
         self.judge()
 
     @on(Button.Pressed, "#confirm")
@@ -96,12 +137,11 @@ class OwnProgramDialog(FormDialog[Change]):
         run, words = self._run, ""
         why = why_not_continued(self._grip) if run.updates else None
         resumed = resumed_from(run)
-        if why is None and not changed:
-            why = nothing_left(run, resumed)
         at = after_stop(run.checkpoint, run.updates, saves=run.alive and run.saves_when_stopped)
         try:
             seen = self._grip if run.program is None else self._grip.with_seen(run.program.knobs)
             words = consequences(seen, changed, at, run.updates, run.total_updates, ended=not run.alive)
+            why = why or why_nothing_left(run, self._grip, changed, resumed)
         except UsageError as error:
             why = str(error)
         self._change = Change(assignments=changed) if why is None else None

@@ -130,7 +130,8 @@ def nothing_left(run: RunState, at: Checkpoint | None) -> str | None:
     total, by_memtop = run.total_updates, run.program is None or run.program.profile is None
     if run.state is not Phase.FINISHED or at is None or not at.complete or at.updates is None or total is None:
         return None
-    return explain.nothing_left(run.name, at.updates, total, by_memtop=by_memtop) if at.updates >= total else None
+    done = at.updates if run.settings is not None else max(at.updates, run.updates or 0)
+    return explain.nothing_left(run.name, done, total, by_memtop=by_memtop) if done >= total else None
 
 
 def nothing_left_with(run: RunState, settings: Settings | None) -> str | None:

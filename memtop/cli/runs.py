@@ -289,7 +289,7 @@ def _measured(state: RunState) -> dict[str, Any]:
 
 def _memory_lines(state: RunState) -> Iterator[str]:
     if state.alive and state.run_memory:
-        roles = [f"{role.processes} {role.role} {units.size(role.pss_bytes)}" for role in state.run_memory]
+        roles = [f"{role.words} {units.size(role.pss_bytes)}" for role in state.run_memory]
         yield f"memory      {state.host_memory.words}: {', '.join(roles)}"
     for rank in state.ranks:
         if rank.peak_bytes is not None:

@@ -245,7 +245,7 @@ def _profile(program: tuple[str, ...], given: str | None) -> tuple[ProfileMatch 
         known = f"{', '.join(profiles)}, auto and none{did_you_mean(str(name), profiles)}"
         raise UsageError(f"{option} {name!r}: unknown; there are {known}")
     if inner is None and ".py" in (text or ""):
-        why = f"`{program[0]} -c` has more than one simple command, so memtop can change nothing in it"
+        why = f"`{program[0]} -c` has more than one simple command, so memtop can change no options in it"
         advice = "give the program itself: memtop train -- python ..."
         if name != "auto":
             raise UsageError(f"{option} {name}: {why}; {advice}")
@@ -397,7 +397,9 @@ def _say_peak(settings: Settings, estimates: Estimates | None) -> bool:
 
 def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) -> None:
     """UsageError for options that have no meaning for the user's own program."""
-    given = {"RECIPE": recipe, "--preset": preset, "--max-updates": edits.max_updates}
+    if recipe is not None:
+        raise UsageError(f"RECIPE {recipe}: a recipe and a command of your own exclude each other; leave one of them out")
+    given = {"--preset": preset, "--max-updates": edits.max_updates}
     options = {**OPTIONS, "save_every": "--save-every"}
     given |= {options.get(name, f"--set {name}"): text for name, text in edits.assignments.items()}
     for option, value in given.items():

@@ -284,7 +284,7 @@ def print_once(options: Options) -> int:
     lines = list(_machine_lines(machine))
     if tree is not None:
         rss = units.size(sum(process.rss_bytes or 0 for process in tree))
-        lines.append(f"pid {pid}: {len(tree)} processes, {rss} resident: {tree[0].command}")
+        lines.append(f"pid {pid}: {units.processes(len(tree))}, {rss} resident: {tree[0].command}")
     for seen in observed:
         lines += [line_of(seen)] if tree is None else lines_of(seen)
     for state in reversed(states):

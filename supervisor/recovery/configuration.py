@@ -23,6 +23,11 @@ OWN_PROGRAM = (
     "again, `memtop train -- COMMAND` another one; a profile tells memtop more: see docs/profiles.md"
 )
 
+STILL_LOADING = (
+    "this run's program is your own and is still loading, so memtop does not know yet which of its settings it can change: "
+    "repeat this when it trains"
+)
+
 
 def change_for(remedy: Remedy, *, reason: str = "") -> Change:
     """The edit of a restart (or a live edit) that applies the remedy. Empty if the remedy is only a

@@ -436,6 +436,8 @@ def foreseen_text(found: Forecast | str, *, on_gpu: bool = True) -> str:
         host = f"host memory is foreseen to peak at {size}: {found.basis}"
     else:
         band = found.band.value
+        if percent != units.percent(found.peak_bytes / (found.total_bytes or found.peak_bytes)):
+            percent = f"{percent} with other processes"
         gpu = f"GPU memory is foreseen to peak at {size} of {total} ({percent}, {band}): {found.basis}"
         host = f"host memory is foreseen to peak at {size} of {total} ({percent}, {band}): {found.basis}"
     return gpu if on_gpu else host

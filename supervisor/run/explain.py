@@ -204,6 +204,13 @@ def nothing_left(run: str, done: int, length: int, *, by_memtop: bool = True) ->
     return f"nothing is left to train: {done} updates are done, and the length is {length}; {longer}"
 
 
+def nothing_would_be_left(done: int, length: int) -> str:
+    """Why a training is not restarted with settings that make it shorter than what is done at the
+    restart."""
+    longer = f"--max-updates N, with N above {done}, trains longer"
+    return f"nothing would be left to train: {done} updates are done then, and the new length is {length}; {longer}"
+
+
 _NOTHING: dict[type[Request], str] = {
     FreeCache: "nothing to free",
     CheckpointNow: "nothing to save",

@@ -282,11 +282,13 @@ def consequences(
     if grip.profile is not None:
         return f"{text}; effective batch {effective_change(before, then)}: changes training{_moved(grip, after, at, rate)}"
     verb, moved_by = "repeated" if then < before else "skipped", abs(before - then) * done
-    text = (
+    rates = "" if lengthened else f"; {_rates(after, done, total, before / then)}"
+    if not moved_by:
+        return f"{text}: ! the effective batch changes from {before} to {then}{rates}"
+    return (
         f"{text}: ! the effective batch changes from {before} to {then}. The Trainer counts in updates, so about {moved_by} "
-        f"samples are {verb}"
+        f"samples are {verb}{rates}"
     )
-    return text if lengthened else f"{text}; {_rates(after, done, total, before / then)}"
 
 
 def _moved(grip: Grip, after: Grip, at: Checkpoint | None, rate: float | None) -> str:
@@ -303,25 +305,39 @@ def _rates(grip: Grip, done: int, total: int | None, longer: float) -> str:
     has."""
     if grip.fixed_length:
         return "the learning rate continues as it was, because the length is given in updates"
+    if grip.schedule == "constant":
+        return "the learning rate stays the same"
     change = _rate_change(grip, done, total, math.ceil(total * longer)) if total else None
     return change or f"the learning rate now follows a schedule with {longer:g} times as many updates"
 
 
 def _rate_change(grip: Grip, done: int, total: int, then: int) -> str | None:
-    """The learning rate at this update with each length of the training; None if not known."""
-    before, after = rate_at(grip, done, total), rate_at(grip, done, then)
-    return None if before is None or after is None else f"the learning rate there changes from {before:g} to {after:g}"
+    """The learning rate at this update with each length of the training; None if not known, or if
+    it stays there."""
+    rates = rate_at(grip, done, total), rate_at(grip, done, then)
+    before, after = (None if rate is None else f"{rate:.3g}" for rate in rates)
+    return None if before is None or before == after else f"the learning rate there changes from {before} to {after}"
 
 
 def length_after(grip: Grip, values: dict[str, Any], total: int | None) -> int | None:
     """How many updates a Trainer does with these values of knobs, if it does `total` now. None if
     not known."""
+    if "max_updates" in values:
+        return int(values["max_updates"])
     after = grip.given(values)
     if total is None or grip.fixed_length or grip.effective_batch == after.effective_batch:
         return total
-    if not grip.effective_batch or not after.effective_batch:
+    if grip.profile is not None or not grip.effective_batch or not after.effective_batch:
         return None
     return math.ceil(total * grip.effective_batch / after.effective_batch)
+
+
+def done_after_stop(saved: int | None, update: int | None, *, saves: bool, finished: bool) -> int | None:
+    """How many updates are done when the program starts again. One that `saves` when it is stopped
+    does the present update first; one that has `finished` has done all, whatever it saved."""
+    if saves and update is not None:
+        return update + 1
+    return max(saved, update or 0) if finished and saved is not None else saved
 
 
 def lost_by_stop(grip: Grip, at: Checkpoint | None, reached: int | None) -> str | None:

@@ -85,7 +85,7 @@ def _rate(rule: CheckpointRule, position: Position, before: Split, after: Split,
         or (position.length == "updates" and position.counts == "updates")
         or (position.length == "epochs" and (rule.convert or position.counts == "samples"))
     )
-    known = "" if rate is None else f" (about {rate:g})"
+    known = "" if rate is None else f" (about {rate:.3g})"
     if position.counts == "micro_batches" and not rule.convert and before.batch != after.batch:
         return f"! the learning rate there{known} changes with the position"
     if is_held:

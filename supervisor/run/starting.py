@@ -20,13 +20,14 @@ import msgspec
 from memtop.supervisor import language
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.run.client import LOOK_SECONDS, STATUS, ask, socket_path
+from memtop.supervisor.run.grip import why_not_continued
 from memtop.supervisor.run.notices import Target, keep_targets
 from memtop.supervisor.run.processes.environment import outside_any_run
 from memtop.supervisor.run.processes.members import programs_at, refuse_used_path
 from memtop.supervisor.run.record.folder import LATEST, RunFolder, RunLock, RunSpec, create_run
-from memtop.supervisor.run.record.ownership import require_own
+from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.run.server import peer_of
-from memtop.supervisor.run.view import needs_supervisor, trainer_alive
+from memtop.supervisor.run.view import needs_supervisor, read_state, trainer_alive
 from memtop.supervisor.wire import Change, Leave
 
 _LITTLE_SPACE = 1 << 20
@@ -150,11 +151,31 @@ def start_run(runs_dir: Path, spec: RunSpec, *, fresh: bool = False, notify: Seq
     path = runs_dir / spec.name
     if fresh or not os.path.lexists(path):
         refuse_used_path(path)
+    elif RunFolder(path).spec_path.exists() and why_not_own(path) is None:
+        raise RunFolderError(_exists(RunFolder(path)))
     folder = create_run(runs_dir, spec, fresh=fresh)
     if notify:
         keep_targets(folder, notify)
     start_supervisor(folder)
     return folder
+
+
+def _exists(folder: RunFolder) -> str:
+    """That a run has this name already, and what can be done with it."""
+    state, file, name, where = read_state(folder), folder.state(), folder.name, folder.path.parent
+    if not state.state.final:
+        return (
+            f"run {name!r} exists in {where} and is {state.word}: `memtop watch {name}` shows it, --name chooses another name"
+        )
+    if state.resumes or (file is not None and file.grip is not None and why_not_continued(file.grip) is None):
+        return (
+            f"run {name!r} exists in {where}: `memtop restart {name}` continues it, "
+            "--fresh moves it aside and starts a new run, --name chooses another name"
+        )
+    return (
+        f"run {name!r} exists in {where}: `memtop restart {name}` starts it again from the beginning, unless it resumes by "
+        "itself; --fresh moves it aside and starts a new run, --name chooses another name"
+    )
 
 
 def revive(path: Path) -> bool:

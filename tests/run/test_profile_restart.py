@@ -90,7 +90,7 @@ def test_a_program_inside_a_shell_has_a_profile_too(runs: Runs) -> None:
     runs.memtop("stop", "a")
     many = ("--name", "b", "--headless", "--", "sh", "-c", f"true && {text} --help")
     said = runs.memtop("train", *many, status=None).stderr
-    assert "memtop: no profile: `sh -c` has more than one simple command, so memtop can change nothing in it; " in said
+    assert "memtop: no profile: `sh -c` has more than one simple command, so memtop can change no options in it; " in said
     refused = runs.memtop("train", "--program-profile", "nanogpt", *many, status=2).stderr
     assert refused.startswith("memtop: --program-profile nanogpt: `sh -c` has more than one simple command")
 

@@ -242,7 +242,7 @@ def test_workers_left_behind_are_ended(runs: Runs) -> None:
 def test_a_run_cannot_be_started_twice_nor_under_a_taken_name(runs: Runs) -> None:
     start(runs)
     again = runs.memtop("train", "--name", "a", "--detach", "--", "true", status=1)
-    assert "memtop restart a" in again.stderr
+    assert "`memtop watch a` shows it" in again.stderr
     second = runs.start(str(runs.path / "a"), module="memtop.supervisor", stderr=subprocess.PIPE)
     assert "in use by another supervisor" in second.communicate(timeout=120)[1]
     assert second.returncode == 1

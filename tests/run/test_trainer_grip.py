@@ -15,6 +15,7 @@ from memtop.supervisor.recovery.values import Advice, Peak
 from memtop.supervisor.run.effects import KeepCheckpoint, Launch, Signal
 from memtop.supervisor.run.events import CheckpointKept, Examined, Launched, RemedyFacts, Requested, Sampled
 from memtop.supervisor.run.grip import Grip, consequences, rate_at, shape_key
+from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.prevention import advised
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.wire import Change, Checkpoint, Outcome, Phase, Restart
@@ -140,6 +141,101 @@ def test_a_training_that_is_complete_goes_on_only_if_it_gets_longer() -> None:
     assert brain.asked(Launch)[-1].knobs == {"batch": 4}
 
 
+TOO_SHORT = (
+    "nothing would be left to train: {0} updates are done then, and the new length is {1}; --max-updates N, with N above {0}, "
+    "trains longer"
+)
+
+
+def at_update(update: int, *offers: str) -> Brain:
+    """It has done so many of 10 updates, and can be asked for these commands."""
+    brain = trains()
+    plan = {"type": "plan", "updates": 0, "total_updates": 10}
+    brain.report({"type": "hello", "pid": 2, "offers": offers}, plan, {"type": "step", "update": update})
+    return brain
+
+
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [
+        (Change(assignments={"accumulation": "4"}), 5),
+        (Change(assignments={"batch": "16", "accumulation": "4"}), 3),
+        (Change(max_updates=6), 6),
+    ],
+)
+def test_settings_that_leave_nothing_to_train_are_refused_before_the_program_is_stopped(change: Change, length: int) -> None:
+    brain = at_update(6, "stop")
+    brain.effects.clear()
+    assert ask(brain, change) == TOO_SHORT.format(7, length)
+    assert (brain.answers()[-1].usage, brain.model.phase, brain.model.holding) == (True, Phase.TRAINING, None)
+    # Its saved state is of update 5, and it saves no other one when it is stopped.
+    earlier = replace(SAVED, updates=2)
+    loses = at_update(6)
+    assert ask(loses, Change(assignments={"accumulation": "4"}), earlier).startswith("restarting from")
+    # Long enough with another length, or with less of a change.
+    for other in (Change(assignments={"accumulation": "4"}, max_updates=8), Change(assignments={"accumulation": "1"})):
+        assert ask(at_update(6, "stop"), other).startswith("restarting from")
+    # It has been stopped meanwhile.
+    stopped = at_update(6, "stop")
+    end(stopped, 1)
+    stopped.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
+    assert ask(stopped, change, replace(SAVED, updates=7)) == TOO_SHORT.format(7, length)
+
+
+def test_a_return_to_earlier_settings_that_leave_nothing_to_train_is_refused() -> None:
+    knobs = {"batch": {"value": 8}, "accumulation": {"value": 2}}
+    brain = trains()
+    brain.report({"type": "plan", "updates": 0, "total_updates": 10, "knobs": knobs}, {"type": "step", "update": 5})
+    ask(brain, Change(assignments={"accumulation": "1"}))
+    launched(brain)
+    plan = {"type": "plan", "updates": 5, "total_updates": 20, "resumed": True}
+    hello = {"type": "hello", "pid": 3, "offers": ["stop"]}
+    brain.report(hello, {**FOUND, "accumulation": 1}, plan, {"type": "step", "update": 12})
+    assert ask(brain, Change(configuration=1)) == TOO_SHORT.format(13, 10)
+    # Of the length that memtop gave to it, or that it has without, nothing is known then.
+    ask(brain, Change(max_updates=30))
+    launched(brain)
+    longer = {**FOUND, "accumulation": 1, "fixed_length": True}
+    brain.report(longer, {**plan, "total_updates": 30}, {"type": "step", "update": 6})
+    assert ask(brain, Change(configuration=1)).startswith("restarting from")
+
+
+def test_a_program_that_gets_too_far_while_it_is_stopped_has_not_finished() -> None:
+    brain = at_update(3, "stop")
+    request(brain, Change(assignments={"accumulation": "4"}), replace(SAVED, updates=3))
+    brain.tell(CheckpointKept())
+    brain.report({"type": "step", "update": 5})
+    brain.model = replace(brain.model, states=replace(brain.model.states, program=SAVED))
+    end(brain, 0)
+    assert (brain.model.phase, brain.model.reason, brain.asked(Launch)) == (Phase.STOPPED, TOO_SHORT.format(5, 5), [])
+
+
+def test_a_finished_training_is_complete_whatever_it_has_saved() -> None:
+    brain = at_update(10)
+    end(brain, 0)
+    words = "nothing is left to train: 10 updates are done, and the length is 10; "
+    words += "`memtop restart a --max-updates N` trains longer"
+    assert ask(brain, Change()) == ask(brain, HALF) == words
+    request(brain, Change(max_updates=12))
+    assert brain.asked(Launch)[-1].knobs == {"max_updates": 12}
+    # It has ended itself before its last update.
+    early = at_update(8)
+    end(early, 0)
+    request(early, Change())
+    assert len(early.asked(Launch)) == 1
+
+
+def test_what_is_said_of_a_program_that_has_died_is_certain() -> None:
+    brain = at_update(7)
+    end(brain, -9)
+    brain.tell(Examined(diagnosis=NOTHING, facts=RemedyFacts()))
+    request(brain, Change())
+    starts(brain)
+    assert brain.answers()[0].message == (
+        "restarting from the program's checkpoint at update 5; 2 updates since update 5 are done again"
+    )
+
+
 @pytest.mark.parametrize(("phase", "saved"), [(Phase.FAILED, SAVED), (Phase.FINISHED, None)])
 def test_what_may_have_something_to_do_after_its_last_update_is_restarted(phase: Phase, saved: Checkpoint | None) -> None:
     """It failed in its last evaluation, or has saved nothing."""
@@ -187,6 +283,13 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     linear = replace(GRIP, peak_rate=4e-4, schedule="linear")
     words = "the learning rate there changes from 0.0003 to 0.00035"
     assert consequences(linear, {"batch": "4"}, SAVED, None, 20).endswith(words)
+    # What does not change is left out.
+    at_zero = consequences(linear, {"batch": "4"}, None, None, 20)
+    assert at_zero.endswith("changes from 16 to 8; the learning rate now follows a schedule with 2 times as many updates")
+    constant = replace(linear, schedule="constant")
+    assert consequences(constant, {"batch": "4"}, SAVED, None, 20).endswith("; the learning rate stays the same")
+    uneven = consequences(linear, {"batch": "4"}, SAVED, None, 30)
+    assert uneven.endswith("the learning rate there changes from 0.000333 to 0.000367"), "three digits"
     fixed = replace(linear, fixed_length=True)
     assert "the learning rate continues as it was" in consequences(fixed, {"batch": "4"}, SAVED, None, 20)
     longer = consequences(linear, {"max_updates": "40"}, SAVED, None, 20)
@@ -199,6 +302,13 @@ def test_another_effective_batch_says_what_happens_to_order_and_learning_rate() 
     assert consequences(GRIP, {}, SAVED, 7, None, ended=True) == "; 2 updates since update 5 are done again"
     assert consequences(GRIP, {}, SAVED, 6, None, ended=True) == "; 1 update since update 5 is done again"
     assert consequences(replace(GRIP, seq_len=64), {"seq_len": "32"}, SAVED, 5, None).startswith("; ! seq_len 64 -> 32")
+
+
+def test_settings_of_a_program_that_loads_are_not_known_yet() -> None:
+    loading = training(settings=None, phase=Phase.STARTING, progress=Progress())
+    assert "is still loading, so memtop does not know yet" in ask(loading)
+    silent = training(settings=None, phase=Phase.STARTING, progress=Progress(), warnings={"silent": "it cannot report"})
+    assert "memtop does not know where it takes its settings from" in ask(silent)
 
 
 def test_a_knob_without_effect_is_an_event() -> None:

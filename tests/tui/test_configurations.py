@@ -7,8 +7,18 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.wire import Change, Restart
-from memtop.tui.configurations import ConfigurationsScreen, consequences, facts, heading, peak_words, rollback, row, undone
+from memtop.supervisor.wire import Change, Configuration, Restart
+from memtop.tui.configurations import (
+    ConfigurationsScreen,
+    consequences,
+    differences,
+    facts,
+    heading,
+    peak_words,
+    rollback,
+    row,
+    undone,
+)
 from memtop.tui.line import plain
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
@@ -211,3 +221,9 @@ def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:
     halved = replace(ROWS[1], peak=replace(peak, failed=True))
     store = fold(fold(Store(), running(gpu())), wire.ConfigurationRows(rows=(ROWS[0], halved, ROWS[2])))
     assert "! It ran out of memory then: that may happen again." in consequences(halved, store, with_state=False)
+
+
+def test_the_settings_of_a_program_of_ones_own_are_named_where_they_are_known() -> None:
+    own, changed = (Configuration(number=number, attempt=number, started=1.0, reason="start") for number in (1, 2))
+    changed = replace(changed, knobs={"batch": "2", "seq_len": "64"}, uses={"batch": 2})
+    assert differences(replace(own, uses={"batch": 4}), changed) == ["batch 2 -> 4", "seq_len 64 -> of its own"]

@@ -31,7 +31,7 @@ from memtop.supervisor.recovery.forecast import Forecaster, forecaster_of
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.grip import Grip
 from memtop.supervisor.run.record.folder import RunFolder, StateFile
-from memtop.supervisor.wire import Change, Checkpoint, Configuration, Edit, Restart, StateUpdate
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, ConfigurationRows, Edit, Phase, Restart, StateUpdate
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import Line, plain
 from memtop.tui.remedies import FORECAST, forecast_lines, what_if
@@ -552,8 +552,10 @@ async def test_a_program_without_a_profile_says_why_its_known_settings_cannot_be
     for program, says in (
         (seen, "memtop sees its settings but does not know how to set them; a profile says it: see docs/profiles.md."),
         (Program(grip="optimizer"), "Its settings are not known, so none can be changed here."),
+        (Program(), "Its settings are not known yet, because the program is still loading."),
     ):
         own: dict[str, object] = {"settings": None, "command": ("python", "t.py"), "folder": str(tmp_path), "program": program}
+        own |= {"state": Phase.STARTING} if program == Program() else {}
         async with opened(RecordingFeed(running(gpu(), **own)), size=(160, 50)) as (app, pilot):
             await press(pilot, "r")
             assert says in " ".join(screen_text(app).replace("│", " ").split())
@@ -569,3 +571,47 @@ async def test_the_form_counts_from_the_update_at_which_the_program_saves_when_i
         await settle(pilot)
         assert "about 56 samples are repeated" in words(app)
         assert "done again" not in words(app)
+
+
+def own_rows(*uses: dict[str, int | bool | str]) -> tuple[Configuration, ...]:
+    """The configurations of a program of one's own: what it used in each."""
+    return tuple(
+        Configuration(number=number, attempt=number, started=1.0, reason="start", uses=one)
+        for number, one in enumerate(uses, start=1)
+    )
+
+
+async def test_the_form_refuses_settings_that_would_leave_nothing_to_train(tmp_path: Path) -> None:
+    saved = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+    grip = Grip(output_dir="/out", batch=8, accumulation=2)
+    feed = RecordingFeed(own_run(tmp_path, grip, updates=7, total_updates=10, checkpoint=saved, offers=("stop",)))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        for accumulation, is_refused in (("4", True), ("1", False)):
+            app.screen.query_one("#accumulation", Input).value = accumulation
+            await settle(pilot)
+            words_then = "nothing would be left to train: 8 updates are done then, and the new length is 5"
+            assert (words_then in words(app), app.screen.query_one("#confirm", Button).disabled) == (is_refused, is_refused)
+        await press(pilot, "escape")
+        feed.send(ConfigurationRows(rows=own_rows({"accumulation": 4}, {"accumulation": 2})))
+        await settle(pilot)
+        await press(pilot, "u", "u")
+        assert words_then in " ".join(screen_text(app).split())
+    over: dict[str, object] = {"state": Phase.FINISHED, "alive": False, "updates": 10, "total_updates": 10}
+    feed = RecordingFeed(own_run(tmp_path, grip, checkpoint=saved, **over))
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        assert "nothing is left to train: 10 updates are done, and the length is 10" in words(app)
+
+
+async def test_the_form_follows_a_program_of_ones_own(tmp_path: Path) -> None:
+    saved = Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+    grip = Grip(output_dir="/out", batch=8, accumulation=2)
+    now = own_run(tmp_path, grip, updates=7, checkpoint=saved, offers=("stop",))
+    feed = RecordingFeed(now)
+    async with opened(feed, size=(100, 30)) as (app, pilot):
+        await press(pilot, "r")
+        assert "resumes at the update at which it is stopped, now 7" in words(app)
+        feed.send(replace(now, run=replace(now.run, updates=9)))
+        await settle(pilot)
+        assert "resumes at the update at which it is stopped, now 9" in words(app)

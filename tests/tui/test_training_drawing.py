@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.cells import cell_len
 
-from memtop.supervisor import language, wire
+from memtop.supervisor import language, units, wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.observed.shown import state_of
 from memtop.supervisor.observed.values import Observed, ObservedProcess
@@ -330,6 +330,8 @@ def test_why_a_run_has_ended_goes_on_below_itself() -> None:
 
 def test_the_header_of_a_followed_process() -> None:
     store = store_of(machine(gpu()), Followed(12, "python train.py", frozenset({12, 13}), 3 * GIB))
+    assert (units.processes(1), RoleMemory(role="rank", processes=1).words) == ("1 process", "1 rank")
+    assert RoleMemory(role="loader worker", processes=3).words == "3 loader workers"
     assert "pid 12: 2 processes, 3.0 GiB resident: python train.py" in plain(draw_header(store, 120, 1)[0])
     gone = fold(store, Followed(12))
     assert "pid 12 has ended" in plain(draw_header(gone, 120, 1)[0])

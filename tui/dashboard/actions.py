@@ -90,9 +90,11 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
 
     grip = grip_of(run)
     if grip is not None:
-        return await dashboard.app.push_screen_wait(OwnProgramDialog(run, grip))
+        return await dashboard.app.push_screen_wait(OwnProgramDialog(dashboard, run, grip))
     where = where_own_resumes(run)
     words = f"It {where}. Its settings are not known, so none can be changed here."
+    if run.alive and run.state is wire.Phase.STARTING and not run.warnings:
+        words = f"It {where}. Its settings are not known yet, because the program is still loading."
     if run.program is not None and known(run.program.knobs):
         words = (
             f"It {where}. memtop sees its settings but does not know how to set them; a profile says it: see docs/profiles.md."
@@ -261,10 +263,14 @@ async def configurations(dashboard: Dashboard, key: str) -> None:
 
 async def undo(dashboard: Dashboard, key: str) -> None:
     from memtop.tui.configurations import consequences, rollback, undone
+    from memtop.tui.restart_own import why_not_back
 
     store = dashboard.store
     row = undone(store.configurations)
     assert row is not None
+    if store.run is not None and (problem := why_not_back(store.run, row)) is not None:
+        dashboard.say(problem)
+        return
     change = rollback(row, store.configurations, with_state=False)
     assert isinstance(change, Change)
     lines = consequences(row, store, with_state=False)

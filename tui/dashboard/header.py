@@ -69,7 +69,7 @@ def _followed(store: Store) -> str:
         return ""
     if not tree.pids:
         return f"pid {tree.pid} has ended"
-    return f"pid {tree.pid}: {len(tree.pids)} processes, {units.size(tree.rss_bytes)} resident: {tree.command}"
+    return f"pid {tree.pid}: {units.processes(len(tree.pids))}, {units.size(tree.rss_bytes)} resident: {tree.command}"
 
 
 def _label(store: Store) -> Line:

@@ -195,6 +195,8 @@ def _resuming(model: Model) -> str:
     found = model.states.program
     if found is not None and found.complete:
         where = "" if found.updates is None else f" at update {found.updates}"
+        if not model.alive:
+            return f"restarting from the program's checkpoint{where}"
         return f"restarting from the program's checkpoint{where}, or a newer one"
     if model.alive and saves_when_stopped(model.settings, model.progress.offers):
         return "restarting from the checkpoint that the program saves now"
@@ -212,7 +214,8 @@ def _of_knobs(model: Model, change: Change) -> str:
     at, total = after_stop(model.states.program, reached, saves=saves), model.progress.total_updates
     loop = model.progress.loop
     grip = model.grip if loop is None else model.grip.with_seen(loop.knobs)
-    return consequences(grip, trainer.knobs_after(model, change), at, reached, total, model.rate_at_save)
+    knobs = trainer.knobs_after(model, change)
+    return consequences(grip, knobs, at, reached, total, model.rate_at_save, ended=not model.alive)
 
 
 def confirm(model: Model, client: int, request: int) -> Model:

@@ -166,8 +166,16 @@ def _nothing_to_restart(model: Model, verdict: AttemptVerdict, change: Change) -
     ended_well = model.settings is None and verdict.phase is Phase.STOPPED and model.attempt.exit_status == 0
     if verdict.phase is not Phase.FINISHED and not ended_well:
         return None
+    finished = replace(model, phase=Phase.FINISHED)
+    why = _refusal(finished, change)
+    # A change that makes the training too short does not make it complete.
+    complete = why is not None and (verdict.phase is Phase.FINISHED or _refusal(finished, Change()) is not None)
+    return why if complete else None
+
+
+def _refusal(model: Model, change: Change) -> str | None:
     try:
-        attempts.settings_after(replace(model, phase=Phase.FINISHED), change)
+        attempts.settings_after(model, change)
     except UsageError as error:
         return str(error)
     return None

@@ -10,51 +10,79 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.configuration import OWN_PROGRAM
+from memtop.supervisor.recovery.configuration import OWN_PROGRAM, STILL_LOADING
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import SaveState
 from memtop.supervisor.run.events import Launched
-from memtop.supervisor.run.grip import POSITION, Asked, Grip, knobs_of, length_after, only_knobs, values_of, why_not_continued
+from memtop.supervisor.run.grip import (
+    POSITION,
+    Asked,
+    Grip,
+    done_after_stop,
+    knobs_of,
+    length_after,
+    only_knobs,
+    values_of,
+    why_not_continued,
+)
 from memtop.supervisor.run.model import Model, emit, note
 from memtop.supervisor.run.reports import Plan, TrainerFound
-from memtop.supervisor.wire import Change, Checkpoint, Phase
+from memtop.supervisor.wire import Change, Checkpoint, Phase, saves_when_stopped
 
 
 def knobs_after(model: Model, change: Change) -> dict[str, str]:
     """The settings that the next attempt is given; UsageError if the change is not possible."""
     wanted = knobs_of(change)
     if replace(change, assignments={}, reason="", configuration=None, max_updates=None) != Change():
-        raise UsageError(OWN_PROGRAM if model.grip is None else only_knobs(model.grip))
+        raise UsageError(_unknown(model) if model.grip is None else only_knobs(model.grip))
     knobs = model.knobs if change.configuration is None else _earlier(model, change.configuration)
     is_lost = _position_given(change)
     if not wanted and (knobs == model.knobs or model.grip is None) and (is_lost or not _begins_again(model)):
-        _check_length(model, knobs, change.max_updates)
+        _check_length(model, change, knobs)
         return knobs
     if model.grip is None:
-        raise UsageError(OWN_PROGRAM)
+        raise UsageError(_unknown(model))
     values_of(wanted, model.grip)  # refuses what is not possible
-    _check_length(model, {**knobs, **wanted}, change.max_updates)
+    _check_length(model, change, {**knobs, **wanted})
     if not is_lost and (why := why_not_continued(model.grip)) is not None:
         raise UsageError(f"{why}; `--set {POSITION}=lost` restarts it nevertheless")
     return {**knobs, **wanted}
 
 
-def _check_length(model: Model, knobs: dict[str, str], given: int | None) -> None:
+def _unknown(model: Model) -> str:
+    """Why memtop cannot change the settings of a program that it does not hold."""
+    is_loading = model.alive and model.phase is Phase.STARTING and "silent" not in model.warnings
+    return STILL_LOADING if is_loading else OWN_PROGRAM
+
+
+def _check_length(model: Model, change: Change, knobs: dict[str, str]) -> None:
     """UsageError if no update is left to do: the Trainer would do one too many, others end at once.
-    `given`: the length that is asked for now. A program that has failed may have something to do
-    after its last update."""
-    grip, saved = model.grip, model.states.program
-    if grip is None or saved is None or not saved.complete or why_not_continued(grip) is not None:
+    A program that has failed may have something to do after its last update."""
+    grip, saved, total = model.grip, model.states.program, model.total_updates
+    if grip is None or why_not_continued(grip) is not None:
         return
-    values = values_of(knobs, grip)
     if grip.profile is None:
-        length = values.get("max_updates") or length_after(grip, values, model.progress.total_updates)
+        length = length_after(grip, values_of({**_split_of(model, change), **knobs}, grip), total)
+        # Without the length that memtop gave it, the program has another one.
+        length = None if "max_updates" in model.knobs and "max_updates" not in knobs else length
     else:  # what another split makes of its length is not known
-        length = model.total_updates if knobs == model.knobs else None
-    done = _saved_after(model, saved) if model.phase.final else model.update
-    if done is None or length is None or done < length or (given is None and model.phase is not Phase.FINISHED):
+        length = total if knobs == model.knobs else None
+    at = _saved_after(model, saved) if saved is not None and saved.complete else None
+    saves = model.alive and saves_when_stopped(model.settings, model.progress.offers)
+    done = done_after_stop(at, model.update, saves=saves, finished=model.phase is Phase.FINISHED)
+    if done is None or length is None or done < length:
         return
-    raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=grip.profile is None))
+    if total is not None and length < total and done < total:
+        raise UsageError(explain.nothing_would_be_left(done, length))
+    if change.max_updates is not None or model.phase is Phase.FINISHED:
+        raise UsageError(explain.nothing_left(model.run.name, done, length, by_memtop=grip.profile is None))
+
+
+def _split_of(model: Model, change: Change) -> dict[str, str]:
+    """The batch and the accumulation of an earlier configuration, as the program used them then."""
+    row = None if change.configuration is None else model.configurations.numbered(change.configuration)
+    uses = {} if row is None else row.uses
+    return {name: str(uses[name]) for name in ("batch", "accumulation") if name in uses}
 
 
 def _saved_after(model: Model, saved: Checkpoint) -> int | None:
