@@ -12,7 +12,7 @@ from typing import Protocol
 from memtop.supervisor import wire
 from memtop.supervisor.errors import MemtopError, RefusedError
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Sampling, Turn, real_sampler, refusal, turned
-from memtop.tui.restart_plan import nothing_left_with
+from memtop.tui.restart_plan import nothing_left
 
 # A request to look closely lasts 10 s; it is repeated before that.
 _LOOK_SECONDS = 5.0
@@ -232,7 +232,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def _unsupervised(run: wire.RunState) -> Disconnected:
     if run.alive:
         return Disconnected("supervisor is gone, training continues - reconnecting")
-    if nothing_left_with(run, run.settings) is not None:
+    held = run.settings is not None or (run.program is not None and run.program.grip in ("hooks", "profile"))
+    if held and nothing_left(run, run.checkpoint) is not None:
         return Disconnected(f"the run is over ({run.word})", ended=True)
     again = "resumes it" if run.resumes else "starts it again"
     return Disconnected(f"the run is over ({run.word}); r or memtop restart {run.name} {again}", ended=True)

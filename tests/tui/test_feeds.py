@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
 from memtop.supervisor.observed.observer import Observers, observer_of
+from memtop.supervisor.program import Program
 from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import starting
 from memtop.supervisor.run import view as view_module
@@ -245,6 +247,14 @@ async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.Monke
     assert "memtop restart tiny resumes it" in ended.reason
     (answer,) = [a async for a in feed.request(lambda number: wire.Stop(id=number))]
     assert answer.outcome is wire.Outcome.REFUSED
+
+
+def test_a_finished_program_with_a_trainer_is_not_offered_again() -> None:
+    saved = wire.Checkpoint(path="/out/checkpoint-5", updates=5, complete=True)
+    over: dict[str, Any] = {"settings": None, "state": wire.Phase.FINISHED, "alive": False, "updates": 10, "total_updates": 10}
+    run = running(gpu(), **over, checkpoint=saved, program=Program(grip="hooks")).run
+    assert "restart" not in feed_module._unsupervised(run).reason
+    assert "restart" in feed_module._unsupervised(replace(run, total_updates=12)).reason
 
 
 async def test_the_history_of_a_run_that_is_over_is_read_again_only_if_it_changed(
