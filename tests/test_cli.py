@@ -139,8 +139,18 @@ def command(name: str) -> click.Command:
         (["train", "sft-qlora", "--preset", "stage3"], "zero.stage 3: a 4-bit base cannot be sharded"),
         (["train", "--batch", "0"], "batch 0: must be at least 1"),
         (["train", "--batch", "9" * 30], "is too large a number"),
-        (["train", "--batch", "x"], "'--batch': 'x' is not a whole number"),
-        (["train", "--batch", "two"], "'--batch': 'two' is not a whole number"),
+        (
+            ["train", "--batch", "x"],
+            "'--batch': 'x': give a whole number, B,B (one for each of several processes) or auto (the largest that fits)",
+        ),
+        (["train", "--accum", "two"], "'--accum': 'two' is not a whole number"),
+        *(
+            (
+                ["plan", "--batch", text],
+                f"'{text}': give a whole number, for all processes; the plan says which is the largest that is safe",
+            )
+            for text in ("auto", "3,1")
+        ),
         (["train", "--seq-len", "4096"], "seq_len 4096: beyond the model's 1024 positions"),
         (["train", "--set", "speed=1"], "--set speed: unknown key"),
         (["train", "--set", "learnin_rate=1"], "learnin_rate: unknown key; did you mean learning_rate? There are batch, "),

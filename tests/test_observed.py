@@ -119,6 +119,17 @@ def test_a_program_that_memtop_did_not_start(programs: Programs, runs: Runs) -> 
     assert found["pid"] in [one["pid"] for one in every]
 
 
+def test_a_refused_adoption_says_why_it_is_about_another_process(programs: Programs, runs: Runs) -> None:
+    shell = programs.start(AS_IF_WITH_TORCH)
+    observer, _ = observed(shell)
+    training = observer.leader.pid
+    assert training != shell
+    for named, why in ((shell, f" (PID {shell} belongs to this training)"), (training, "")):
+        error = runs.memtop("adopt", str(named), "--yes", status=1).stderr
+        assert f"memtop: PID {training}: it has saved no complete checkpoint since its start" in error
+        assert error.endswith(f"from its beginning{why}\n")
+
+
 def test_a_pipe_into_tee_is_read_from_its_file(programs: Programs) -> None:
     shell = programs.start(AS_IF_WITH_TORCH, output="2> /dev/null | tee copy.log > /dev/null", read="copy.log")
     _, found = observed(shell)

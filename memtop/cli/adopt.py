@@ -25,7 +25,7 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, is_alive
 from memtop.supervisor.monitor.processes.signals import ProcessGone, signal_process
-from memtop.supervisor.observed.adoption import Adoption, Hold, adoption_of, hold_of
+from memtop.supervisor.observed.adoption import Adoption, Hold, about, adoption_of, hold_of
 from memtop.supervisor.observed.shown import line_of
 from memtop.supervisor.run.processes.members import refuse_used_path
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
@@ -92,7 +92,7 @@ def adopt(
         step_pattern=pattern,
         memtop_version=__version__,
     )
-    held = None if from_zero else _hold(adoption, spec, where)
+    held = None if from_zero else _hold(adoption, pid, spec, where)
     print_message(line_of(seen))
     for line in _plan(adoption, spec, where, held, seen.updates):
         print_message(line)
@@ -103,18 +103,19 @@ def adopt(
     _end(adoption, _signal(adoption, held), seconds, yes=yes)
     # It may have saved once more, so look again.
     if held is not None:
-        held = _hold(adoption, spec, where)
+        held = _hold(adoption, pid, spec, where)
         spec = replace(spec, grip=held.grip, profile=held.grip.profile, profile_why=held.profile_why)
     return stay(_start(where, spec, adoption), begun, headless=headless, detach=detach)
 
 
-def _hold(adoption: Adoption, spec: RunSpec, where: Path) -> Hold:
-    """How it resumes. RefusedError if it cannot."""
+def _hold(adoption: Adoption, given: int, spec: RunSpec, where: Path) -> Hold:
+    """How it resumes. RefusedError if it cannot. `given`: the process that the user named."""
     found = hold_of(adoption, spec, where / spec.name, load_profiles().values())
     if isinstance(found, str):
         pid = adoption.processes[0].pid
         state = "" if is_alive(adoption.processes[0]) else "; it has ended, and nothing was started"
-        raise RefusedError(f"PID {pid}: {found}; --from-zero starts it again from its beginning{state}")
+        refusal = f"PID {pid}: {found}; --from-zero starts it again from its beginning{state}"
+        raise RefusedError(about(given, pid, refusal))
     return found
 
 

@@ -47,6 +47,7 @@ _SECONDS = 5.0
 _COMMAND_SECONDS = 60.0
 _WAITS = (0.0, 1.0, 3.0)
 """Before each try, seconds."""
+_NO_TARGET = "nothing to notify: set notify-ntfy, notify-webhook or notify-command; `memtop config` shows them"
 _SENT = "sent"
 _DISCORD_LONGEST = 2000
 _NTFY = "https://ntfy.sh/"
@@ -74,7 +75,7 @@ def notify(run_name: str | None, is_test: bool, runs_dir: Path | None) -> int:
     topics, configured = notify_topics(), _configured()
     if run_name is None:
         if not configured:
-            raise UsageError("nothing to notify: set notify-ntfy, notify-webhook or notify-command; `memtop config` shows them")
+            raise UsageError(_NO_TARGET)
         return _test({target.kind: _sender(target) for target in configured})
     folder = find_run(run_name, runs_dir)
     require_own(folder.path)
@@ -87,6 +88,8 @@ def notify(run_name: str | None, is_test: bool, runs_dir: Path | None) -> int:
         failed = True
     channels = _channels(folder, own, configured)
     if not channels:
+        if not own and not failed:
+            print_message(f"memtop: {_NO_TARGET}")
         return int(failed)
     with _claimed(folder) as (known, claim):
         with reading_ledger(folder) as ledger:

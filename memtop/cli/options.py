@@ -32,10 +32,13 @@ class _Whole(click.ParamType[int]):
         try:
             number = int(value)
         except ValueError:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
+            self.fail(self.refusal(value), param, ctx)
         if abs(number) >= 1 << 53:
             self.fail(f"{value!r} is too large a number", param, ctx)
         return number
+
+    def refusal(self, value: object) -> str:
+        return f"{value!r} is not a whole number"
 
 
 class _Batch(_Whole):
@@ -47,6 +50,16 @@ class _Batch(_Whole):
         if isinstance(value, str) and (value == AUTO or is_for_each(value)):
             return value
         return super().convert(value, param, ctx)
+
+    def refusal(self, value: object) -> str:
+        return f"{value!r}: give a whole number, B,B (one for each of several processes) or auto (the largest that fits)"
+
+
+class _PlannedBatch(_Whole):
+    """A whole number for all processes."""
+
+    def refusal(self, value: object) -> str:
+        return f"{value!r}: give a whole number, for all processes; the plan says which is the largest that is safe"
 
 
 class _Seconds(click.ParamType[float]):
@@ -73,6 +86,7 @@ class _Gib(click.ParamType[float]):
 
 
 WHOLE, SECONDS, GIB, PATH = _Whole(), _Seconds(), _Gib(), click.Path(path_type=Path)
+PLANNED_BATCH = _PlannedBatch()
 
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=completion.runs)
 runs_dir_option = click.option("--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [./runs]")

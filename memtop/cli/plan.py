@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from memtop.cli import completion
 from memtop.cli.configuration import configured
 from memtop.cli.interpreters import search
-from memtop.cli.options import GIB, WHOLE, assignments_of, json_option, set_option
+from memtop.cli.options import GIB, PLANNED_BATCH, WHOLE, assignments_of, json_option, set_option
 from memtop.cli.output import print_json, print_lines, print_message
 from memtop.cli.plan_host import PlannedHost, host_text, planned_host
 from memtop.cli.plan_output import (
@@ -78,7 +78,7 @@ _GIB = 1 << 30
 )
 @click.option("--preset", metavar="NAME", help="the memory strategy [the recipe's]", shell_complete=completion.presets)
 @click.option("--all", "every", is_flag=True, help="each preset that the recipe can have")
-@click.option("--batch", type=WHOLE, metavar="B", help="samples per micro-batch and process")
+@click.option("--batch", type=PLANNED_BATCH, metavar="B", help="samples per micro-batch and process")
 @click.option("--accum", type=WHOLE, metavar="A", help="micro-batches per update")
 @click.option("--seq-len", type=WHOLE, metavar="T", help="tokens per sample")
 @set_option

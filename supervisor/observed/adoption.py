@@ -120,8 +120,19 @@ def adoption_of(pid: int) -> tuple[Adoption, Observed]:
     observer = observer_of(pid)
     if observer is None:
         raise UsageError(f"PID {pid}: no training that memtop can see: it does not use torch, and its output has no steps")
-    seen = observer.look(time.time())
-    leader = observer.leader
+    seen, leader = observer.look(time.time()), observer.leader
+    try:
+        return _adoption(leader, seen), seen
+    except RefusedError as error:
+        raise RefusedError(about(pid, leader.pid, str(error))) from None
+
+
+def about(pid: int, leader: int, text: str) -> str:
+    """What is said of the training process, with why it is not the process that was named."""
+    return text if pid == leader else f"{text} (PID {pid} belongs to this training)"
+
+
+def _adoption(leader: ProcessId, seen: Observed) -> Adoption:
     check_owner(leader.pid)
     _refuse_strange(leader.pid)
     variables = environment_of(leader)
@@ -133,7 +144,7 @@ def adoption_of(pid: int) -> tuple[Adoption, Observed]:
     command, notes = _command(leader.pid, folder, variables)
     number, why = _signal(leader.pid)
     identities = [leader, *(found for one in seen.processes if (found := identify(one.pid)) is not None)]
-    adoption = Adoption(
+    return Adoption(
         processes=tuple(dict.fromkeys(identities)),
         command=command,
         folder=folder,
@@ -142,7 +153,6 @@ def adoption_of(pid: int) -> tuple[Adoption, Observed]:
         signal_number=number,
         notes=(*notes, *why, *_parent(leader.pid)),
     )
-    return adoption, seen
 
 
 def _refuse_strange(pid: int) -> None:

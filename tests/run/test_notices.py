@@ -227,6 +227,13 @@ def test_a_wrong_configuration_is_one_line(
     assert "secret" not in message
 
 
+def test_a_run_without_a_target_says_so(
+    environment: pytest.MonkeyPatch, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["notify", str(folder.path)]) == 0
+    assert capsys.readouterr().err.startswith("memtop: nothing to notify: set notify-ntfy, ")
+
+
 def test_a_test_message_says_how_it_went(
     environment: pytest.MonkeyPatch, receiver: Receiver, capsys: pytest.CaptureFixture[str]
 ) -> None:
