@@ -250,6 +250,6 @@ def test_a_plan_says_who_chose_the_preset_and_what_slower_means(capsys: pytest.C
     (model / "config.json").write_text(json.dumps(LLAMA))
     assert run(["plan", "--model", str(model), "--vram", "8"]) == 0
     told = capsys.readouterr().err
-    assert "memtop: memtop chose preset standard: 8.00 GiB of GPU memory, estimated to peak at ~" in told
+    assert "memtop: memtop chose preset standard: 8.00 GiB of GPU memory free, estimated to peak at ~" in told
     assert run(["plan", "--model", str(model), "--vram", "8", "--all"]) == 0
     assert "memtop: faster and slower: than preset standard with 16 x 4 x 1, T 512\n" in capsys.readouterr().err

@@ -152,9 +152,7 @@ def plan(
             return 0
         _print_one(settings, own, values, assumed, card, answers, host_ram, machine, as_json=as_json)
         if chosen is not None and card.total_bytes is not None:
-            # Of a GPU with --vram all memory is free.
-            why = chosen if vram is None else chosen.replace(" free", "", 1)
-            print_message(f"memtop: memtop chose {why}; --preset NAME chooses another")
+            print_message(f"memtop: memtop chose {chosen}; --preset NAME chooses another")
         if (longer := longer_than_known(settings)) is not None:
             print_message(f"memtop: {longer}")
     finally:
